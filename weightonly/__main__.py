@@ -1,0 +1,83 @@
+"""`python -m weightonly info`: what this installation is made of, and which of its kernels run here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import __version__, build_info
+from .build_info import BuildInfo
+from .heuristics import KernelConfig
+from .heuristics.configs import CONFIGS
+from .kernels import HOW_TO_BUILD, cuda_built, device_arch, is_compiled, runs_on, sm_count
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: int  # compute capability as an integer: 90
+    sm_count: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m weightonly", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, the build, the GPUs, and the kernels that run on each")
+    parser.parse_args(arguments)
+    try:
+        build = build_info.read()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"weightonly {__version__}, torch {torch.__version__}")
+    print(describe_build(build, loaded=cuda_built()))
+    print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
+    return 0
+
+
+def describe_build(build: BuildInfo, loaded: bool) -> str:
+    """The build in a few lines; `loaded`: whether this Python has the compiled module that calls them."""
+    if not build.cuda:
+        lines = [f"build: no CUDA kernels ({build.reason})"]
+    else:
+        lines = [
+            f"build: {build.kernels} kernels for {', '.join(build.archs)} ({build.reason})",
+            f"  nvcc {build.nvcc}, CUTLASS {build.cutlass}",
+            f"  register spills: {len(build.spills) or 'none'}",
+        ]
+        lines += [
+            f"    {spill.unit} sm_{spill.arch}: {spill.spill_store_bytes} bytes stored, "
+            f"{spill.spill_load_bytes} bytes loaded"
+            for spill in build.spills
+        ]
+    if build.cuda and not loaded:
+        lines.append("  they cannot be used: there is no compiled module for this Python (`make binding`)")
+    return "\n".join(lines)
+
+
+def describe_gpus(compiled: Sequence[KernelConfig], gpus: Sequence[Gpu]) -> str:
+    """Each GPU and the configurations that run on it, a line per configuration."""
+    if not gpus:
+        return "GPU: none is visible; CPU tensors work"
+    lines: list[str] = []
+    for index, gpu in enumerate(gpus):
+        running = [config for config in compiled if runs_on(config, gpu.arch)]
+        lines.append(f"GPU {index}: {gpu.name}, compute capability {gpu.arch / 10}, {gpu.sm_count} SMs")
+        lines.append(f"  {len(running)} of {len(compiled)} compiled configurations run on it")
+        lines += [f"    {config.kernel} ({', '.join(config.formats)})" for config in running]
+        if not running:
+            lines.append(f"  build for it: {HOW_TO_BUILD.format(archs=gpu.arch)}")
+    return "\n".join(lines)
+
+
+def visible_gpus() -> list[Gpu]:
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [Gpu(torch.cuda.get_device_name(i), device_arch(i), sm_count(i)) for i in devices]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

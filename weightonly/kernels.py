@@ -1,0 +1,88 @@
+"""The compiled kernels: whether they are there, which run on a device, and a kernel's number by its name."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .heuristics.configs import CONFIGS, KernelConfig, kernel_types
+
+try:
+    from . import _C
+except ImportError:  # built without CUDA: everything works on CPU tensors
+    _C = None  # type: ignore[assignment]
+
+HOW_TO_BUILD = "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS={archs} pip install ."
+
+
+def cuda_built() -> bool:
+    """Whether this installation has compiled kernels."""
+    return _C is not None
+
+
+@functools.cache
+def kernel_numbers() -> dict[str, int]:
+    """Name of each compiled kernel, types included -> its number in the library."""
+    return {} if _C is None else {name: number for number, name in enumerate(_C.kernel_names())}
+
+
+@functools.cache
+def built_archs() -> tuple[str, ...]:
+    """Architectures of the build, e.g. ("80", "90a")."""
+    return () if _C is None else tuple(_C.archs().split(","))
+
+
+@functools.cache
+def device_arch(device: int) -> int:
+    """Compute capability of a CUDA device as an integer: 90 for an H200."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.cache
+def sm_count(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def arch_runs_on(built: str, device: int) -> bool:
+    """Whether code built for an architecture runs on a device of compute capability `device`.
+
+    Machine code runs on its own major version from its own minor on; code of an "a" target on that one alone.
+    70 and 75 are kept as PTX of compute_75, which every later GPU compiles.
+    """
+    number = int(built.rstrip("af"))
+    if number <= 75:
+        return device >= 75
+    if built.endswith("a"):
+        return device == number
+    return device // 10 == number // 10 and device >= number
+
+
+def runs_on(config: KernelConfig, device: int) -> bool:
+    """Whether some architecture of the build has this configuration in a form that the device runs."""
+    served = {
+        "gemm_sm70": lambda a: a == 70,
+        "gemm_sm75": lambda a: a == 75,
+        "gemm_sm80": lambda a: a >= 80,
+        "gemv": lambda a: a >= 75,
+    }[config.family]
+    return any(served(int(a.rstrip("af"))) and arch_runs_on(a, device) for a in built_archs())
+
+
+def is_compiled(config: KernelConfig) -> bool:
+    return any(f"{config.kernel}_{types.name}" in kernel_numbers() for types in kernel_types(config))
+
+
+def kernels(device: int | None = None) -> list[KernelConfig]:
+    """Every compiled configuration that runs on a CUDA device (default: the current one; without a GPU: all).
+
+    Each has split_k = 1 and says by `layout`, `formats` and `max_m` what it computes;
+    `config.with_split_k(s)` is the same kernel with K in s parts. `gemm(..., config=c)` runs one. Empty when
+    the library was built without CUDA.
+    """
+    compiled = [c for c in CONFIGS if is_compiled(c)]
+    if not torch.cuda.is_available():
+        return compiled
+    arch = device_arch(torch.cuda.current_device() if device is None else device)
+    return [c for c in compiled if runs_on(c, arch)]

@@ -1,0 +1,247 @@
+"""PackedWeight: the bytes of a quantized weight together with what they mean; packing, unpacking, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .layout import INTERLEAVED, ROW_MAJOR, check_layout, matrix_shape, pack_bytes, padded_shape, unpack_bytes
+
+FORMAT_BITS = {"int4": 4, "int8": 8}
+"""Format of a weight -> bits of one value."""
+
+# sm70 and sm72 have no ldmatrix: their kernels read B row by row and dequantize it after the global load.
+_ARCH_LAYOUT = {70: ROW_MAJOR, 72: ROW_MAJOR} | dict.fromkeys(
+    (75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121), INTERLEAVED
+)
+
+_FILE_VERSION = "1"
+_KEY_VERSION = "weightonly.file_version"
+_KEY_PACKED = "weightonly.packed"
+
+
+class PackedWeight:
+    """A weight of shape [K, N] in the byte order of a kernel.
+
+    data: uint8, one dimension, contiguous: k_padded * n_padded * bits / 8 bytes.
+    k, n: the shape of the weight before padding.
+    format: "int4" or "int8".
+    layout: "row_major" or "interleaved"; says what the bytes mean, as their number and shape cannot.
+
+    Raises TypeError or ValueError for data that does not fit the other fields.
+    """
+
+    __slots__ = ("_plans", "bits", "data", "format", "k", "k_padded", "layout", "n", "n_padded")
+
+    def __init__(self, data: torch.Tensor, k: int, n: int, format: str, layout: str) -> None:
+        if format not in FORMAT_BITS:
+            raise ValueError(f"format: expected one of {', '.join(FORMAT_BITS)}, got {format!r}")
+        check_layout(layout)
+        for name, size in (("k", k), ("n", n)):
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        bits = FORMAT_BITS[format]
+        k_padded, n_padded = padded_shape(k, n, bits)
+        if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+            raise TypeError(f"data: expected a uint8 tensor, got {getattr(data, 'dtype', type(data).__name__)}")
+        if data.dim() != 1 or not data.is_contiguous():
+            raise ValueError(
+                f"data: expected one contiguous dimension, got {list(data.shape)}, strides {data.stride()}"
+            )
+        expected_bytes = k_padded * n_padded * bits // 8
+        if data.numel() != expected_bytes:
+            raise ValueError(
+                f"data: expected {expected_bytes} bytes for {format} [{k}, {n}] "
+                f"padded to [{k_padded}, {n_padded}], got {data.numel()}"
+            )
+        self.data = data
+        self.k = k
+        self.n = n
+        self.format = format
+        self.layout = layout
+        self.bits = bits
+        self.k_padded = k_padded
+        self.n_padded = n_padded
+        self._plans: dict[Any, Any] = {}  # gemm's cache; belongs to this object and this device, never copied
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes."""
+        return self.data.device
+
+    def to(self, device: torch.device | str | int) -> PackedWeight:
+        """The same bytes on `device`; `self` if they are there already. The layout is kept as it is."""
+        data = self.data.to(device)
+        return self if data is self.data else PackedWeight(data, self.k, self.n, self.format, self.layout)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this weight to a safetensors file; see `save`."""
+        save(path, {"qweight": self})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> PackedWeight:
+        """Read a file that `PackedWeight.save` wrote; see `load` for the errors."""
+        entries = load(path, device)
+        weight = entries.get("qweight")
+        if len(entries) != 1 or not isinstance(weight, cls):
+            raise ValueError(f"{path}: expected one packed weight named 'qweight', got {sorted(entries)}; use load()")
+        return weight
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedWeight({self.format} [{self.k}, {self.n}], layout={self.layout!r}, "
+            f"{self.data.numel()} bytes on {self.device})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedWeight, (self.data, self.k, self.n, self.format, self.layout)
+
+
+def arch_number(arch: str | int) -> int:
+    """80 for 80, "80", "sm80", "sm_80". Raises ValueError unless it is a known one of sm70 to sm121."""
+    match = None if isinstance(arch, bool) else re.fullmatch(r"(?:sm_?)?(\d+)[af]?", str(arch).lower())
+    number = int(match[1]) if match else -1
+    if number not in _ARCH_LAYOUT:
+        raise ValueError(f"arch: expected one of {', '.join(f'sm{a}' for a in _ARCH_LAYOUT)}, got {arch!r}")
+    return number
+
+
+def layout_for_arch(arch: str | int) -> str:
+    """The layout that the kernels of `arch` read. Raises ValueError for an unknown one; see `arch_number`."""
+    return _ARCH_LAYOUT[arch_number(arch)]
+
+
+def preprocess(
+    q: torch.Tensor, bits: int = 4, arch: str | int | None = None, layout: str | None = None
+) -> PackedWeight:
+    """Bring a quantized weight into the byte order of a GPU's kernels: once, before deployment.
+
+    q: int8 [K, N], K, N >= 1, any device; values -8..7 for bits=4. Padded with zeros to multiples of 64 in K
+        and 64 (int4) or 32 (int8) in N.
+    arch: the GPU to pack for, "sm70" to "sm121" in any common spelling ("sm_80", 80, "sm90a").
+    layout: the layout itself, instead of an arch. With neither: the layout of the device of `q`; for a CPU
+        tensor that of the visible GPU, else "interleaved".
+
+    Returns a PackedWeight on the device of `q`. Raises TypeError for a `q` that is not int8, ValueError for a
+    wrong rank, an empty `q`, values out of range, other `bits`, an unknown arch or layout, or an arch and a
+    layout that contradict.
+    """
+    k, n = matrix_shape(q, bits)
+    layout = _resolve_layout(q, arch, layout)
+    if q.numel() == 0:
+        raise ValueError(f"q: expected shape [K, N] with K, N >= 1, got {list(q.shape)}")
+    k_padded, n_padded = padded_shape(k, n, bits)
+    if (k_padded, n_padded) != (k, n):
+        q = torch.nn.functional.pad(q, (0, n_padded - n, 0, k_padded - k))
+    return PackedWeight(pack_bytes(q, bits, layout), k, n, f"int{bits}", layout)
+
+
+def unpack(qweight: PackedWeight) -> torch.Tensor:
+    """The inverse of `preprocess`: int8 [K, N] on the device of `qweight`, without the padding.
+
+    Raises TypeError for anything but a PackedWeight.
+    """
+    if not isinstance(qweight, PackedWeight):
+        raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
+    q = unpack_bytes(qweight.data, qweight.k_padded, qweight.n_padded, qweight.bits, qweight.layout)
+    return q[: qweight.k, : qweight.n].contiguous()
+
+
+def _resolve_layout(q: torch.Tensor, arch: str | int | None, layout: str | None) -> str:
+    if layout is not None:
+        check_layout(layout)
+        if arch is not None and layout_for_arch(arch) != layout:
+            raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
+        return layout
+    if arch is not None:
+        return layout_for_arch(arch)
+    if q.is_cuda:
+        return layout_for_arch(_capability(q.device))
+    if torch.cuda.is_available():
+        return _ARCH_LAYOUT.get(_capability(None), INTERLEAVED)
+    return INTERLEAVED
+
+
+def _capability(device: torch.device | None) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def save(path: str | os.PathLike[str], entries: Mapping[str, PackedWeight | torch.Tensor]) -> None:
+    """Write packed weights and plain tensors to one safetensors file, with the metadata to read them back.
+
+    The file appears under `path` complete or not at all: it is written beside it and then renamed.
+    Raises TypeError for an entry of another kind.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    packed: dict[str, dict[str, int | str]] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, PackedWeight):
+            tensors[name] = entry.data
+            packed[name] = {"k": entry.k, "n": entry.n, "format": entry.format, "layout": entry.layout}
+        elif isinstance(entry, torch.Tensor):
+            tensors[name] = entry.detach().contiguous()
+        else:
+            raise TypeError(f"entries[{name!r}]: expected a PackedWeight or a tensor, got {type(entry).__name__}")
+    metadata = {_KEY_VERSION: _FILE_VERSION, _KEY_PACKED: json.dumps(packed)}
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(tensors, temporary, metadata)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | torch.Tensor]:
+    """Read a file that `save` wrote: name -> PackedWeight or tensor, on `device`.
+
+    Raises FileNotFoundError, or ValueError naming the file for one that is damaged, has no metadata of this
+    library, or whose bytes do not fit their metadata.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            packed = _packed_metadata(path, file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: expected a safetensors file, got an unreadable one ({error})") from error
+    entries: dict[str, PackedWeight | torch.Tensor] = dict(tensors)
+    for name, fields in packed.items():
+        try:
+            entries[name] = PackedWeight(tensors[name], **fields)
+        except KeyError as error:
+            raise ValueError(f"{path}: the metadata names a packed weight {name!r} that is not in the file") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: packed weight {name!r}: {error}") from error
+    return entries
+
+
+def _packed_metadata(path: str | os.PathLike[str], metadata: dict[str, str] | None) -> dict[str, dict[str, Any]]:
+    version = (metadata or {}).get(_KEY_VERSION)
+    if metadata is None or version is None:
+        raise ValueError(f"{path}: expected a file written by weightonly.save, got one without its metadata")
+    if version != _FILE_VERSION:
+        raise ValueError(f"{path}: expected file version {_FILE_VERSION}, got {version!r}")
+    try:
+        packed = json.loads(metadata[_KEY_PACKED])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path}: metadata {_KEY_PACKED!r} is missing or not JSON") from error
+    if not isinstance(packed, dict) or not all(isinstance(fields, dict) for fields in packed.values()):
+        raise ValueError(f"{path}: metadata {_KEY_PACKED!r} does not map names to fields")
+    return packed
