@@ -7,14 +7,23 @@
 
 namespace weightonly {
 
+template <Activation kActivation>
+CUTLASS_DEVICE float activate(float v) {
+  if constexpr (kActivation == Activation::kRelu) return v > 0.f || v != v ? v : 0.f;  // NaN stays NaN
+  if constexpr (kActivation == Activation::kGelu) return 0.5f * v * (1.f + erff(v * 0.70710678f));
+  if constexpr (kActivation == Activation::kSilu) return __fdividef(v, 1.f + __expf(-v));
+  return v;
+}
+
+/// The same, chosen at run time: for kernels with few sums per thread.
 CUTLASS_DEVICE float activate(float v, int activation) {
   switch (static_cast<Activation>(activation)) {
     case Activation::kRelu:
-      return v > 0.f || v != v ? v : 0.f;  // NaN stays NaN
+      return activate<Activation::kRelu>(v);
     case Activation::kGelu:
-      return 0.5f * v * (1.f + erff(v * 0.70710678f));
+      return activate<Activation::kGelu>(v);
     case Activation::kSilu:
-      return v / (1.f + __expf(-v));
+      return activate<Activation::kSilu>(v);
     default:
       return v;
   }
@@ -35,7 +44,9 @@ struct ColumnEpilogue {
     return c;
   }
 
-  CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(sum * scale + bias, activation); }
+  CUTLASS_DEVICE float affine(float sum) const { return sum * scale + bias; }
+
+  CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(affine(sum), activation); }
 };
 
 /// 16-byte stores of y are possible: every row starts and ends at a multiple of 8 elements.

@@ -34,25 +34,66 @@ struct TileEpilogue {
     }
   }
 
+  /// Channel scale, bias and activation, in place. The activation is chosen once for all sums: a switch in the loop would
+  /// leave the taken path scattered over 128 copies of every activation, and its time in instruction-cache misses.
+  CUTLASS_DEVICE static void finish(GemmParams const& p, Accumulators& sums, int n0) {
+    int const lane = threadIdx.x % 32;
+    if (kScaleMode == ScaleMode::kChannel || p.bias != nullptr) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kTilesN; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          auto const column =
+              ColumnEpilogue::load<Element>(p, n0 + 8 * j + 2 * (lane % 4) + e, kScaleMode == ScaleMode::kChannel);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kTilesM; ++i) {
+            sums[i][j][e] = column.affine(sums[i][j][e]);
+            sums[i][j][2 + e] = column.affine(sums[i][j][2 + e]);
+          }
+        }
+      }
+    }
+    switch (static_cast<Activation>(p.activation)) {
+      case Activation::kRelu:
+        return apply<Activation::kRelu>(sums);
+      case Activation::kGelu:
+        return apply<Activation::kGelu>(sums);
+      case Activation::kSilu:
+        return apply<Activation::kSilu>(sums);
+      default:
+        return;
+    }
+  }
+
+  template <Activation kActivation>
+  CUTLASS_DEVICE static void apply(Accumulators& sums) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTilesM; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kTilesN; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < 4; ++e) sums[i][j][e] = activate<kActivation>(sums[i][j][e]);
+      }
+    }
+  }
+
   /// m0, n0: the CTA's tile; warp_m, warp_n: the warp's place in it. smem is free to be overwritten by all warps.
-  CUTLASS_DEVICE static void store(GemmParams const& p, Accumulators const& sums, char* smem, int m0, int n0,
-                                   int warp_m, int warp_n) {
+  CUTLASS_DEVICE static void store(GemmParams const& p, Accumulators& sums, char* smem, int m0, int n0, int warp_m,
+                                   int warp_n) {
+    finish(p, sums, n0 + warp_n);
     int const lane = threadIdx.x % 32;
     auto* const tile = reinterpret_cast<Element*>(smem);  // [kBlockM][kPitch]
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kTilesN; ++j) {
       int const column = warp_n + 8 * j + 2 * (lane % 4);
-      ColumnEpilogue const epilogue[2] = {
-          ColumnEpilogue::load<Element>(p, n0 + column, kScaleMode == ScaleMode::kChannel),
-          ColumnEpilogue::load<Element>(p, n0 + column + 1, kScaleMode == ScaleMode::kChannel)};
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kTilesM; ++i) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
           int const row = warp_m + 16 * i + 8 * half + lane / 4;
           cutlass::AlignedArray<Element, 2> pair;
-          pair[0] = Element(epilogue[0].apply(sums[i][j][2 * half], p.activation));
-          pair[1] = Element(epilogue[1].apply(sums[i][j][2 * half + 1], p.activation));
+          pair[0] = Element(sums[i][j][2 * half]);
+          pair[1] = Element(sums[i][j][2 * half + 1]);
           *reinterpret_cast<cutlass::AlignedArray<Element, 2>*>(tile + row * kPitch + column) = pair;
         }
       }

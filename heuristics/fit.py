@@ -20,6 +20,7 @@ from scipy.optimize import least_squares
 from .configs import CONFIGS, MAX_SPLIT_K
 from .cost import ctas_per_sm, machine, problem_bytes, tiles, units
 from .problem import Problem
+from .select import worth_a_look
 
 HEADER = '''"""Constants of the cost model, measured on an H200. Written by fit.py; see cost.py for what they mean."""
 
@@ -144,7 +145,8 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
     (each e-fold away costs as much as 2% of mean regret).
     """
     generator = np.random.default_rng(0)
-    keys = list(rows)
+    searched = {config.kernel for config in CONFIGS if worth_a_look(config)}
+    keys = [key for key in rows if key[0] in searched]
     fitted = {key: kernels[key].copy() for key in keys}
     cells = np.concatenate([rows[key].cell for key in keys]).astype(int)
     measured = np.concatenate([rows[key].us for key in keys])

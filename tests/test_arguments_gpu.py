@@ -28,7 +28,7 @@ from weightonly.kernels import device_arch
 
 pytestmark = pytest.mark.gpu
 
-GEMM = sys.modules["weightonly.gemm"]  # `weightonly.gemm` is the function
+PLAN = sys.modules["weightonly.plan"]  # `weightonly.gemm` is the function
 
 
 def packed_for_this_gpu() -> str:
@@ -131,7 +131,7 @@ def test_config_of_another_type(cuda_device: torch.device, m: int) -> None:
 
 
 def test_cuda_tensor_without_kernels(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GEMM, "cuda_built", lambda: False)
+    monkeypatch.setattr(PLAN, "cuda_built", lambda: False)
     with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS="):
         wo.gemm(**good(cuda_device, packed_for_this_gpu()))
 

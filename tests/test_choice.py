@@ -16,8 +16,8 @@ import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import CONFIGS, TypeConfig
 
-# `weightonly.gemm` and `weightonly.kernels` are functions; these are the modules.
-GEMM = sys.modules["weightonly.gemm"]
+# `weightonly.kernels` is a function; this is the module.
+PLAN = sys.modules["weightonly.plan"]
 KERNELS = sys.modules["weightonly.kernels"]
 
 
@@ -77,7 +77,7 @@ def test_config_that_cannot_compute_this(name: str) -> None:
     config, asked, dtype, layout, message = BAD_CONFIGS[name]
     types = TypeConfig(dtype, asked.format, "group")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        GEMM._choose(asked, types, layout, config)
+        PLAN.choose(asked, types, layout, config)
 
 
 @pytest.mark.parametrize(
@@ -89,32 +89,32 @@ def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> Non
         f"call preprocess(q, bits, arch='sm{arch}')"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        GEMM._choose(problem(arch), TypeConfig("f16", "int4", "group"), packed, None)
+        PLAN.choose(problem(arch), TypeConfig("f16", "int4", "group"), packed, None)
     assert wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), arch=f"sm{arch}").layout == read
 
 
 def test_bf16_before_ampere() -> None:
     message = "x: expected dtype torch.float16 on a GPU of compute capability 7.5 (bf16 needs 8.0), got"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        GEMM._choose(problem(75), TypeConfig("bf16", "int4", "group"), "interleaved", None)
+        PLAN.choose(problem(75), TypeConfig("bf16", "int4", "group"), "interleaved", None)
 
 
 def test_gpu_that_the_build_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (GEMM, KERNELS):
+    for module in (PLAN, KERNELS):
         monkeypatch.setattr(module, "built_archs", lambda: ("80", "90a"))
     with pytest.raises(RuntimeError) as error:
-        GEMM._choose(problem(120), TypeConfig("f16", "int4", "group"), "interleaved", None)
+        PLAN.choose(problem(120), TypeConfig("f16", "int4", "group"), "interleaved", None)
     assert "for a GPU of compute capability 12.0: built for 80, 90a" in str(error.value)
     assert "WEIGHTONLY_ARCHS=120 pip install" in str(error.value)
 
 
 def test_no_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GEMM, "cuda_built", lambda: False)
+    monkeypatch.setattr(PLAN, "cuda_built", lambda: False)
     with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* without kernels; build them: ") as error:
-        GEMM._check_kernels(90)
+        PLAN.check_kernels(90)
     assert "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS=90 pip install ." in str(error.value)
 
 
 def test_gpu_older_than_volta() -> None:
     with pytest.raises(RuntimeError, match=r"^x: is on a GPU of compute capability 6\.1; .* need 7\.0$"):
-        GEMM._check_kernels(61)
+        PLAN.check_kernels(61)

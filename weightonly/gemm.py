@@ -1,6 +1,6 @@
 """gemm: the one call. Checks the arguments, picks a kernel, launches it on the current stream.
 
-What can be decided once for a weight and a shape of x is kept in a `_Plan` on the PackedWeight: a decode
+What can be decided once for a weight and a shape of x is kept in a `Plan` on the PackedWeight: a decode
 step then costs a dictionary look-up, the checks that depend on this call's tensors, one allocation and one
 launch.
 """
@@ -11,15 +11,10 @@ import torch
 
 from . import cpu
 from .checks import check_operands, check_out, check_result
-from .heuristics import KernelConfig, Problem, select
-from .heuristics.configs import MAX_SPLIT_K, TypeConfig
-from .heuristics.cost import machine
-from .heuristics.select import parts_of_k
-from .kernels import _C, HOW_TO_BUILD, built_archs, cuda_built, device_arch, kernel_numbers, runs_on, sm_count
+from .heuristics import KernelConfig
 from .packed import PackedWeight
+from .plan import Plan
 
-_DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-_ACTIVATION_NUMBERS = {None: 0, "identity": 0, "relu": 1, "gelu": 2, "silu": 3}
 _MAX_PLANS = 4096  # of one weight; a server sees some hundred values of M
 
 
@@ -91,13 +86,12 @@ def _gemm(
         group_size = check_operands(x, qweight, scales, zeros, bias, activation)
         if x.device.type == "cpu":
             return _gemm_cpu(x, qweight, scales, zeros, bias, activation, out, config)
-        plan = _Plan(x, qweight, group_size, zeros is not None, activation, config)
+        plan = Plan(x, qweight, group_size, zeros is not None, activation, config)
         if len(qweight._plans) >= _MAX_PLANS:
             qweight._plans.clear()
         qweight._plans[key] = plan
     if out is not None:
-        inputs = {"x": x, "scales": scales, "zeros": zeros, "bias": bias, "qweight": qweight.data}
-        check_out(out, x, plan.shape, inputs)
+        plan.check_out(x, qweight, scales, zeros, bias, out)
     return plan.run(x, qweight, scales, zeros, bias, out)
 
 
@@ -117,207 +111,6 @@ def _gemm_cpu(
         inputs = {"x": x, "scales": scales, "zeros": zeros, "bias": bias, "qweight": qweight.data}
         check_out(out, x, (*x.shape[:-1], qweight.n), inputs)
     return cpu.gemm(x, qweight, scales, zeros, bias, activation, out)
-
-
-class _Plan:
-    """A chosen kernel for one weight and one shape of x."""
-
-    __slots__ = (
-        "config",
-        "device",
-        "launch",
-        "ld_scales",
-        "ldx",
-        "ldy",
-        "m",
-        "n",
-        "partials",
-        "rows_aligned",
-        "shape",
-        "x_k",
-    )
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        qweight: PackedWeight,
-        group_size: int,
-        has_zeros: bool,
-        activation: str | None,
-        config: KernelConfig | None,
-    ) -> None:
-        if config is not None and not isinstance(config, KernelConfig):
-            raise TypeError(f"config: expected a KernelConfig of weightonly.kernels(), got {type(config).__name__}")
-        self.device = x.get_device()
-        self.shape = (*x.shape[:-1], qweight.n)
-        self.n = self.ldy = qweight.n
-        self.m = x.numel() // qweight.k
-        self.x_k = -(-qweight.k // 8) * 8  # K as the kernels see it
-        if self.m == 0:
-            return
-        arch = device_arch(self.device)
-        _check_kernels(arch)
-        sms = sm_count(self.device)
-        problem = Problem(self.m, qweight.n, qweight.k, qweight.format, group_size, arch, sms)
-        types = TypeConfig(_DTYPE_NAMES[x.dtype], qweight.format, _scale_mode(group_size, has_zeros))
-        self.config = config = _choose(problem, types, qweight.layout, config)
-        # Rows that can be read where they are: 2-D (or one row), contiguous inside, 16-byte aligned strides.
-        flat = x.dim() <= 2 or x.is_contiguous()
-        self.ldx = x.stride(-2) if x.dim() == 2 and self.m > 1 else qweight.k
-        inner = x.stride(-1) == 1 or qweight.k == 1
-        aligned = self.x_k == qweight.k and self.ldx % 8 == 0
-        self.rows_aligned = flat and inner and aligned and self.ldx >= qweight.k
-        self.ld_scales = qweight.n_padded
-        self.partials = config.split_k * self.m * qweight.n_padded if config.split_k > 1 else 0
-        self.launch = _C.Plan(
-            kernel=kernel_numbers()[f"{config.kernel}_{types.name}"],
-            device=self.device,
-            m=self.m,
-            n=qweight.n,
-            k=self.x_k,
-            n_padded=qweight.n_padded,
-            k_padded=qweight.k_padded,
-            group_size=qweight.k_padded if group_size == -1 else group_size,
-            split_k=config.split_k,
-            activation=_ACTIVATION_NUMBERS[activation],
-        ).launch
-
-    def run(
-        self,
-        x: torch.Tensor,
-        qweight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ldy = self.ldy
-        if out is None:
-            out = x.new_empty(self.shape)
-        elif len(self.shape) == 2 and self.m > 1:
-            ldy = out.stride(0)
-        if self.m == 0:
-            return out
-        ldx = self.ldx
-        address = x.data_ptr()
-        if not self.rows_aligned or address % 16:
-            x = self._aligned_copy(x, qweight.k)
-            address = x.data_ptr()
-            ldx = self.x_k
-        scales_address = scales.data_ptr()
-        zeros_address = 0 if zeros is None else zeros.data_ptr()
-        if self.n != self.ld_scales or (scales_address | zeros_address) % 16 or not scales.is_contiguous():
-            scales = self._aligned_rows(scales)
-            scales_address = scales.data_ptr()
-            if zeros is not None:
-                zeros = self._aligned_rows(zeros)
-                zeros_address = zeros.data_ptr()
-        elif zeros is not None and not zeros.is_contiguous():
-            zeros = zeros.contiguous()
-            zeros_address = zeros.data_ptr()
-        if bias is not None and not bias.is_contiguous():
-            bias = bias.contiguous()
-        partials = None
-        if self.partials:
-            partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
-        self.launch(
-            address,
-            qweight.data.data_ptr(),
-            scales_address,
-            zeros_address,
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            0 if partials is None else partials.data_ptr(),
-            ldx,
-            ldy,
-            self.ld_scales,
-            torch._C._cuda_getCurrentRawStream(self.device),
-        )
-        return out
-
-    def _aligned_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """A copy of scales or zeros as [groups, n_padded] in aligned rows: for a padded N, and for views."""
-        copy = rows.new_zeros((rows.shape[0], self.ld_scales))
-        copy[:, : self.n] = rows
-        return copy
-
-    def _aligned_copy(self, x: torch.Tensor, k: int) -> torch.Tensor:
-        """x as [m, x_k], rows 16-byte aligned, zeros beyond K."""
-        copy = x.new_empty((self.m, self.x_k))
-        copy[:, :k] = x.reshape(self.m, k)
-        if self.x_k != k:
-            copy[:, k:] = 0
-        return copy
-
-
-def _scale_mode(group_size: int, has_zeros: bool) -> str:
-    if has_zeros:
-        return "group_zeros"
-    return "channel" if group_size == -1 else "group"
-
-
-def _check_kernels(arch: int) -> None:
-    """Raises RuntimeError unless this installation has kernels and can have them for this GPU."""
-    if arch < 70:
-        raise RuntimeError(f"x: is on a GPU of compute capability {arch / 10}; the kernels of weightonly need 7.0")
-    if not cuda_built():
-        raise RuntimeError(
-            "x: is a CUDA tensor, but this installation of weightonly was built without kernels; "
-            f"build them: {HOW_TO_BUILD.format(archs=arch)}"
-        )
-
-
-def _choose(problem: Problem, types: TypeConfig, layout: str, config: KernelConfig | None) -> KernelConfig:
-    """The configuration to run: the given one if it can, else the heuristic's; errors say what is wrong."""
-    gpu = f"a GPU of compute capability {problem.arch / 10}"
-    if config is None:
-        p = problem
-        config = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count)
-        if layout != config.layout:
-            raise ValueError(
-                f"qweight: packed in layout {layout!r}, but {gpu} reads {config.layout!r}; "
-                f"call preprocess(q, bits, arch='sm{problem.arch}')"
-            )
-        if types.dtype == "bf16" and problem.arch < 80:
-            raise TypeError(f"x: expected dtype torch.float16 on {gpu} (bf16 needs 8.0), got torch.bfloat16")
-    else:
-        _check_config(config, problem, types, layout)
-    if not runs_on(config, problem.arch) or f"{config.kernel}_{types.name}" not in kernel_numbers():
-        raise RuntimeError(
-            f"no kernel {config.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
-            f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
-        )
-    return config
-
-
-def _check_config(config: KernelConfig, problem: Problem, types: TypeConfig, layout: str) -> None:
-    if config.layout != layout:
-        raise ValueError(f"config: {config} reads layout {config.layout!r}, but qweight is packed as {layout!r}")
-    if problem.format not in config.formats:
-        formats = ", ".join(config.formats)
-        raise ValueError(f"config: {config} reads {formats}, but qweight is {problem.format}")
-    if problem.m > config.max_m:
-        raise ValueError(f"config: {config} computes at most {config.max_m} rows, but x has {problem.m}")
-    if types.dtype == "bf16" and config.family in ("gemm_sm70", "gemm_sm75"):
-        raise ValueError(f"config: {config} computes fp16 alone, but x is bf16")
-    if problem.arch < config.min_arch:
-        raise ValueError(
-            f"config: {config} needs compute capability {config.min_arch / 10}, but the GPU has {problem.arch / 10}"
-        )
-    smem_bytes, limit_bytes = config.smem_bytes(problem.format), machine(problem.arch).smem_bytes
-    if smem_bytes > limit_bytes:
-        raise ValueError(
-            f"config: {config} needs {smem_bytes} bytes of shared memory for {problem.format}, "
-            f"but the GPU has {limit_bytes}"
-        )
-    if not 1 <= config.split_k <= MAX_SPLIT_K:
-        raise ValueError(f"config: expected split_k of 1 to {MAX_SPLIT_K}, got {config.split_k}")
-    units = parts_of_k(config, problem)
-    if (config.split_k - 1) * -(-units // config.split_k) >= units:
-        raise ValueError(
-            f"config: split_k of {config.split_k} leaves a part of K without work: K = {problem.k} "
-            f"is {units} units of {config.kernel}"
-        )
 
 
 # --- torch.compile and autograd ----------------------------------------------------------------------------
