@@ -15,7 +15,6 @@ struct TileCopy {
   static constexpr int kCopies = (kRows + kRowStep - 1) / kRowStep;
   static constexpr int kTileBytes = kRows * SwizzledTile::kRowBytes;
 
-  char const* base;       // any valid address: what a switched-off copy points at
   char const* source;     // this thread's chunk of its first row in k block 0
   int64_t row_step_bytes;
   int rows_inside;        // rows from this thread's first one to the end of the operand
@@ -23,11 +22,10 @@ struct TileCopy {
   int chunk;
   int k_bytes;            // bytes of a row that exist, counted from this thread's chunk
 
-  CUTLASS_DEVICE TileCopy(void const* operand, int64_t row_bytes, int first_row, int rows, int k_bytes_)
-      : base(static_cast<char const*>(operand)) {
+  CUTLASS_DEVICE TileCopy(void const* operand, int64_t row_bytes, int first_row, int rows, int k_bytes_) {
     chunk = threadIdx.x % SwizzledTile::kChunks;
     row = threadIdx.x / SwizzledTile::kChunks;
-    source = base + (first_row + row) * row_bytes + chunk * 16;
+    source = static_cast<char const*>(operand) + (first_row + row) * row_bytes + chunk * 16;
     row_step_bytes = kRowStep * row_bytes;
     rows_inside = rows - first_row - row;
     k_bytes = k_bytes_ - chunk * 16;
@@ -47,14 +45,15 @@ struct TileCopy {
     return smem + SwizzledTile::offset_bytes(row + i * kRowStep, chunk);
   }
 
-  /// sm80: cp.async, zeros where the operand ends or when not enabled. The caller commits the group.
+  /// sm80: cp.async, zeros where the operand ends or when not enabled (it then reads nothing, wherever its address
+  /// points). The caller commits the group.
   CUTLASS_DEVICE void copy_async(char* smem, int k_block, bool enabled) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCopies; ++i) {
       if (!has_row(i)) continue;
       bool const valid = enabled && inside(i, k_block);
       using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
-      Copy::copy(*reinterpret_cast<cute::uint128_t const*>(valid ? address(i, k_block) : base),
+      Copy::copy(*reinterpret_cast<cute::uint128_t const*>(address(i, k_block)),
                  *reinterpret_cast<cute::uint128_t*>(target(smem, i)), valid);
     }
   }

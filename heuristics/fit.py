@@ -120,7 +120,7 @@ def collect(frame: pd.DataFrame, registers: dict[tuple[str, str], int]) -> dict[
 def fit(rows: dict[tuple[str, str], Rows]) -> tuple[dict[tuple[str, str], NDArray], NDArray]:
     """Alternates between each kernel's constants and the shared ones; all are fitted as logarithms."""
     shared = np.log([2.0, 1.5, 3.0])
-    shared_bounds = np.log([1.0, 0.3, 0.5]), np.log([4.0, 4.0, 20.0])
+    shared_bounds = np.log([1.0, 0.3, 0.5]), np.log([2.5, 4.0, 20.0])
     kernel_bounds = np.log([0.01, 0.05, 0.01]), np.log([10.0, 10.0, 10.0])
     starts = [np.log(start) for start in ([0.1, 0.5, 1.0], [0.5, 0.5, 2.0], [2.0, 1.0, 1.0], [0.02, 0.3, 0.5])]
     kernels: dict[tuple[str, str], NDArray] = {}
@@ -165,11 +165,12 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
         return float(regret.mean() + 3 * (regret**2).mean() + 0.02 * moved / len(keys))
 
     lowest = loss(predicted)
-    for _ in range(20000):
+    for _ in range(60000):
         index = int(generator.integers(len(keys)))
         key, end = keys[index], ends[index]
         before = kernels[key]
-        kernels[key] = before + generator.normal(0, 0.08, 3) * (generator.random(3) < 0.5)
+        step = 0.3 * generator.random() ** 2  # mostly small moves, now and then a large one
+        kernels[key] = before + generator.normal(0, step, 3) * (generator.random(3) < 0.5)
         times = predicted.copy()
         times[end - len(rows[key].us) : end] = rows[key].predict(kernels[key], shared)
         if (value := loss(times)) < lowest:

@@ -118,17 +118,20 @@ def select(m: int, n: int, k: int, format: str, group_size: int, arch: int, sm_c
     """
     problem = Problem(m, n, k, format, group_size, arch, sm_count)
     k_padded = problem.k_padded
-    tallest, shortest = 4 * max(m, 16), min(m, 128) // 2  # tiles mostly empty, or weights converted again and again
+    tallest, shortest = 4 * max(m, 16), min(m, 128) // 2
     memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
     # No split_k beats the SMs' throughput. Kernels go by that bound, until it is above the best time found.
     bounded = []
     for kernel in _kernels(format, arch):
-        gemv = kernel.tile_m == _ALL_OF_M
-        if kernel.max_m // 2 < m <= kernel.max_m if gemv else shortest <= kernel.tile_m < tallest:
-            tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
-            bounded.append(
-                (kernel.fixed_us + tiles * k_padded / kernel.unit_k * kernel.unit_us / sm_count, tiles, kernel)
-            )
+        tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
+        if kernel.tile_m == _ALL_OF_M:
+            looked_at = kernel.max_m // 2 < m <= kernel.max_m
+        else:
+            # Not: tiles mostly empty, or so short that weights are converted many times (unless the problem is tiny).
+            looked_at = kernel.tile_m < tallest and (kernel.tile_m >= shortest or tiles <= sm_count)
+        if looked_at:
+            bound_us = kernel.fixed_us + tiles * k_padded / kernel.unit_k * kernel.unit_us / sm_count
+            bounded.append((bound_us, tiles, kernel))
     bounded.sort(key=_BOUND)
     reduce_us, partial_us = REDUCE_LAUNCH_US, 2 * m * n * 4 / (REDUCE_TB_S * 1e6)
     best, best_us = None, float("inf")

