@@ -29,10 +29,9 @@ class Problem:
     sm_count: int
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "sm_count"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if min(self.m, self.n, self.k, self.sm_count) < 1:
+            name, value = next((n, v) for n in ("m", "n", "k", "sm_count") if (v := getattr(self, n)) < 1)
+            raise ValueError(f"{name} must be at least 1, got {value}")
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
         if self.arch < 70:

@@ -45,8 +45,11 @@ def legal(config: KernelConfig, problem: Problem) -> bool:
 
 
 def worth_a_look(config: KernelConfig) -> bool:
-    """Two cp.async stages lost to three or four wherever they were measured: compiled and legal, but not searched."""
-    return config.family != "gemm_sm80" or config.stages > 2
+    """Whether `select` looks at a kernel. The others are compiled and legal, but lost wherever they were measured:
+
+    two cp.async stages to three or four; three, on short tiles, to four (they live on the bytes in flight).
+    """
+    return config.family != "gemm_sm80" or config.stages > (3 if config.block_m <= 32 else 2)
 
 
 def candidates(problem: Problem) -> list[KernelConfig]:
@@ -67,11 +70,13 @@ class _Kernel(NamedTuple):
     tile_n: int
     max_m: int
     part_k: int  # k that split-K hands out
-    unit_k: int
+    parts_per_unit: int  # part_k in one unit of work
     resident: int
     unit_us: float
     latency_us: float
+    full_us: float  # a unit when `resident` CTAs share the SM
     fixed_us: float
+    us_per_k: float  # of one CTA on a busy SM
 
 
 @functools.cache
@@ -85,18 +90,23 @@ def _kernels(format: str, arch: int) -> tuple[_Kernel, ...]:
             continue  # (a kernel not measured yet is compiled, but not chosen: see fit.py)
         cost = kernel_cost(config, format)
         gemv = config.family == "gemv"
+        resident = ctas_per_sm(config, format, arch, cost.registers)
+        unit_us, latency_us = cost.unit_us / gpu.speed, cost.latency_us / gpu.speed
+        part_k = GEMV_PASS_K if gemv else config.block_k
         found.append(
             _Kernel(
                 splits=tuple(config.with_split_k(s) for s in range(1, MAX_SPLIT_K + 1)),
                 tile_m=_ALL_OF_M if gemv else config.block_m,
                 tile_n=config.block_n,
                 max_m=config.max_m,
-                part_k=GEMV_PASS_K if gemv else config.block_k,
-                unit_k=config.block_k,
-                resident=ctas_per_sm(config, format, arch, cost.registers),
-                unit_us=cost.unit_us / gpu.speed,
-                latency_us=cost.latency_us / gpu.speed,
+                part_k=part_k,
+                parts_per_unit=config.block_k // part_k,
+                resident=resident,
+                unit_us=unit_us,
+                latency_us=latency_us,
+                full_us=max(latency_us, resident * unit_us),
                 fixed_us=cost.fixed_us / gpu.speed,
+                us_per_k=unit_us / config.block_k,
             )
         )
     return tuple(k for k in found if not any(_dominates(other, k) for other in found))
@@ -104,7 +114,7 @@ def _kernels(format: str, arch: int) -> tuple[_Kernel, ...]:
 
 def _dominates(a: _Kernel, b: _Kernel) -> bool:
     """Whether `a`, of the same tile as `b`, is at least as quick in every respect: `b` need not be looked at."""
-    same = (a.tile_m, a.tile_n, a.max_m, a.part_k, a.unit_k) == (b.tile_m, b.tile_n, b.max_m, b.part_k, b.unit_k)
+    same = a[1:6] == b[1:6]  # tile, rows, parts of K
     costs = [(a.unit_us, b.unit_us), (a.latency_us, b.latency_us), (a.fixed_us, b.fixed_us), (-a.resident, -b.resident)]
     return same and all(x <= y for x, y in costs) and any(x < y for x, y in costs)
 
@@ -118,47 +128,40 @@ def select(m: int, n: int, k: int, format: str, group_size: int, arch: int, sm_c
     """
     problem = Problem(m, n, k, format, group_size, arch, sm_count)
     k_padded = problem.k_padded
-    tallest, shortest = 4 * max(m, 16), min(m, 128) // 2
     memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
     # No split_k beats the SMs' throughput. Kernels go by that bound, until it is above the best time found.
     bounded = []
     for kernel in _kernels(format, arch):
-        tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
-        if kernel.tile_m == _ALL_OF_M:
-            looked_at = kernel.max_m // 2 < m <= kernel.max_m
-        else:
-            # Not: tiles mostly empty, or so short that weights are converted many times (unless the problem is tiny).
-            looked_at = kernel.tile_m < tallest and (kernel.tile_m >= shortest or tiles <= sm_count)
-        if looked_at:
-            bound_us = kernel.fixed_us + tiles * k_padded / kernel.unit_k * kernel.unit_us / sm_count
-            bounded.append((bound_us, tiles, kernel))
+        if m <= kernel.max_m:
+            tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
+            bounded.append((kernel.fixed_us + tiles * k_padded * kernel.us_per_k / sm_count, tiles, kernel))
     bounded.sort(key=_BOUND)
     reduce_us, partial_us = REDUCE_LAUNCH_US, 2 * m * n * 4 / (REDUCE_TB_S * 1e6)
-    best, best_us = None, float("inf")
+    best, best_split_k, best_us = None, 1, float("inf")
     for bound_us, tiles, kernel in bounded:
         if bound_us >= best_us:
             break
-        splits, _, _, _, part_k, unit_k, resident, unit_us, latency_us, fixed_us = kernel
+        _, _, _, _, part_k, parts_per_unit, resident, unit_us, latency_us, full_us, fixed_us, _ = kernel
         parts = -(-k_padded // part_k)
         slots = sm_count * resident
-        for config in splits:
-            split_k = config.split_k
+        for split_k in range(1, min(MAX_SPLIT_K, parts, 1 + 2 * slots // tiles) + 1):  # no more than the GPU can hold
             per_part = -(-parts // split_k)
-            if split_k > 1 and tiles * (split_k - 1) > 2 * slots:
-                break  # more parts than the GPU can work on at once
             if (split_k - 1) * per_part >= parts:
                 continue  # a part would be empty
             # waves_us and reduction_us of cost.py, inline: this loop is the time of a new shape.
-            work = -(-per_part * part_k // unit_k)
-            full, rest = divmod(tiles * split_k, slots)
-            us = full * (fixed_us + work * max(latency_us, resident * unit_us))
+            work = -(-per_part // parts_per_unit)
+            ctas = tiles * split_k
+            full = ctas // slots
+            us = full * (fixed_us + work * full_us)
+            rest = ctas - full * slots
             if rest:
-                us += fixed_us + work * max(latency_us, -(-rest // sm_count) * unit_us)
+                busy_us = -(-rest // sm_count) * unit_us
+                us += fixed_us + work * (busy_us if busy_us > latency_us else latency_us)
             if us < memory_us:
                 us = memory_us
             if split_k > 1:
                 us += reduce_us + split_k * partial_us
             if us < best_us:
-                best, best_us = config, us
+                best, best_split_k, best_us = kernel, split_k, us
     assert best is not None, f"no kernel for {problem}"  # every architecture has a GEMM of 16 rows
-    return best
+    return best.splits[best_split_k - 1]
