@@ -153,15 +153,15 @@ struct Gemv {
     for (int token = 0; token < kTokens; ++token) {
       int const source_lane = place.segment() * Stage::kLanesPerSegment;
       float const sum_x = __shfl_sync(0xffffffff, stage.sum[token], source_lane);
-      float unscale = 1.f;
+      float unscale = kUnscale;
       if constexpr (Stage::kDynamicScale) unscale = __shfl_sync(0xffffffff, stage.unscale[token], source_lane);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatchLines; ++i) {
         float offset = float(Layout::kBias);
         if constexpr (kHasZeros) offset += float(packed.zero[i]);
-        // bf16 has two factors, whose product alone may lie beyond fp32.
-        float const product = Stage::kDynamicScale ? products[i][token] * unscale : products[i][token];
-        float const value = fmaf(product, kUnscale, -offset * sum_x);
+        // bf16 has two factors. Neither their product nor the sum times the second alone need lie within fp32.
+        float const product = Stage::kDynamicScale ? products[i][token] * kUnscale : products[i][token];
+        float const value = fmaf(product, unscale, -offset * sum_x);
         sums[i][token] = kHasScales ? fmaf(float(packed.scale[i]), value, sums[i][token]) : sums[i][token] + value;
       }
     }
