@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -18,6 +19,8 @@ from .shapes import Shape, resolve
 from .timing import copies_beyond_l2, host_us, time_calls
 
 BATCH: tuple[int, ...] = tuple(2**i for i in range(13))  # 1 ... 4096
+
+_REST = 2.0  # idle time after a measurement on a GPU, in lengths of it
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -116,7 +119,12 @@ def sweep(
                     out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
                     _providers.check_product(provider.name, prepared, x[:m], out)
                     calls = [functools.partial(prepared.run, copy, x[:m], out) for copy in range(prepared.copies)]
+                    started = time.perf_counter()
                     timing = time_calls(calls, where, budget_ms=budget_ms)
+                    if where.type == "cuda":
+                        # A GPU at its power limit lowers its clocks, and keeps them low for a while: without a rest
+                        # the large M of one shape would slow the small M of the next.
+                        time.sleep(_REST * (time.perf_counter() - started))
                     row: dict[str, object] = {
                         "k": k,
                         "n": n,

@@ -25,8 +25,6 @@ _COPIES_LIMIT_BYTES = 2 << 30
 _GRAPH_US = 1000.0  # a replay costs a few us beside its launches: 1 ms of them makes that less than 1%
 _GRAPH_LAUNCHES = 4096
 _REPLAYS = (3, 50)
-_IDLE_S = 0.03
-_WARM_UP_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -102,30 +100,6 @@ def _release_old_graphs() -> None:
         torch.cuda.empty_cache()
 
 
-class _Clocks:
-    """Whether the GPU's clocks are up. After an idle moment they take some 100 ms of work to rise, in which a kernel
-    that the instructions limit, and not the memory, measures up to a third slower."""
-
-    def __init__(self) -> None:
-        self._busy_until = -math.inf
-
-    def mark_busy(self) -> None:
-        """The GPU has worked until now."""
-        self._busy_until = time.perf_counter()
-
-    def raise_by(self, work: Callable[[], object]) -> None:
-        """Repeats `work` for long enough, unless the GPU was busy a moment ago."""
-        start = time.perf_counter()
-        if start - self._busy_until < _IDLE_S:
-            return
-        while time.perf_counter() - start < _WARM_UP_S:
-            work()
-            torch.cuda.synchronize()
-
-
-_clocks = _Clocks()
-
-
 def _time_cuda(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
     _release_old_graphs()
     # Outside a capture first: modules are loaded, cuBLAS makes its handle, gemm its plan.
@@ -137,9 +111,7 @@ def _time_cuda(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Ti
     torch.cuda.synchronize()
 
     ring = _capture(calls, 1, stream)
-    _clocks.raise_by(ring.replay)
     coarse = Timing.of(_replay_us(ring, len(calls), 2), coarse=True)
-    _clocks.mark_busy()
     if coarse.min_us > give_up_us:
         return coarse
     ring_us = coarse.min_us * len(calls)
@@ -147,9 +119,7 @@ def _time_cuda(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Ti
     graph = ring if repeats == 1 else _capture(calls, repeats, stream)
     fewest, most = _REPLAYS
     replays = max(fewest, min(most, int(budget_ms * 1e3 / (ring_us * repeats))))
-    timing = Timing.of(_replay_us(graph, len(calls) * repeats, replays))
-    _clocks.mark_busy()
-    return timing
+    return Timing.of(_replay_us(graph, len(calls) * repeats, replays))
 
 
 def _time_cpu(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
