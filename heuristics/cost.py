@@ -15,6 +15,7 @@ but no less than its bytes take from memory. Other architectures scale the refer
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
@@ -55,6 +56,7 @@ _REGISTERS = 65536
 _MAX_WARPS = 48
 
 
+@functools.cache
 def machine(arch: int) -> Machine:
     """The description of an architecture; one that is not in the table is taken for the nearest one below it."""
     return MACHINES[max(a for a in MACHINES if a <= arch)]
