@@ -122,8 +122,8 @@ def sweep(
                     started = time.perf_counter()
                     timing = time_calls(calls, where, budget_ms=budget_ms)
                     if where.type == "cuda":
-                        # A GPU at its power limit lowers its clocks, and keeps them low for a while: without a rest
-                        # the large M of one shape would slow the small M of the next.
+                        # The small M of a shape were up to 26% slower right after the large M of another one than
+                        # by themselves (lowered clocks? not established: bench/NOTES.md).
                         time.sleep(_REST * (time.perf_counter() - started))
                     row: dict[str, object] = {
                         "k": k,

@@ -1,4 +1,4 @@
-"""Constants of the cost model, measured on an H200. Written by fit.py; see cost.py for what they mean."""
+"""Constants of the cost model, by fit.py: fitted to H200 times, then moved so that choices cost least."""
 
 from __future__ import annotations
 

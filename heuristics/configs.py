@@ -101,7 +101,8 @@ CONFIGS: tuple[KernelConfig, ...] = (
     *_gemv("int8", 8, 8, (1, 2, 4, 8)),
     *_gemv("int8", 8, 16, (1,)),
     # Ampere class. A warp covers all rows of its tile, so that each weight is converted once per CTA. Measured against
-    # these, 64 x 64 warps (weights converted twice) and 128 x 256, 256 x 128 tiles (one CTA an SM) lost everywhere.
+    # these, 64 x 64 warps (weights converted twice) and 128 x 256, 256 x 128 tiles (one CTA an SM) lost on the cells
+    # tried: int4, group 128, three shapes, before the epilogue was last changed.
     *_sm80(16, 64, 16, 32, (4,)),
     *_sm80(16, 128, 16, 32, (2, 3, 4)),
     *_sm80(32, 128, 32, 32, (2, 3, 4)),

@@ -1,6 +1,6 @@
 """Estimated time of a configuration, in us: waves of CTAs over the SMs, and the time a CTA takes.
 
-A kernel is described by three measured numbers (calibration.py), all for one CTA on one SM of the reference GPU:
+A kernel is described by three fitted numbers (calibration.py), all for one CTA on one SM of the reference GPU:
 
     unit_us     the SM's time for one unit along K, when enough CTAs are resident to keep it busy
     latency_us  the time of one unit for a CTA that is alone: copy, barrier, conversion, one after another
@@ -29,7 +29,7 @@ class Machine:
 
     smem_bytes  shared memory of one CTA
     sm_smem_bytes  of one SM
-    speed       clock times mma.sync operations per clock, relative
+    speed       clock times mma.sync operations per clock, relative; estimates, nothing but the H200 was measured
     tb_s        memory bandwidth of a typical board, TB/s (datasheets; the H200's is measured, reads alone)
     """
 

@@ -22,7 +22,7 @@ from .cost import ctas_per_sm, machine, problem_bytes, tiles, units
 from .problem import Problem
 from .select import worth_a_look
 
-HEADER = '''"""Constants of the cost model, measured on an H200. Written by fit.py; see cost.py for what they mean."""
+HEADER = '''"""Constants of the cost model, by fit.py: fitted to H200 times, then moved so that choices cost least."""
 
 from __future__ import annotations
 
