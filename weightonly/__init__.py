@@ -14,8 +14,9 @@ from types import ModuleType
 # A checkout keeps heuristics/ and bench/ beside this folder; an install has them in it.
 __path__ = [*__path__, str(Path(__file__).parents[1])]
 
-from . import heuristics, nn
+from . import formats, heuristics, nn
 from .cpu import dequantize
+from .formats import load_checkpoint
 from .gemm import gemm
 from .kernels import cuda_built, kernels
 from .packed import PackedWeight, load, preprocess, save, unpack
@@ -35,10 +36,12 @@ __all__ = [
     "PackedWeight",
     "cuda_built",
     "dequantize",
+    "formats",
     "gemm",
     "heuristics",
     "kernels",
     "load",
+    "load_checkpoint",
     "nn",
     "preprocess",
     "quantize",

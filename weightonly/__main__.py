@@ -1,4 +1,9 @@
-"""`python -m weightonly info`: what this installation is made of, and which of its kernels run here."""
+"""`python -m weightonly`: what this installation is made of, and checkpoints.
+
+info                             versions, the build, and which of its kernels run here
+inspect FOLDER                   what a quantized checkpoint contains
+convert IN OUT --arch sm90       packs one for a GPU
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
+from .formats import convert, open_checkpoint
+from .formats.convert import SHARD_BYTES
+from .formats.describe import describe
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
 from .kernels import HOW_TO_BUILD, cuda_built, device_arch, is_compiled, runs_on, sm_count
@@ -24,19 +32,43 @@ class Gpu:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m weightonly", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, the build, the GPUs, and the kernels that run on each")
-    parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        build = build_info.read()
-    except ValueError as error:
+        if options.command == "info":
+            _print_info()
+        elif options.command == "inspect":
+            print(describe(open_checkpoint(options.folder)))
+        else:
+            convert(options.source, options.target, options.arch, options.device, options.shard_bytes)
+            print(describe(open_checkpoint(options.target)))
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m weightonly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, the build, the GPUs, and the kernels that run on each")
+    look = commands.add_parser("inspect", help="format, group sizes, act-order, shapes and bytes of a checkpoint")
+    look.add_argument("folder", metavar="FOLDER", help="with safetensors files and config.json")
+    pack = commands.add_parser("convert", help="read AWQ, GPTQ, compressed-tensors or bitsandbytes, write it packed")
+    pack.add_argument("source", metavar="IN", help="the folder to read")
+    pack.add_argument("target", metavar="OUT", help="the folder to write; it must not exist")
+    pack.add_argument("--arch", help="the GPU to pack for, such as sm90; default: the visible one, else sm80")
+    pack.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
+    pack.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
+    return parser
+
+
+def _print_info() -> None:
+    build = build_info.read()
     print(f"weightonly {__version__}, torch {torch.__version__}")
     print(describe_build(build, loaded=cuda_built()))
     print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
-    return 0
 
 
 def describe_build(build: BuildInfo, loaded: bool) -> str:

@@ -1,0 +1,274 @@
+"""The reader of bitsandbytes' 4-bit weights: the package quantizes on the CPU, ours reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from weightonly.formats import CodeWeight, read_bitsandbytes
+from weightonly.formats.bitsandbytes import write_bitsandbytes
+
+bnb = pytest.importorskip("bitsandbytes")
+functional = pytest.importorskip("bitsandbytes.functional")
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+BLOCKSIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler() -> Iterator[None]:
+    """Its generic path is under torch.compile, which would take a compiler and seconds for each new shape."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since PyTorch 2.6
+    with set_stance("force_eager") if set_stance else contextlib.nullcontext():
+        yield
+
+
+def tensors_of(data: torch.Tensor, state: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a layer as the package stores them, by the names of our arguments."""
+    stored = state.as_dict(packed=True)
+    short = {("quant_state" if "quant_state" in name else name): tensor for name, tensor in stored.items()}
+    return {"weight": data, **short}
+
+
+def dense(data: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """What the package dequantizes to, [K, N].
+
+    Through a flat shape: its AVX-512 code starts a new block with each row, which is wrong where the blocksize does
+    not divide K (its pull request 2072 says so too).
+    """
+    n, k = state.shape
+    flat = functional.QuantState(
+        absmax=absmax_of(state),
+        shape=torch.Size([n * k]),
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=dtype,
+    )
+    w: torch.Tensor = functional.dequantize_4bit(data, flat)
+    return w.view(n, k).t()
+
+
+def absmax_of(state: Any) -> torch.Tensor:
+    """The statistics in fp32, as its dequantize_4bit resolves nested ones."""
+    if not state.nested:
+        plain: torch.Tensor = state.absmax
+        return plain
+    resolved: torch.Tensor = functional.dequantize_blockwise(state.absmax, state.state2)
+    return resolved + state.offset
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 70),
+    k=st.integers(1, 130),
+    blocksize=st.sampled_from(BLOCKSIZES),
+    quant_type=st.sampled_from(["nf4", "fp4"]),
+    nested=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_weight_is_that_of_the_package(
+    seed: int, n: int, k: int, blocksize: int, quant_type: str, nested: bool, dtype: torch.dtype
+) -> None:
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    data, state = functional.quantize_4bit(w, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested)
+    weight = read_bitsandbytes(**tensors_of(data, state))
+    assert weight.codes.shape == (k, n) and weight.codes.dtype == torch.uint8 and weight.codes.is_contiguous()
+    assert (weight.format, weight.blocksize, weight.dtype) == (quant_type, blocksize, dtype)
+    assert weight.absmax.dtype == torch.float32
+    assert torch.equal(weight.absmax, absmax_of(state))
+    assert torch.equal(weight.table, state.code)
+    assert torch.equal(weight.dequantize(torch.float32), dense(data, state, torch.float32))
+    assert torch.equal(weight.dequantize(), dense(data, state, dtype))
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_nested_statistics_of_several_blocks(quant_type: str, generator: torch.Generator) -> None:
+    """More than 256 blocks of 64: more than one nested block, the last one short."""
+    w = torch.randn(300, 128, generator=generator)
+    data, state = functional.quantize_4bit(w, blocksize=64, quant_type=quant_type, compress_statistics=True)
+    assert state.state2.absmax.shape == (3,)
+    weight = read_bitsandbytes(**tensors_of(data, state))
+    assert torch.equal(weight.absmax, absmax_of(state))
+    assert torch.equal(weight.dequantize(), functional.dequantize_4bit(data, state).t())
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_storage_under_another_dtype(storage: torch.dtype, generator: torch.Generator) -> None:
+    w = torch.randn(32, 64, generator=generator).half()
+    data, state = functional.quantize_4bit(w, quant_type="nf4", quant_storage=storage)
+    assert data.dtype == storage
+    weight = read_bitsandbytes(**tensors_of(data, state))
+    assert torch.equal(weight.dequantize(), functional.dequantize_4bit(data, state).t())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_dict_of_a_module(nested: bool, tmp_path: Path, generator: torch.Generator) -> None:
+    """The names and shapes that its Linear4bit really writes."""
+    module = bnb.nn.Linear4bit(64, 48, bias=True, quant_type="nf4", compress_statistics=nested)
+    w = torch.randn(48, 64, generator=generator)
+    module.weight = bnb.nn.Params4bit(w, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+    module = module.to("cpu")  # this is what quantizes
+    save_file(module.state_dict(), tmp_path / "layer.safetensors")
+    stored = load_file(tmp_path / "layer.safetensors")
+    weight = read_bitsandbytes(
+        stored["weight"],
+        stored["weight.absmax"],
+        stored["weight.quant_map"],
+        stored["weight.quant_state.bitsandbytes__nf4"],
+        stored.get("weight.nested_absmax"),
+        stored.get("weight.nested_quant_map"),
+    )
+    assert ("weight.nested_absmax" in stored) == nested
+    assert torch.equal(weight.dequantize(), functional.dequantize_4bit(module.weight, module.weight.quant_state).t())
+
+
+def test_all_zero_blocks_are_zero() -> None:
+    data, state = functional.quantize_4bit(torch.zeros(4, 64), quant_type="nf4")
+    assert torch.equal(read_bitsandbytes(**tensors_of(data, state)).dequantize(), torch.zeros(64, 4))
+
+
+def test_a_table_of_ones_own(generator: torch.Generator) -> None:
+    data, state = functional.quantize_4bit(torch.randn(4, 64, generator=generator), quant_type="nf4")
+    table = torch.linspace(-1, 1, 16)
+    weight = read_bitsandbytes(**tensors_of(data, state) | {"quant_map": table})
+    assert weight.format == "code4"
+    codes = weight.codes.long()
+    assert torch.equal(weight.dequantize(), table[codes] * state.absmax)  # a block is a row of [N, K]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 30),
+    k=st.integers(1, 30),
+    blocksize=st.integers(1, 100),
+    format=st.sampled_from(["nf4", "fp4", "code4"]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_writing_is_the_inverse(seed: int, n: int, k: int, blocksize: int, format: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(seed)
+    table = torch.rand(16, generator=g) if format == "code4" else functional.get_4bit_type(format, device="cpu")
+    codes = torch.randint(0, 16, (k, n), generator=g).to(torch.uint8)
+    absmax = torch.rand(-(-n * k // blocksize), generator=g)
+    weight = CodeWeight(codes, table, absmax, blocksize, format, dtype)
+    written = write_bitsandbytes(weight)
+    again = read_bitsandbytes(
+        written["weight"],
+        written["weight.absmax"],
+        written["weight.quant_map"],
+        written[f"weight.quant_state.bitsandbytes__{format}"],
+    )
+    assert (again.format, again.blocksize, again.dtype) == (format, blocksize, dtype)
+    assert torch.equal(again.codes, codes) and torch.equal(again.absmax, absmax) and torch.equal(again.table, table)
+
+
+def test_the_package_reads_what_is_written(generator: torch.Generator) -> None:
+    data, state = functional.quantize_4bit(torch.randn(8, 64, generator=generator).half(), quant_type="fp4")
+    written = write_bitsandbytes(read_bitsandbytes(**tensors_of(data, state)))
+    assert torch.equal(written.pop("weight"), data)
+    short = {name.removeprefix("weight."): tensor for name, tensor in written.items()}
+    assert functional.QuantState.from_dict(short, torch.device("cpu")) == state
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [16, 64]}
+NESTED = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+
+
+def json_tensor(value: object) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def stored_layer(**changes: Any) -> dict[str, Any]:
+    layer = {
+        "weight": torch.zeros(512, 1, dtype=torch.uint8),
+        "absmax": torch.ones(16),
+        "quant_map": torch.zeros(16),
+        "quant_state": json_tensor(STATE),
+    }
+    return layer | changes
+
+
+def nested_layer(**changes: Any) -> dict[str, Any]:
+    return (
+        stored_layer(
+            absmax=torch.ones(16, dtype=torch.uint8),
+            nested_absmax=torch.ones(1),
+            nested_quant_map=torch.ones(256),
+            quant_state=json_tensor(STATE | NESTED),
+        )
+        | changes
+    )
+
+
+def without(key: str) -> torch.Tensor:
+    return json_tensor({name: value for name, value in STATE.items() if name != key})
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "bytes": (stored_layer(weight=torch.zeros(511, 1).byte()), r"weight: expected 512 bytes for .*\[16, 64\], got 511"),
+    "kind": (stored_layer(weight=torch.zeros(128, 1).int()), "weight: expected 512 bytes .*got 512 as int32"),
+    "absmax": (stored_layer(absmax=torch.ones(15)), r"weight.absmax: expected float32 \[16\], got float32 \[15\]"),
+    "kind of absmax": (
+        stored_layer(absmax=torch.ones(16).half()),
+        r"weight.absmax: expected float32 \[16\], got float16",
+    ),
+    "map": (stored_layer(quant_map=torch.ones(256)), r"weight.quant_map: expected float32 \[16\], got float32 \[256\]"),
+    "json": (stored_layer(quant_state=torch.tensor([123, 34]).byte()), "weight.quant_state: "),
+    "no object": (stored_layer(quant_state=json_tensor(3)), "weight.quant_state: expected a JSON object, got 3"),
+    "no shape": (stored_layer(quant_state=without("shape")), "weight.quant_state: shape: expected in the JSON"),
+    "no blocksize": (stored_layer(quant_state=without("blocksize")), "weight.quant_state: blocksize: expected"),
+    "blocksize": (
+        stored_layer(quant_state=json_tensor(STATE | {"blocksize": 0})),
+        "blocksize: expected at least 1, got 0",
+    ),
+    "shape": (
+        stored_layer(quant_state=json_tensor(STATE | {"shape": [1024]})),
+        r"shape: expected \[N, K\], got \[1024\]",
+    ),
+    "type": (stored_layer(quant_state=json_tensor(STATE | {"quant_type": "af4"})), "quant_type: .*got 'af4'"),
+    "dtype": (stored_layer(quant_state=json_tensor(STATE | {"dtype": "int8"})), "dtype: expected one of .*got 'int8'"),
+    "not nested": (stored_layer(nested_absmax=torch.ones(1)), "weight.nested_absmax: expected none .*got it"),
+    "no nested map": (nested_layer(nested_quant_map=None), "weight.nested_quant_map: expected it .*got none"),
+    "nested map": (nested_layer(nested_quant_map=torch.ones(16)), r"weight.nested_quant_map: expected float32 \[256\]"),
+    "nested blocks": (nested_layer(nested_absmax=torch.ones(2)), r"weight.nested_absmax: expected float32 \[1\], got"),
+    "nested kind": (nested_layer(absmax=torch.ones(16)), r"weight.absmax: expected uint8 \[16\], got float32 \[16\]"),
+    "offset": (
+        nested_layer(quant_state=json_tensor(STATE | NESTED | {"nested_offset": None})),
+        "nested_offset: expected in the JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tensors_that_do_not_fit(case: str) -> None:
+    layer, message = BAD[case]
+    read_bitsandbytes(**stored_layer())
+    read_bitsandbytes(**nested_layer())
+    with pytest.raises(ValueError, match=message):
+        read_bitsandbytes(**layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [False, True])
+def test_on_the_gpu(nested: bool, generator: torch.Generator) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    w = torch.randn(33, 70, generator=generator)
+    data, state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=nested)
+    layer = tensors_of(data, state)
+    on_gpu = read_bitsandbytes(**{name: tensor.cuda() for name, tensor in layer.items()})
+    assert torch.equal(on_gpu.absmax.cpu(), absmax_of(state))
+    assert torch.equal(on_gpu.dequantize().cpu(), read_bitsandbytes(**layer).dequantize())

@@ -1,0 +1,30 @@
+"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors and bitsandbytes, read bit-exactly.
+
+`load_checkpoint` streams a folder, `convert` packs one for good, `open_checkpoint` looks at one. A `read_*` function
+takes the tensors of one linear layer and returns its weight in the conventions of this library, unpacked.
+"""
+
+from .awq import read_awq
+from .bitsandbytes import read_bitsandbytes
+from .checkpoint import Checkpoint, load_checkpoint, open_checkpoint
+from .compressed_tensors import read_compressed_tensors
+from .convert import convert
+from .gptq import read_gptq
+from .plain import CodeWeight, IntWeight
+from .records import PlainTensor, QuantizedLayer, Record
+
+__all__ = [
+    "Checkpoint",
+    "CodeWeight",
+    "IntWeight",
+    "PlainTensor",
+    "QuantizedLayer",
+    "Record",
+    "convert",
+    "load_checkpoint",
+    "open_checkpoint",
+    "read_awq",
+    "read_bitsandbytes",
+    "read_compressed_tensors",
+    "read_gptq",
+]

@@ -1,0 +1,91 @@
+"""AutoAWQ's "gemm" checkpoints, 4 bit (AWQ: Lin et al., https://arxiv.org/abs/2306.00978).
+
+qweight  int32 [K, N / 8]; nibble i (bits 4i) of word c is column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i], value u
+qzeros   int32 [groups, N / 8], in the same order, value z
+scales   float [groups, N]; group = k // (K / groups)
+
+w = scales * (u - z). The order is that of AutoAWQ's packing (awq/modules/linear/gemm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .expect import FLOATS, TensorError, expect, option
+from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .plain import IntWeight
+from .words import signed_zeros, to_signed, words_as_bytes
+
+_COLUMNS_PER_WORD = 8
+
+
+def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> IntWeight:
+    """One AWQ layer in the library's conventions: q = u - 8, zeros = z - 8.
+
+    qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N], groups a divisor of K; qzeros:
+    int32 [groups, N / 8]. On one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
+    """
+    _shape(qweight, scales, qzeros)
+    zeros = signed_zeros(unpack_awq(qzeros), 4, scales.dtype)
+    return IntWeight(to_signed(unpack_awq(qweight), 4), 4, scales, zeros, None)
+
+
+def unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, N / 8] in AutoAWQ's order -> uint8 [rows, N], values 0..15."""
+    rows, columns = words.shape
+    data = words_as_bytes(words)  # byte j of a word has its nibbles 2j and 2j + 1
+    nibbles = torch.stack((data & 15, data >> 4), dim=-1)  # (rows, word, byte, 2)
+    # nibble 4h + l is column 2l + h
+    return nibbles.view(rows, columns, 2, 4).transpose(2, 3).reshape(rows, columns * _COLUMNS_PER_WORD)
+
+
+def awq_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format as `options`, a quantization config, has it: AutoAWQ's own file or Hugging Face's.
+
+    Raises ValueError for a config of other bits or of a version other than "gemm".
+    """
+    bits = option(options, "bits", int, option(options, "w_bit", int, 4))
+    if bits != 4:
+        raise ValueError(f"bits: expected 4 for AWQ, got {bits}")
+    # Hugging Face's newer configs call it "format".
+    version = option(options, "version", str, option(options, "format", str, "gemm"))
+    if version.lower() != "gemm":
+        raise ValueError(f"version: expected 'gemm', got {version!r}; other orders of AutoAWQ are not read")
+    group_size = option(options, "group_size", int, option(options, "q_group_size", int))
+
+    def describe(layer: str, tensors: Tensors) -> LayerShape:
+        k, n, groups = _shape(tensors["qweight"], tensors["scales"], tensors["qzeros"])
+        check_bias(tensors, n)
+        rows = k // groups
+        if group_size not in (None, rows) and not (group_size == -1 and groups == 1):
+            raise TensorError("scales", f"expected groups of {group_size} rows as the config says, got {rows}")
+        return LayerShape("int4", k, n, rows, symmetric=False, act_order=False)
+
+    def read(layer: str, tensors: Tensors) -> IntWeight:
+        return read_awq(tensors["qweight"], tensors["scales"], tensors["qzeros"])
+
+    return LayerFormat(
+        name="awq",
+        anchors=("qweight",),
+        required=("scales", "qzeros"),
+        optional=("bias",),
+        owned=("qzeros",),  # not scales: AutoAWQ has those of an activation too
+        small=(),
+        describe=describe,
+        read=read,
+    )
+
+
+def _shape(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> tuple[int, int, int]:
+    """(K, N, groups). Raises TensorError for tensors that do not fit together."""
+    expect("qweight", qweight, torch.int32, ["K", "N / 8"])
+    k, n = qweight.shape[0], qweight.shape[1] * _COLUMNS_PER_WORD
+    expect("scales", scales, FLOATS, ["groups", n])
+    groups = scales.shape[0]
+    if k % groups:
+        raise TensorError("scales", f"expected a number of groups that divides K = {k}, got {groups}")
+    expect("qzeros", qzeros, torch.int32, [groups, n // _COLUMNS_PER_WORD])
+    return k, n, groups

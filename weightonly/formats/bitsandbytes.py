@@ -1,0 +1,235 @@
+"""bitsandbytes' 4-bit weights, NF4 and FP4, with plain or nested (double-quantized) statistics.
+
+weight                 uint8, (N * K + 1) // 2 bytes: codes of the flattened [N, K] weight, even element in the high
+                       nibble; stored in any shape, and also under 16- or 32-bit dtypes (`quant_storage`)
+weight.absmax          fp32 [blocks], a block is `blocksize` flattened elements; uint8 if nested
+weight.quant_map       fp32 [16], the number of each code
+weight.quant_state.bitsandbytes__nf4 or __fp4
+                       uint8: JSON of quant_type, blocksize, dtype, shape [N, K] and, if nested,
+                       nested_blocksize, nested_dtype, nested_offset
+weight.nested_absmax   fp32 [ceil(blocks / nested_blocksize)]; weight.nested_quant_map  fp32 [256]
+
+w = quant_map[code] * absmax;  nested: absmax = nested_quant_map[absmax] * nested_absmax + nested_offset.
+https://github.com/bitsandbytes-foundation/bitsandbytes has the definitions (functional.py, QuantState); QLoRA
+(https://arxiv.org/abs/2305.14314) the idea.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .expect import FLOATS, TensorError, dtype_name, expect, option
+from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .plain import CODE_TABLES, CodeWeight, code_table
+from .words import pack_nibbles, unpack_nibbles
+
+_STATE = "weight.quant_state.bitsandbytes__"
+ANCHORS = tuple(f"{_STATE}{kind}" for kind in (*CODE_TABLES, "code4"))
+"""The first two are bitsandbytes' own; a converted checkpoint with another table has the third."""
+
+
+@dataclass(frozen=True)
+class QuantState:
+    """The JSON beside a weight. nested_blocksize: None for plain statistics, and then the offset means nothing."""
+
+    quant_type: str
+    blocksize: int
+    dtype: torch.dtype
+    n: int
+    k: int
+    nested_blocksize: int | None = None
+    nested_offset: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.n * self.k // self.blocksize)
+
+
+def read_bitsandbytes(
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    quant_map: torch.Tensor,
+    quant_state: torch.Tensor,
+    nested_absmax: torch.Tensor | None = None,
+    nested_quant_map: torch.Tensor | None = None,
+) -> CodeWeight:
+    """One 4-bit layer: codes [K, N], the table, and absmax in fp32, nested statistics resolved.
+
+    The tensors as above, the names without "weight."; on one device, CPU or CUDA. The table is the file's
+    `quant_map`. absmax is bit-equal to what bitsandbytes computes: a product and a sum, each rounded to fp32.
+
+    Raises TensorError (a ValueError) for tensors that do not fit together or a state that is damaged.
+    """
+    state = parse_state(quant_state)
+    _check(state, weight, absmax, quant_map, nested_absmax, nested_quant_map)
+    codes = unpack_nibbles(weight.contiguous().view(-1).view(torch.uint8), state.n * state.k)
+    if state.nested_blocksize is not None:
+        assert nested_absmax is not None and nested_quant_map is not None
+        scale = nested_absmax.repeat_interleave(state.nested_blocksize)[: state.blocks]
+        absmax = nested_quant_map[absmax.int()] * scale
+        absmax += torch.tensor(state.nested_offset, dtype=torch.float32)
+    standard = state.quant_type in CODE_TABLES and torch.equal(
+        quant_map, code_table(state.quant_type, quant_map.device)
+    )
+    return CodeWeight(
+        codes.view(state.n, state.k).t().contiguous(),
+        quant_map,
+        absmax,
+        state.blocksize,
+        state.quant_type if standard else "code4",
+        state.dtype,
+    )
+
+
+def write_bitsandbytes(weight: CodeWeight) -> dict[str, torch.Tensor]:
+    """The inverse of `read_bitsandbytes`, without nesting: the tensors of a layer by their names inside it."""
+    k, n = weight.codes.shape
+    state = {
+        "quant_type": weight.format,
+        "blocksize": weight.blocksize,
+        "dtype": dtype_name(weight.dtype),
+        "shape": [n, k],
+    }
+    return {
+        "weight": pack_nibbles(weight.codes.t().reshape(-1)).unsqueeze(1),
+        "weight.absmax": weight.absmax,
+        "weight.quant_map": weight.table,
+        f"{_STATE}{weight.format}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format; all that matters is beside each weight. Raises ValueError for a config of 8-bit weights."""
+    if option(options, "load_in_8bit", bool, option(options, "_load_in_8bit", bool, False)):
+        raise ValueError("load_in_8bit: expected 4-bit weights, got true; LLM.int8() is not read")
+
+    def describe(layer: str, tensors: Tensors) -> LayerShape:
+        state = parse_state(_state_of(tensors), _state_name(tensors))
+        _check(
+            state,
+            tensors["weight"],
+            tensors["weight.absmax"],
+            tensors["weight.quant_map"],
+            tensors.get("weight.nested_absmax"),
+            tensors.get("weight.nested_quant_map"),
+        )
+        check_bias(tensors, state.n)
+        return LayerShape(state.quant_type, state.k, state.n, state.blocksize, symmetric=True, act_order=False)
+
+    def read(layer: str, tensors: Tensors) -> CodeWeight:
+        return read_bitsandbytes(
+            tensors["weight"],
+            tensors["weight.absmax"],
+            tensors["weight.quant_map"],
+            _state_of(tensors),
+            tensors.get("weight.nested_absmax"),
+            tensors.get("weight.nested_quant_map"),
+        )
+
+    nested = ("weight.nested_absmax", "weight.nested_quant_map")
+    return LayerFormat(
+        name="bitsandbytes",
+        anchors=ANCHORS,
+        required=("weight", "weight.absmax", "weight.quant_map"),
+        optional=(*nested, "bias"),
+        owned=("weight.absmax", "weight.quant_map", *nested),
+        small=ANCHORS,
+        describe=describe,
+        read=read,
+    )
+
+
+def parse_state(quant_state: torch.Tensor, name: str = "weight.quant_state") -> QuantState:
+    """The JSON in a uint8 tensor. Raises TensorError naming `name` if it is damaged or lacks a field."""
+    expect(name, quant_state, torch.uint8, ["bytes"])
+    try:
+        fields = json.loads(bytes(quant_state.tolist()))
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected a JSON object, got {fields!r}")
+        shape = _required(fields, "shape", list)
+        if len(shape) != 2 or not all(isinstance(size, int) and size >= 1 for size in shape):
+            raise ValueError(f"shape: expected [N, K], got {shape}")
+        quant_type = _required(fields, "quant_type", str)
+        if f"{_STATE}{quant_type}" not in ANCHORS:
+            raise ValueError(f"quant_type: expected nf4 or fp4, got {quant_type!r}")
+        blocksize, dtype = _size(fields, "blocksize"), _float_dtype(fields, "dtype")
+        nested_blocksize, nested_offset = _nested(fields)
+        return QuantState(quant_type, blocksize, dtype, shape[0], shape[1], nested_blocksize, nested_offset)
+    except (ValueError, RecursionError) as error:
+        raise TensorError(name, str(error)) from error
+
+
+def _nested(fields: Mapping[str, Any]) -> tuple[int | None, float]:
+    if "nested_blocksize" not in fields:
+        return None, 0.0
+    if _float_dtype(fields, "nested_dtype") != torch.float32:
+        raise ValueError(f"nested_dtype: expected float32, got {fields['nested_dtype']}")
+    offset = float(_required(fields, "nested_offset", (int, float)))
+    if not math.isfinite(offset):
+        raise ValueError(f"nested_offset: expected a finite number, got {offset}")
+    return _size(fields, "nested_blocksize"), offset
+
+
+def _required(fields: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    value = option(fields, key, kind)
+    if value is None:
+        raise ValueError(f"{key}: expected in the JSON, but it is missing")
+    return value
+
+
+def _size(fields: Mapping[str, Any], key: str) -> int:
+    value: int = _required(fields, key, int)
+    if value < 1:
+        raise ValueError(f"{key}: expected at least 1, got {value}")
+    return value
+
+
+def _float_dtype(fields: Mapping[str, Any], key: str) -> torch.dtype:
+    name = _required(fields, key, str)
+    names = {dtype_name(dtype): dtype for dtype in FLOATS}
+    if name not in names:
+        raise ValueError(f"{key}: expected one of {', '.join(names)}, got {name!r}")
+    return names[name]
+
+
+def _check(
+    state: QuantState,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    quant_map: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_quant_map: torch.Tensor | None,
+) -> None:
+    """Raise TensorError for tensors that do not fit the state."""
+    expected_bytes, got_bytes = (state.n * state.k + 1) // 2, weight.numel() * weight.element_size()
+    if weight.dtype not in (torch.uint8, *FLOATS) or got_bytes != expected_bytes:
+        raise TensorError(
+            "weight",
+            f"expected {expected_bytes} bytes for [N, K] = [{state.n}, {state.k}], "
+            f"got {got_bytes} as {dtype_name(weight.dtype)} {list(weight.shape)}",
+        )
+    nested = state.nested_blocksize is not None
+    expect("weight.absmax", absmax, torch.uint8 if nested else torch.float32, [state.blocks])
+    expect("weight.quant_map", quant_map, torch.float32, [16])
+    for name, tensor in (("nested_absmax", nested_absmax), ("nested_quant_map", nested_quant_map)):
+        if nested == (tensor is None):
+            expected, got = ("it", "none") if nested else ("none", "it")
+            raise TensorError(f"weight.{name}", f"expected {expected} as the state's nested_blocksize says, got {got}")
+    if state.nested_blocksize is not None:
+        assert nested_absmax is not None and nested_quant_map is not None
+        expect("weight.nested_absmax", nested_absmax, torch.float32, [-(-state.blocks // state.nested_blocksize)])
+        expect("weight.nested_quant_map", nested_quant_map, torch.float32, [256])
+
+
+def _state_name(tensors: Tensors) -> str:
+    return next(name for name in ANCHORS if name in tensors)
+
+
+def _state_of(tensors: Tensors) -> torch.Tensor:
+    return tensors[_state_name(tensors)]

@@ -1,0 +1,117 @@
+"""How the layers of a format are found among the names of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from .expect import FLOATS, expect
+from .plain import CodeWeight, IntWeight
+from .records import QuantizedLayer
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+"""The tensors of one layer by their names inside it ("qweight", "weight.absmax")."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What is known of a layer without reading its weight.
+
+    format: "int4", "int8", "nf4", "fp4", "code4".
+    group_size: rows of K that share a scale, for code tables the blocksize.
+    symmetric: no zero points; None: only the weight's zero points would tell.
+    """
+
+    format: str
+    k: int
+    n: int
+    group_size: int
+    symmetric: bool | None
+    act_order: bool
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """One checkpoint format.
+
+    name: as a quantization config has it.
+    anchors: the tensors that make a layer: "x.qweight" is the layer "x".
+    required, optional: the other tensors of a layer. Anchors and these are read as one, and yielded as one.
+    owned: names that mean nothing outside of a layer: one without its anchor is an error.
+    small: tensors whose contents `describe` needs; the others come to it without data, on the meta device.
+    describe: (layer, tensors) -> its shape; checks dtypes and shapes.
+    read: (layer, tensors) -> the plain weight, or the layer itself where the file has it packed.
+    Both raise TensorError for what is wrong with a tensor.
+    """
+
+    name: str
+    anchors: tuple[str, ...]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    owned: tuple[str, ...]
+    small: tuple[str, ...]
+    describe: Callable[[str, Tensors], LayerShape]
+    read: Callable[[str, Tensors], IntWeight | CodeWeight | QuantizedLayer]
+
+
+class MissingTensorError(ValueError):
+    """A layer lacks the tensor `missing`, which `present`, another of its tensors, needs."""
+
+    def __init__(self, missing: str, present: str) -> None:
+        super().__init__(f"{present} needs {missing}, which is not in the checkpoint")
+        self.missing = missing
+        self.present = present
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that was found: its tensors' names inside the layer -> in the checkpoint."""
+
+    name: str
+    format: LayerFormat
+    tensors: Mapping[str, str]
+
+
+def find_layers(names: Collection[str], formats: Iterable[LayerFormat]) -> dict[str, Layer]:
+    """Layer name -> layer, in the order of `names`.
+
+    Raises MissingTensorError for a layer without one of its tensors.
+    """
+    known = set(names)
+    layers: dict[str, Layer] = {}
+    for form in formats:
+        for name in names:
+            layer, anchor = split_name(name, form.anchors)
+            if anchor:
+                layers[layer] = _collect(layer, anchor, form, known)
+        for name in names:
+            layer, owned = split_name(name, form.owned)
+            if owned and layer not in layers:
+                raise MissingTensorError(f"{layer}.{form.anchors[0]}", name)
+    return layers
+
+
+def split_name(name: str, suffixes: Iterable[str]) -> tuple[str, str]:
+    """("x", "weight.absmax") for "x.weight.absmax" if that suffix is among them, else ("", "")."""
+    for suffix in suffixes:
+        if name.endswith(f".{suffix}") and len(name) > len(suffix) + 1:
+            return name[: -len(suffix) - 1], suffix
+    return "", ""
+
+
+def _collect(layer: str, anchor: str, form: LayerFormat, known: set[str]) -> Layer:
+    for suffix in form.required:
+        if f"{layer}.{suffix}" not in known:
+            raise MissingTensorError(f"{layer}.{suffix}", f"{layer}.{anchor}")
+    present = [s for s in (anchor, *form.required, *form.optional) if f"{layer}.{s}" in known]
+    return Layer(layer, form, {suffix: f"{layer}.{suffix}" for suffix in present})
+
+
+def check_bias(tensors: Tensors, n: int) -> None:
+    """Raise TensorError for a bias that is not [N]."""
+    if "bias" in tensors:
+        expect("bias", tensors["bias"], FLOATS, [n])

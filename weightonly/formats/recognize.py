@@ -1,0 +1,92 @@
+"""Which format a folder is in: from its config files, else from the names and shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .awq import awq_format
+from .bitsandbytes import ANCHORS, bitsandbytes_format
+from .compressed_tensors import compressed_tensors_format
+from .converted import INCOMPLETE, METHOD, converted_format
+from .expect import option
+from .gptq import gptq_format
+from .layers import LayerFormat, split_name
+from .shards import Shards, read_json
+
+CONFIG = "config.json"
+_SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""A quantizer's own config file, older than the one in config.json -> the method if the file does not say it."""
+
+METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", METHOD)
+
+
+def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
+    """(file name, options) of the quantization config, options with a "quant_method"; ("", {}) without one."""
+    folder = shards.folder
+    if (folder / CONFIG).is_file():
+        config = read_json(folder / CONFIG)
+        inner = config.get("text_config")  # where some models of several modalities have it
+        for holder in (config, inner if isinstance(inner, dict) else {}):
+            # compression_config: compressed-tensors before transformers knew it
+            for key, method in (("quantization_config", None), ("compression_config", "compressed-tensors")):
+                options = holder.get(key)
+                if isinstance(options, dict):
+                    return CONFIG, {"quant_method": method} | options
+    for name, method in _SEPARATE_CONFIGS.items():
+        if (folder / name).is_file():
+            return name, {"quant_method": method} | read_json(folder / name)
+    return "", {}
+
+
+def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
+    """(where it was recognized, the formats that the layers of this folder may have).
+
+    Raises ValueError naming the folder or the config file for an unknown or unreadable format.
+    """
+    folder = shards.folder
+    if (folder / INCOMPLETE).exists():
+        raise ValueError(f"{folder}: expected a complete checkpoint, got one whose conversion was stopped")
+    source, options = quantization_config(shards)
+    if not source:
+        return "tensor names", (_from_tensors(shards),)
+    try:
+        method = option(options, "quant_method", str, "")
+        return source, _from_config(method, options, shards)
+    except ValueError as error:
+        raise ValueError(f"{folder / source}: {error}") from error
+
+
+def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tuple[LayerFormat, ...]:
+    if method == "awq":
+        return (awq_format(options),)
+    if method == "gptq":
+        return (gptq_format(options),)
+    if method == "compressed-tensors":
+        return (compressed_tensors_format(options),)
+    if method == "bitsandbytes":
+        return (bitsandbytes_format(options),)
+    if method == METHOD:
+        return converted_format(options, shards.metadata), bitsandbytes_format({})
+    raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+
+
+def _from_tensors(shards: Shards) -> LayerFormat:
+    """The format of a folder without a quantization config: those whose tensors say all that is needed."""
+    for name, info in shards.tensors.items():
+        if split_name(name, ANCHORS)[0]:
+            return bitsandbytes_format({})
+        if name.endswith(".weight_packed"):
+            return compressed_tensors_format({})
+        scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
+        if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
+            if info.shape[1] * 8 == scales.shape[1]:
+                return awq_format({})
+            raise ValueError(
+                f"{shards.folder}: {name}: expected quantize_config.json or a quantization_config in config.json, "
+                "got neither; the tensors look like GPTQ, whose two versions store other zero points"
+            )
+    raise ValueError(
+        f"{shards.folder}: expected a checkpoint of {', '.join(METHODS)}, "
+        "got one without a quantization config and without tensors of these formats"
+    )
