@@ -1,7 +1,9 @@
-"""Benchmarks: `sweep` compares `gemm` with others, `measure_configs` and `regret` judge the heuristic."""
+"""Benchmarks: `sweep` compares `gemm` with others, `chain` times a model's linears one after another, `measure_configs`
+and `regret` judge the heuristic."""
 
 from __future__ import annotations
 
+from .chain import chain, chain_table
 from .plot import plot
 from .providers import PROVIDERS
 from .regret import heuristic_choice, measure_configs, regret
@@ -14,6 +16,8 @@ __all__ = [
     "CEILINGS",
     "NAMED",
     "PROVIDERS",
+    "chain",
+    "chain_table",
     "heuristic_choice",
     "host_us",
     "measure_configs",

@@ -1,4 +1,5 @@
-"""Time `gemm` beside others (`sweep`), or the heuristic's choice beside the best configuration (`regret`)."""
+"""Time `gemm` beside others (`sweep`), the linears of a model one after another (`chain`), or the heuristic's choice
+beside the best configuration (`regret`)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from .chain import chain, chain_table
 from .plot import plot
 from .providers import PROVIDERS
 from .regret import measure_configs, regret
@@ -37,6 +39,10 @@ def _add_problem_options(parser: argparse.ArgumentParser, shapes: str, batch: Se
     parser.add_argument(
         "--batch", type=_batch, default=list(batch), help=f"rows of x (default {','.join(map(str, batch))})"
     )
+    _add_weight_options(parser)
+
+
+def _add_weight_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--group-size", type=int, default=128, help="rows of w per scale; -1: per channel")
     parser.add_argument("--asymmetric", action="store_true", help="quantize with zero points")
@@ -60,11 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plot", metavar="FILE", help="write a picture (PNG)")
     two = commands.add_parser("regret", help="time every compiled configuration beside the heuristic's choice")
     _add_problem_options(two, "table", (1, 4, 16, 64, 256, 1024, 4096))
+    two.add_argument("--layout", help="of the weights (default: the GPU's own; Hopper reads interleaved, too)")
     two.add_argument("--read", metavar="FILE", help="judge the measurements of an earlier --csv; no GPU needed")
+    three = commands.add_parser("chain", help="time the linears of a model's layers in one CUDA graph")
+    three.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(NAMED)} (default llama3-8b)")
+    three.add_argument("--layers", type=int, default=32, help="times the linears of one layer (default 32)")
+    three.add_argument("--m", type=int, nargs="+", default=[1, 16], help="rows of x (default 1 16)")
+    _add_weight_options(three)
     return parser
 
 
+def _note_on_overlap() -> None:
+    print("calls are timed apart: overlap of launches is off (see chain)", file=sys.stderr)
+
+
+def _run_chain(options: argparse.Namespace, common: dict[str, Any]) -> None:
+    frame = chain(options.model, options.layers, options.m, **common)
+    print(chain_table(frame))
+    if options.csv:
+        to_csv(frame, options.csv)
+
+
 def _run_sweep(options: argparse.Namespace, common: dict[str, Any]) -> None:
+    _note_on_overlap()
     frame = sweep(options.shapes, options.batch, options.providers, host=options.host, **common)
     table = to_markdown(frame)
     print(table)
@@ -77,7 +101,11 @@ def _run_sweep(options: argparse.Namespace, common: dict[str, Any]) -> None:
 
 
 def _run_regret(options: argparse.Namespace, common: dict[str, Any]) -> None:
-    frame = pd.read_csv(options.read) if options.read else measure_configs(options.shapes, options.batch, **common)
+    if options.read:
+        frame = pd.read_csv(options.read)
+    else:
+        _note_on_overlap()
+        frame = measure_configs(options.shapes, options.batch, layout=options.layout, **common)
     if options.csv:
         to_csv(frame, options.csv)
     result = regret(frame)
@@ -103,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.budget_ms is not None:
         common["budget_ms"] = options.budget_ms
     try:
-        (_run_regret if options.command == "regret" else _run_sweep)(options, common)
+        {"sweep": _run_sweep, "regret": _run_regret, "chain": _run_chain}[options.command](options, common)
     except ValueError as error:
         parser.error(str(error))
     return 0

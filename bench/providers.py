@@ -78,7 +78,8 @@ class Provider(Protocol):
         """`copies(weight_bytes)` says how many copies to make."""
 
 
-def _nbytes(*tensors: torch.Tensor | None) -> int:
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of all of them together."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -93,10 +94,12 @@ class _PackedCopy:
     zeros: torch.Tensor | None
 
 
-def packed_copies(weights: Weights, copies: Callable[[int], int]) -> tuple[list[_PackedCopy], int]:
-    """(copies of the preprocessed weights, bytes of one)."""
-    qweight = wo.preprocess(weights.q, bits=weights.bits)
-    size_bytes = _nbytes(qweight.data, weights.scales, weights.zeros)
+def packed_copies(
+    weights: Weights, copies: Callable[[int], int], layout: str | None = None
+) -> tuple[list[_PackedCopy], int]:
+    """(copies of the preprocessed weights, bytes of one); layout: None for the one that `preprocess` picks."""
+    qweight = wo.preprocess(weights.q, bits=weights.bits, layout=layout)
+    size_bytes = nbytes(qweight.data, weights.scales, weights.zeros)
     ring = [
         _PackedCopy(
             wo.PackedWeight(qweight.data.clone(), qweight.k, qweight.n, qweight.format, qweight.layout),
@@ -135,7 +138,7 @@ class Cublas:
         return None
 
     def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
-        size_bytes = _nbytes(weights.dense)
+        size_bytes = nbytes(weights.dense)
         ring = [weights.dense.clone() for _ in range(copies(size_bytes))]  # each [k, n]
 
         def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -195,7 +198,7 @@ class Tinygemm:
             multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         zeros = torch.zeros_like(weights.scales) if weights.zeros is None else -weights.scales * weights.zeros
         scales_and_zeros = torch.stack([weights.scales, zeros], dim=-1).contiguous()  # [k/g, n, 2]
-        size_bytes = _nbytes(packed, scales_and_zeros)
+        size_bytes = nbytes(packed, scales_and_zeros)
         ring = [(packed.clone(), scales_and_zeros.clone()) for _ in range(copies(size_bytes))]
         group_size = weights.group_size
 
@@ -227,7 +230,7 @@ class BitsAndBytes:
         packed, state = bnb.functional.quantize_4bit(
             weights.dense.t().contiguous(), blocksize=self._BLOCK, quant_type="nf4"
         )  # of [n, k]
-        size_bytes = _nbytes(packed, state.absmax)
+        size_bytes = nbytes(packed, state.absmax)
         ring = []
         for _ in range(copies(size_bytes)):
             own_state = bnb.functional.QuantState(

@@ -16,17 +16,18 @@ from tqdm import tqdm
 
 import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
+from weightonly.heuristics.problem import layouts_of
 
 from .providers import Weights, packed_copies
 from .shapes import Shape, resolve
 from .sweep import check_arguments, default_device, gpu_facts
-from .timing import copies_beyond_l2, time_calls
+from .timing import copies_beyond_l2, overlapping, time_calls
 
 # A configuration this many times slower than the best so far, after one quick measurement, is not measured
 # further.
 _HOPELESS = 2.5
 
-CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count"]
+CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
 
 
 def measure_configs(
@@ -37,16 +38,18 @@ def measure_configs(
     group_size: int = 128,
     dtype: torch.dtype = torch.float16,
     symmetric: bool = True,
+    layout: str | None = None,
     device: torch.device | str | None = None,
     budget_ms: float = 8.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Time every compiled configuration that is legal for each (shape, m).
+    """Time every compiled configuration that is legal for each (shape, m), without overlap of launches.
 
-    Arguments as `sweep`; `budget_ms` is device time per configuration. Returns one row per (cell,
-    configuration): the columns of `CELL`, `config`, `family`, `block_m`, `block_n`, `stages`, `split_k`, `us`
-    and `coarse` (True: so slow that it was measured once only). Raises RuntimeError without a GPU, ValueError
-    as `sweep`.
+    Arguments as `sweep`; `budget_ms` is device time per configuration, `layout` that of the weights (default: the
+    GPU's own; Hopper reads "interleaved" too). Returns one row per (cell, configuration): the columns of `CELL`,
+    `config`, `family`, `block_m`, `block_n`, `stages`, `split_k`, `us` and `coarse` (True: so slow that it was
+    measured once only). Raises RuntimeError without a GPU, ValueError as `sweep` and for a layout that the GPU does
+    not read.
     """
     pairs = resolve(shapes)
     sizes = check_arguments(pairs, batch, bits, group_size, dtype, budget_ms)
@@ -54,6 +57,8 @@ def measure_configs(
     if where.type != "cuda":
         raise RuntimeError(f"device: expected a CUDA device (configurations are GPU kernels), got {where}")
     arch, sm_count = gpu_facts(where)
+    if layout is not None and layout not in layouts_of(arch):
+        raise ValueError(f"layout: expected one of {', '.join(layouts_of(arch))}, which the GPU reads, got {layout!r}")
     compiled = {config.kernel for config in wo.kernels(where.index)}
     rows: list[dict[str, object]] = []
     with tqdm(total=len(pairs) * len(sizes), disable=not progress, unit="cell") as bar:
@@ -61,10 +66,10 @@ def measure_configs(
             weights = Weights.random(
                 k, n, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
             )
-            ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=where))
+            ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=where), layout)
             x = torch.randn(max(sizes), k, device=where, dtype=dtype)  # [m, k]
             for m in sizes:
-                problem = Problem(m, n, k, f"int{bits}", group_size, arch, sm_count)
+                problem = Problem(m, n, k, f"int{bits}", group_size, arch, sm_count, layout or "", not symmetric)
                 legal = [config for config in candidates(problem) if config.kernel in compiled]
                 # The heuristic's choice first: near the best, it lets the hopeless ones be given up early.
                 chosen = heuristic_choice(problem)
@@ -77,7 +82,8 @@ def measure_configs(
                         functools.partial(wo.gemm, x[:m], w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
                         for w in ring
                     ]
-                    timing = time_calls(calls, where, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
+                    with overlapping(False):
+                        timing = time_calls(calls, where, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
                     best_us = min(best_us, timing.us)
                     rows.append(_row(problem, config, timing.us, timing.coarse))
                 bar.update()
@@ -101,7 +107,7 @@ def _row(problem: Problem, config: KernelConfig, us: float, coarse: bool) -> dic
 def heuristic_choice(problem: Problem) -> str:
     """Name of the configuration that `gemm` runs."""
     p = problem
-    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count).name
+    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros).name
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,18 @@ class Regret:
 def regret(frame: pd.DataFrame, choose: Callable[[Problem], str] = heuristic_choice) -> Regret:
     """What the choices of `choose` cost by measurements of `measure_configs`, fresh or from a file (no GPU).
 
+    Files of before there was a column for them have symmetric weights in the layout of Ampere.
     Raises ValueError for an empty frame, and for a choice that was not measured: the measurements are then
     older than the list of configurations.
     """
     if frame.empty:
         raise ValueError("frame: expected the rows of measure_configs, got none")
+    missing = {"layout": "interleaved", "zeros": False}
+    frame = frame.assign(**{name: value for name, value in missing.items() if name not in frame})
     rows: list[dict[str, object]] = []
     for cell, configs in frame.groupby(CELL, sort=False):
-        k, n, m, weight_format, group_size, arch, sm_count = cell
-        chosen = choose(Problem(m, n, k, weight_format, group_size, arch, sm_count))
+        k, n, m, weight_format, group_size, arch, sm_count, layout, zeros = cell
+        chosen = choose(Problem(m, n, k, weight_format, group_size, arch, sm_count, layout, bool(zeros)))
         times_us = configs.set_index("config")["us"]
         if chosen not in times_us.index:
             raise ValueError(f"frame: expected a row of the chosen configuration {chosen} at k={k}, n={n}, m={m}")

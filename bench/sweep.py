@@ -16,7 +16,7 @@ from weightonly.heuristics import select
 from . import providers as _providers
 from .roofline import activation_bytes, ceilings, roofline_us
 from .shapes import Shape, resolve
-from .timing import copies_beyond_l2, host_us, time_calls
+from .timing import copies_beyond_l2, host_us, overlapping, time_calls
 
 BATCH: tuple[int, ...] = tuple(2**i for i in range(13))  # 1 ... 4096
 
@@ -62,12 +62,12 @@ def gpu_facts(device: torch.device) -> tuple[int, int]:
     return facts.major * 10 + facts.minor, facts.multi_processor_count
 
 
-def _chosen_config(m: int, k: int, n: int, bits: int, group_size: int, device: torch.device) -> str:
+def _chosen_config(m: int, k: int, n: int, bits: int, group_size: int, symmetric: bool, device: torch.device) -> str:
     """Name of the configuration that `gemm` runs; "cpu" on a CPU, which has one path."""
     if device.type != "cuda":
         return "cpu"
     arch, sm_count = gpu_facts(device)
-    return select(m, n, k, f"int{bits}", group_size, arch, sm_count).name
+    return select(m, n, k, f"int{bits}", group_size, arch, sm_count, zeros=not symmetric).name
 
 
 def sweep(
@@ -90,7 +90,8 @@ def sweep(
     pairs. `providers`: names of `PROVIDERS`, or "all" for every one that can run these weights on this
     device. `group_size`: -1 is one scale per channel. `device`: the GPU where there is one, unless given.
     `budget_ms`: device time per measurement. `host`: also a column `host_us`, of an eager call. Data are
-    random; before its timing each provider's product is compared with the dense one (RuntimeError).
+    random; before its timing each provider's product is compared with the dense one (RuntimeError). Launches of `gemm`
+    do not overlap with each other here (`wo.set_launch_overlap`): that is `chain`.
 
     Returns one row per (k, n, m, provider): `us` (median per call, with `us_min`, `us_p10`, `us_p90`), `tb_s`
     (what the provider's own weights, x and y move, in 10**12 bytes/s), `tflop_s`, `x_cublas` (how many times
@@ -120,7 +121,8 @@ def sweep(
                     _providers.check_product(provider.name, prepared, x[:m], out)
                     calls = [functools.partial(prepared.run, copy, x[:m], out) for copy in range(prepared.copies)]
                     started = time.perf_counter()
-                    timing = time_calls(calls, where, budget_ms=budget_ms)
+                    with overlapping(False):
+                        timing = time_calls(calls, where, budget_ms=budget_ms)
                     if where.type == "cuda":
                         # The small M of a shape were up to 26% slower right after the large M of another one than
                         # by themselves (lowered clocks? not established: bench/NOTES.md).
@@ -142,7 +144,9 @@ def sweep(
                         "roofline_us": roofline_us(
                             m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits
                         ),
-                        "config": _chosen_config(m, k, n, bits, group_size, where) if provider.name == "ours" else "",
+                        "config": _chosen_config(m, k, n, bits, group_size, symmetric, where)
+                        if provider.name == "ours"
+                        else "",
                     }
                     if host:
                         # An eager call on a CPU is all host time, and has just been measured.

@@ -13,10 +13,13 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+import weightonly as wo
 
 Call = Callable[[], object]
 
@@ -45,6 +48,17 @@ class Timing:
             return ordered[round(q * (len(ordered) - 1))]
 
         return cls(statistics.median(ordered), ordered[0], quantile(0.1), quantile(0.9), coarse)
+
+
+@contextmanager
+def overlapping(enabled: bool) -> Iterator[None]:
+    """Launches of `gemm` overlap or not (`wo.set_launch_overlap`) inside the with statement, as before after it."""
+    before = wo.launch_overlap()
+    wo.set_launch_overlap(enabled)
+    try:
+        yield
+    finally:
+        wo.set_launch_overlap(before)
 
 
 def copies_beyond_l2(weight_bytes: int, device: torch.device) -> int:

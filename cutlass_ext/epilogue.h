@@ -49,6 +49,24 @@ struct ColumnEpilogue {
   CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(affine(sum), activation); }
 };
 
+/// Finishes and stores four neighbouring columns of one token, the first a multiple of 4.
+template <class Element>
+CUTLASS_DEVICE void store_quad(GemmParams const& p, int token, int column, float4 sum, bool channel_scale) {
+  float const sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  alignas(8) Element values[4];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    auto const epilogue = ColumnEpilogue::load<Element>(p, column + i, channel_scale);
+    values[i] = Element(epilogue.apply(sums[i], p.activation));
+  }
+  Element* const y = static_cast<Element*>(p.y) + int64_t(token) * p.ldy + column;
+  if (column + 4 <= p.n && p.ldy % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 8 == 0) {
+    *reinterpret_cast<uint2*>(y) = *reinterpret_cast<uint2 const*>(values);
+  } else {
+    for (int i = 0; i < 4 && column + i < p.n; ++i) y[i] = values[i];
+  }
+}
+
 /// 16-byte stores of y are possible: every row starts and ends at a multiple of 8 elements.
 CUTLASS_DEVICE bool vector_stores(GemmParams const& p) {
   return p.n % 8 == 0 && p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;

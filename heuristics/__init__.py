@@ -4,7 +4,8 @@ Standard library only, so that the build (kernels/generate.py) and machines with
 """
 
 from .configs import KernelConfig
+from .legal import candidates, legal
 from .problem import Problem
-from .select import candidates, legal, select
+from .select import select
 
 __all__ = ["KernelConfig", "Problem", "candidates", "legal", "select"]

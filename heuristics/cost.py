@@ -11,15 +11,31 @@ A kernel is described by three fitted numbers (calibration.py), all for one CTA 
     time = launch + sum over waves (fixed + units * max(latency, c * unit)) [+ the reduction of split-K]
 
 but no less than its bytes take from memory. Other architectures scale the reference: see `Machine`.
+
+The kernels of Hopper (`decode_us`, `gemm_sm90_us`) have one CTA on each SM, and clusters of split_k CTAs that share K.
+Of the two limits below the longer counts in full, of the shorter the part that is not hidden behind it (`unhidden`):
+
+    time = fixed + what the cluster adds + turns * end + longer + unhidden * shorter
+           memory   bytes / bandwidth
+           work     decode_sm90   copy of x + the greater of an SM's products and its part of the stream of weights
+                    gemm_sm90     waves of tiles * pieces of a CTA * unit
+
+`turns` are the units that a cluster of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
+gives every cluster the same number, so there is no last wave. In a wave that does not fill the GPU the SMs of gemm_sm90
+are quicker, by up to `idle` of their time.
+
+Their constants are in calibration_sm90.py. All of this is monotone: no term shrinks when M grows.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
-from .configs import GEMV_PASS_K, KernelConfig
+from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost
+from .configs import KernelConfig, tiled_columns
 from .problem import Problem
 
 
@@ -52,6 +68,9 @@ MACHINES: dict[int, Machine] = {
     120: Machine(99 * _KB, 100 * _KB, 0.6, 1.7),
 }
 
+TILE_PIECE_BYTES = 1024
+"""Weights of a piece of decode_sm90 for 16 columns: 128 k of int4, 64 of int8."""
+
 _REGISTERS = 65536
 _MAX_WARPS = 48
 
@@ -78,25 +97,26 @@ def _calibrated_as(config: KernelConfig) -> str:
 
 def is_calibrated(config: KernelConfig, format: str) -> bool:
     """Whether calibration.py has the constants of a kernel."""
+    if config.shares_cluster:
+        return (config.kernel, format) in (DECODE_SM90 if config.family == "decode_sm90" else GEMM_SM90).kernels
     return (_calibrated_as(config), format) in KERNELS
 
 
 def kernel_cost(config: KernelConfig, format: str) -> KernelCost:
-    """The measured constants of a kernel (KeyError: see `is_calibrated`)."""
+    """The measured constants of a kernel (KeyError: see `is_calibrated`); not for the kernels of Hopper."""
     return KERNELS[_calibrated_as(config), format]
 
 
 def units(config: KernelConfig, k_padded: int, split_k: int) -> int:
     """Units along K that one CTA works through: k blocks, or passes of all warps of the GEMV."""
-    step = GEMV_PASS_K if config.family == "gemv" else config.block_k
-    parts = -(-k_padded // step)
+    parts = -(-k_padded // config.piece_k)
     per_part = -(-parts // split_k)
-    return -(-per_part * step // config.block_k)
+    return -(-per_part * config.piece_k // config.block_k)
 
 
 def tiles(config: KernelConfig, m: int, n: int) -> int:
     """Output tiles of the launch."""
-    rows = 1 if config.family == "gemv" else -(-m // config.block_m)
+    rows = 1 if config.family in ("gemv", "decode_sm90") else -(-m // config.block_m)
     return rows * -(-n // config.block_n)
 
 
@@ -113,10 +133,10 @@ def waves_us(
 
 
 def problem_bytes(problem: Problem) -> int:
-    """Bytes that must move: packed weights, scales, x and y, each once."""
-    groups = 1 if problem.per_channel else problem.k // problem.group_size
+    """Bytes that must move: packed weights, scales, zeros, x and y, each once."""
+    scale_rows = (1 if problem.per_channel else problem.k // problem.group_size) * (2 if problem.zeros else 1)
     weights = problem.k_padded * problem.n * problem.bits // 8
-    return weights + 2 * (groups * problem.n + problem.m * problem.k + problem.m * problem.n)
+    return weights + 2 * (scale_rows * problem.n + problem.m * problem.k + problem.m * problem.n)
 
 
 def reduction_us(m: int, n: int, split_k: int) -> float:
@@ -129,6 +149,10 @@ def reduction_us(m: int, n: int, split_k: int) -> float:
 def estimate_us(config: KernelConfig, problem: Problem) -> float:
     """Estimated time of one launch (with its reduction), us."""
     m, n = problem.m, problem.n
+    if config.family == "decode_sm90":
+        return decode_us(config, problem)
+    if config.family == "gemm_sm90":
+        return gemm_sm90_us(config, problem)
     gpu = machine(problem.arch)
     cost = kernel_cost(config, problem.format)
     us = waves_us(
@@ -142,3 +166,90 @@ def estimate_us(config: KernelConfig, problem: Problem) -> float:
     )
     memory_us = problem_bytes(problem) / (gpu.tb_s * 1e6)
     return LAUNCH_US + max(us, memory_us) + reduction_us(m, n, config.split_k)
+
+
+# --- Hopper ------------------------------------------------------------------------------------------------
+
+
+_CLUSTER_SMS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 110, 6: 102, 7: 105, 8: 120}
+"""CTAs of a cluster -> SMs that clusters of so many fill on an H200, of its 132 (cudaOccupancyMaxActiveClusters)."""
+
+
+@functools.cache
+def cluster_slots(sm_count: int, split_k: int) -> int:
+    """Clusters of split_k CTAs, one CTA on an SM, that run at once; at least 1: where none fits the launch says so.
+
+    A cluster lies in one GPC, whose SMs it rarely divides. Other GPUs are taken for an H200 with more or fewer GPCs.
+    """
+    return max(1, sm_count * _CLUSTER_SMS[split_k] // 132 // split_k)
+
+
+def cluster_us(cost: DecodeCost | GemmSm90Cost, split_k: int) -> float:
+    """What a cluster of split_k CTAs takes beyond a single CTA."""
+    return cost.cluster_us + (split_k - 2) * cost.cta_us if split_k > 1 else 0.0
+
+
+def overlapped_us(memory_us: float, work_us: float, unhidden: float) -> float:
+    """The memory's time and the SM's, mostly at once."""
+    return max(memory_us, work_us) + unhidden * min(memory_us, work_us)
+
+
+class DecodeWork(NamedTuple):
+    """What one SM does for a problem, by decode_sm90."""
+
+    turns: int  # units of columns, one after another
+    pieces: int  # of 16 columns and `piece_k`, that it reads
+    products: int  # the same, counted as if all warps along K had as many as the busiest
+    x_bytes: int
+
+
+def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
+    """The part of a problem that falls to an SM."""
+    units = tiled_columns(problem.n) // config.block_n
+    turns = -(-units // cluster_slots(problem.sm_count, config.split_k))
+    pieces = -(-problem.k_padded // config.piece_k)
+    pieces = -(-pieces // config.split_k)  # along K, of one CTA
+    warps_k = config.block_k // config.piece_k
+    rounds = -(-pieces // warps_k)
+    column_tiles = turns * config.block_n // 16
+    x_bytes = problem.m * pieces * config.piece_k * 2
+    return DecodeWork(turns, column_tiles * pieces, column_tiles * rounds * warps_k, x_bytes)
+
+
+def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_SM90) -> float:
+    """Estimated time of decode_sm90, us."""
+    work = decode_work(config, problem)
+    unit_us, end_us = cost.kernels[config.kernel, problem.format]
+    stream_us = work.pieces * TILE_PIECE_BYTES / (cost.sm_kb_us * 1e3)
+    work_us = work.x_bytes / (cost.x_kb_us * 1e3) + max(stream_us, work.products * unit_us)
+    memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
+    fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + work.turns * end_us
+    return fixed_us + overlapped_us(memory_us, work_us, cost.unhidden)
+
+
+class GemmSm90Work(NamedTuple):
+    """What one SM does for a problem, by gemm_sm90."""
+
+    full: int  # waves that keep every SM busy
+    rest: float  # the part of the SMs that a last wave keeps busy; 0 without one
+    pieces: int  # of 128 k, of one CTA
+
+
+def gemm_sm90_work(config: KernelConfig, problem: Problem) -> GemmSm90Work:
+    """The waves of a problem, and a CTA's part of K."""
+    slots = cluster_slots(problem.sm_count, config.split_k)
+    full, rest = divmod(tiles(config, problem.m, problem.n), slots)
+    pieces = -(-problem.k_padded // config.piece_k)
+    return GemmSm90Work(full, rest / slots, -(-pieces // config.split_k))
+
+
+def gemm_sm90_us(config: KernelConfig, problem: Problem, cost: GemmSm90Cost = GEMM_SM90) -> float:
+    """Estimated time of gemm_sm90, us."""
+    work = gemm_sm90_work(config, problem)
+    unit_us, end_us = cost.kernels[config.kernel, problem.format]
+    turns, waves = work.full, float(work.full)
+    if work.rest:
+        turns, waves = turns + 1, waves + 1 - cost.idle * (1 - work.rest)
+    memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
+    fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + turns * end_us
+    return fixed_us + overlapped_us(memory_us, waves * work.pieces * unit_us, cost.unhidden)

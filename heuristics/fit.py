@@ -1,14 +1,18 @@
-"""Fits calibration.py to measurements: `python -m weightonly.heuristics.fit MEASUREMENTS.csv --log BUILD_LOG_DIR`.
+"""Fits the cost model to measurements: `python -m weightonly.heuristics.fit MEASUREMENTS.csv...`.
 
 MEASUREMENTS.csv is what `python -m weightonly.bench regret --csv` writes: the time of every configuration on many
-problems. For each kernel and format the three numbers of cost.py are those with the least squared error of log(time);
-the launch and reduction constants are shared by all. Registers come from the compiler's logs. Needs scipy and pandas.
+problems. Those of the kernels of Hopper (`regret --layout tiled`) make calibration_sm90.py: see fit_sm90.py.
+
+The others make calibration.py. For each kernel and format the three numbers of cost.py are those with the least squared
+error of log(time); the launch and reduction constants are shared by all. Registers come from the compiler's logs:
+`--log BUILD_LOG_DIR`. Needs scipy and pandas.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +21,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from .configs import CONFIGS, MAX_SPLIT_K
+from . import fit_sm90
+from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
 from .cost import ctas_per_sm, machine, problem_bytes, tiles, units
+from .fit_choices import Choices
+from .legal import worth_a_look
 from .problem import Problem
-from .select import worth_a_look
 
 HEADER = '''"""Constants of the cost model, by fit.py: fitted to H200 times, then moved so that choices cost least."""
 
@@ -46,6 +52,11 @@ KERNELS: dict[tuple[str, str], KernelCost] = {{
 {rows}
 }}
 '''
+
+
+def fitted_configs() -> list[KernelConfig]:
+    """Those that cost.waves_us describes. The kernels of Hopper are fitted by fit_sm90.py."""
+    return [c for c in CONFIGS if c.family in ("gemm_sm80", "gemv")]
 
 
 def registers_of(logs: Path) -> dict[tuple[str, str], int]:
@@ -92,7 +103,7 @@ class Rows:
 
 def collect(frame: pd.DataFrame, registers: dict[tuple[str, str], int]) -> dict[tuple[str, str], Rows]:
     """Measurements by (kernel, format). Those near the best of their cell weigh most: among them select chooses."""
-    configs = {c.with_split_k(s).name: c.with_split_k(s) for c in CONFIGS for s in range(1, MAX_SPLIT_K + 1)}
+    configs = {c.with_split_k(s).name: c.with_split_k(s) for c in fitted_configs() for s in range(1, MAX_SPLIT_K + 1)}
     cell = ["k", "n", "m", "format", "group_size", "arch", "sm_count"]
     frame = frame[frame.config.isin(configs)].copy()
     best_us = frame.groupby(cell).us.transform("min")
@@ -152,15 +163,11 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
     measured = np.concatenate([rows[key].us for key in keys])
     ends = np.cumsum([len(rows[key].us) for key in keys])
     predicted = np.concatenate([rows[key].predict(kernels[key], shared) for key in keys])
-    order = np.argsort(cells, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(cells[order]) > 0])
-    counts = np.diff(np.r_[starts, len(cells)])
-    best = np.minimum.reduceat(measured[order], starts)
+    best = pd.Series(measured).groupby(cells).transform("min").to_numpy()
+    choices = Choices(cells, measured, best)
 
     def loss(times: NDArray) -> float:
-        sorted_times = times[order]
-        is_choice = sorted_times == np.repeat(np.minimum.reduceat(sorted_times, starts), counts)
-        regret = np.maximum.reduceat(np.where(is_choice, measured[order], 0.0), starts) / best - 1
+        regret = choices.regret(times)
         moved = sum(np.abs(kernels[key] - fitted[key]).sum() for key in keys)
         return float(regret.mean() + 3 * (regret**2).mean() + 0.02 * moved / len(keys))
 
@@ -179,16 +186,11 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
             kernels[key] = before
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measurements", nargs="+", type=Path)
-    parser.add_argument("--log", required=True, type=Path, help="folder with the ptxas logs of the build")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "calibration.py")
-    arguments = parser.parse_args()
-    frame = pd.concat(pd.read_csv(path) for path in arguments.measurements)
-    registers = registers_of(arguments.log)
+def run(frame: pd.DataFrame, logs: Path, out: Path) -> None:
+    """Fit what is not of Hopper, write `out`."""
+    registers = registers_of(logs)
     rows_by_kernel = collect(frame, registers)
-    wanted = {(c.kernel, f) for c in CONFIGS for f in c.formats if c.family in ("gemm_sm80", "gemv")}
+    wanted = {(c.kernel, f) for c in fitted_configs() for f in c.formats}
     if missing := sorted(wanted - set(rows_by_kernel)):
         raise SystemExit(f"not measured: {', '.join(f'{kernel} {format}' for kernel, format in missing)}")
     kernels, shared = fit(rows_by_kernel)
@@ -198,9 +200,26 @@ def main() -> None:
         times = ", ".join(f"{value:.4g}" for value in np.exp(values))
         rows.append(f'    ("{kernel}", "{format}"): KernelCost({registers[kernel, format]}, {times}),')
     launch, reduce_launch, reduce_tb_s = np.exp(shared)
-    arguments.out.write_text(
+    out.write_text(
         HEADER.format(launch=launch, reduce_launch=reduce_launch, reduce_tb_s=reduce_tb_s, rows="\n".join(rows))
     )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measurements", nargs="+", type=Path)
+    parser.add_argument("--log", type=Path, help="folder with the ptxas logs of the build, for kernels before Hopper")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder (default: that of this file)")
+    parser.add_argument("--moves", type=int, default=40000, help="of the random search, for the kernels of Hopper")
+    arguments = parser.parse_args(argv)
+    frame = pd.concat([pd.read_csv(path) for path in arguments.measurements], ignore_index=True)
+    is_hopper = frame.family.isin(list(fit_sm90.FAMILIES))
+    if not is_hopper.all() and arguments.log is None:
+        parser.error("--log is needed: there are times of kernels before Hopper")
+    if is_hopper.any():
+        fit_sm90.run(frame[is_hopper], arguments.out / "calibration_sm90.py", arguments.moves)
+    if not is_hopper.all():
+        run(frame[~is_hopper], arguments.log, arguments.out / "calibration.py")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ by taste.
 from __future__ import annotations
 
 from .configs import KernelConfig
-from .cost import ctas_per_sm, kernel_cost, tiles
+from .cost import cluster_slots, ctas_per_sm, kernel_cost, tiles
+from .legal import candidates
 from .problem import Problem
-from .select import candidates
 
 
 def last_wave(config: KernelConfig, problem: Problem) -> tuple[float, int]:
     """(idle part of the last wave: 0 when CTAs fill it, towards 1 when they leave it empty; waves)."""
-    registers = kernel_cost(config, problem.format).registers
-    resident = ctas_per_sm(config, problem.format, problem.arch, registers)
     ctas = tiles(config, problem.m, problem.n) * config.split_k
-    per_wave = resident * problem.sm_count
+    if config.shares_cluster:
+        per_wave = cluster_slots(problem.sm_count, config.split_k) * config.split_k  # one CTA on an SM
+    else:
+        registers = kernel_cost(config, problem.format).registers
+        per_wave = ctas_per_sm(config, problem.format, problem.arch, registers) * problem.sm_count
     waves = -(-ctas // per_wave)
     return waves - ctas / per_wave, waves
 
@@ -34,7 +36,9 @@ def occupancy_rule(problem: Problem) -> KernelConfig:
     best_score, best_waves = float("inf"), 2**31
     ordered = sorted(candidates(problem), key=lambda c: (c.block_m, c.block_n, c.stages, c.split_k))
     for config in ordered:
-        if config.family == "gemv" or (best is not None and problem.m <= best.block_m < config.block_m):
+        if config.family in ("gemv", "decode_sm90"):
+            continue
+        if best is not None and problem.m <= best.block_m < config.block_m:
             continue
         score, waves = last_wave(config, problem)
         fewer_waves = waves < best_waves and score < best_score + 0.1

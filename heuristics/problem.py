@@ -11,13 +11,26 @@ K_ALIGNMENT = 64
 """K is padded to this by `preprocess`: one block of the layout along K, elements."""
 
 
+LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
+
+
+def layouts_of(arch: int) -> tuple[str, ...]:
+    """The weight layouts that the kernels of an architecture read, its own (what `preprocess` makes) first.
+
+    sm90 still runs the kernels of sm80, for weights that were packed for those.
+    """
+    if arch == 90:
+        return ("tiled", "interleaved")
+    return ("interleaved",) if arch >= 75 else ("row_major",)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
     `group_size` is in elements of K; -1 means per channel. `arch` is the compute capability as an integer
-    (80, 86, 90). Raises ValueError naming the field for a size below 1, an unknown format or a group size
-    that K is no multiple of.
+    (80, 86, 90). `layout` is that of the packed weight; "": the architecture's own. Raises ValueError naming the
+    field for a size below 1, an unknown format or layout, or a group size that K is no multiple of.
     """
 
     m: int
@@ -27,6 +40,8 @@ class Problem:
     group_size: int
     arch: int
     sm_count: int
+    layout: str = ""
+    zeros: bool = False
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.sm_count) < 1:
@@ -36,6 +51,10 @@ class Problem:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
         if self.arch < 70:
             raise ValueError(f"arch must be a compute capability from 70, got {self.arch}")
+        if not self.layout:
+            object.__setattr__(self, "layout", layouts_of(self.arch)[0])
+        elif self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         check_group_size(self.group_size, self.k)
 
     @property

@@ -1,8 +1,8 @@
 """candidates -> legal -> cheapest.
 
-`candidates` and `legal` are the definition; `select` gives the cheapest of them by cost.py, and is written to be quick:
-a new shape costs some microseconds (what a kernel's cost does not depend on is computed once per architecture), a shape
-seen before a dictionary look-up.
+`candidates` and `legal` (legal.py) are the definition; `select` gives the cheapest of them by cost.py, and is written
+to be quick: a new shape costs some microseconds (what a kernel's cost does not depend on is computed once per
+architecture), a shape seen before a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -12,52 +12,11 @@ import operator
 from typing import NamedTuple
 
 from .calibration import REDUCE_LAUNCH_US, REDUCE_TB_S
-from .configs import CONFIGS, GEMV_PASS_K, MAX_SPLIT_K, KernelConfig
+from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
 from .cost import ctas_per_sm, is_calibrated, kernel_cost, machine, problem_bytes
-from .problem import Problem
-
-
-def parts_of_k(config: KernelConfig, problem: Problem) -> int:
-    """Units along K that split-K can hand out: k blocks, or passes of the GEMV's warps (heuristics/configs.py)."""
-    unit = GEMV_PASS_K if config.family == "gemv" else config.block_k
-    return -(-problem.k_padded // unit)
-
-
-def runs_on(config: KernelConfig, arch: int) -> bool:
-    """Each architecture has one GEMM family, the newest it can run; the GEMV needs only the interleaved layout."""
-    if config.family == "gemv":
-        return arch >= 75
-    return config.family == ("gemm_sm80" if arch >= 80 else "gemm_sm75" if arch >= 75 else "gemm_sm70")
-
-
-def legal(config: KernelConfig, problem: Problem) -> bool:
-    """Whether the configuration computes this problem on this architecture, in the layout the architecture reads."""
-    if problem.format not in config.formats or problem.m > config.max_m or not runs_on(config, problem.arch):
-        return False
-    if config.smem_bytes(problem.format) > machine(problem.arch).smem_bytes:
-        return False
-    if not 1 <= config.split_k <= MAX_SPLIT_K:
-        return False
-    # No part of K may be empty.
-    parts = parts_of_k(config, problem)
-    per_part = -(-parts // config.split_k)
-    return (config.split_k - 1) * per_part < parts
-
-
-def worth_a_look(config: KernelConfig) -> bool:
-    """Whether `select` looks at a kernel: not at two cp.async stages, and on short tiles not at three.
-
-    This keeps a new shape quick to decide, and is not free: of 110 measured cells an excluded kernel was the best in 6
-    (two stages, M >= 512), by 1.6 to 6.1% in three of them. The excluded are compiled, legal, and open to `config=`.
-    """
-    return config.family != "gemm_sm80" or config.stages > (3 if config.block_m <= 32 else 2)
-
-
-def candidates(problem: Problem) -> list[KernelConfig]:
-    """Every legal configuration, with every legal split_k."""
-    split = (config.with_split_k(s) for config in CONFIGS for s in range(1, MAX_SPLIT_K + 1))
-    return [config for config in split if legal(config, problem)]
-
+from .legal import runs_on, worth_a_look
+from .problem import Problem, layouts_of
+from .select_tiled import select_tiled
 
 _ALL_OF_M = 2**31
 _BOUND = operator.itemgetter(0)
@@ -81,11 +40,13 @@ class _Kernel(NamedTuple):
 
 
 @functools.cache
-def _kernels(format: str, arch: int) -> tuple[_Kernel, ...]:
+def _kernels(format: str, arch: int, layout: str) -> tuple[_Kernel, ...]:
     gpu = machine(arch)
     found = []
     for config in CONFIGS:
-        if format not in config.formats or not runs_on(config, arch) or config.smem_bytes(format) > gpu.smem_bytes:
+        if format not in config.formats or not runs_on(config, arch, layout):
+            continue
+        if config.smem_bytes(format) > gpu.smem_bytes:
             continue
         if not is_calibrated(config, format) or not worth_a_look(config):
             continue  # (a kernel not measured yet is compiled, but not chosen: see fit.py)
@@ -93,7 +54,7 @@ def _kernels(format: str, arch: int) -> tuple[_Kernel, ...]:
         gemv = config.family == "gemv"
         resident = ctas_per_sm(config, format, arch, cost.registers)
         unit_us, latency_us = cost.unit_us / gpu.speed, cost.latency_us / gpu.speed
-        part_k = GEMV_PASS_K if gemv else config.block_k
+        part_k = config.piece_k
         found.append(
             _Kernel(
                 splits=tuple(config.with_split_k(s) for s in range(1, MAX_SPLIT_K + 1)),
@@ -121,18 +82,37 @@ def _dominates(a: _Kernel, b: _Kernel) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def select(m: int, n: int, k: int, format: str, group_size: int, arch: int, sm_count: int) -> KernelConfig:
+def select(
+    m: int,
+    n: int,
+    k: int,
+    format: str,
+    group_size: int,
+    arch: int,
+    sm_count: int,
+    layout: str | None = None,
+    zeros: bool = False,
+) -> KernelConfig:
     """The configuration that `gemm` runs for y [m, n] = x [m, k] @ w [k, n]; needs no GPU.
 
     format is "int4" or "int8"; group_size in elements of K, -1 per channel; arch the compute capability as an integer
-    (80, 90); sm_count any. Raises ValueError naming the argument for values out of range.
+    (80, 90); sm_count any; layout that of the packed weight, None for the one that `preprocess` makes for arch. Raises
+    ValueError naming the argument for values out of range, and for a layout that the kernels of arch do not read.
     """
-    problem = Problem(m, n, k, format, group_size, arch, sm_count)
+    problem = Problem(m, n, k, format, group_size, arch, sm_count, layout or "", zeros)
+    if problem.layout not in layouts_of(arch):
+        raise ValueError(f"layout must be one that sm{arch} reads, {', '.join(layouts_of(arch))}, got {layout!r}")
+    return select_tiled(problem) if problem.layout == "tiled" else _select_waves(problem)
+
+
+def _select_waves(problem: Problem) -> KernelConfig:
+    """Among the kernels that cost.waves_us describes."""
+    m, n, arch, sm_count = problem.m, problem.n, problem.arch, problem.sm_count
     k_padded = problem.k_padded
     memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
     # No split_k beats the SMs' throughput. Kernels go by that bound, until it is above the best time found.
     bounded = []
-    for kernel in _kernels(format, arch):
+    for kernel in _kernels(problem.format, arch, problem.layout):
         if m <= kernel.max_m:
             tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
             bounded.append((kernel.fixed_us + tiles * k_padded * kernel.us_per_k / sm_count, tiles, kernel))

@@ -23,7 +23,8 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
   if (misaligned(p.zeros)) return fail("zeros", "null or a 16-byte aligned address", (long long)p.zeros);
   if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
     return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
-  if (p.y == nullptr) return fail("y", "an address", 0);
+  if (p.y == nullptr || reinterpret_cast<uintptr_t>(p.y) % 2 != 0) return fail("y", "an even address", (long long)p.y);
+  if (reinterpret_cast<uintptr_t>(p.bias) % 2 != 0) return fail("bias", "null or an even address", (long long)p.bias);
   if (p.m < 1 || p.m > kernel.max_m)
     return fail("m", kernel.max_m < 64 ? "within the kernel's tokens" : "at least 1", p.m);
   if (p.n < 1 || p.n_padded < p.n || p.n_padded % 32 != 0)
@@ -37,8 +38,17 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     return fail("group_size", "32 or a multiple of 64", p.group_size);
   }
   if (p.split_k < 1 || p.split_k > 65535) return fail("split_k", "1 to 65535", p.split_k);
-  if (p.split_k > 1 && (p.partials == nullptr || misaligned(p.partials))) {
-    return fail("partials", "a 16-byte aligned address when split_k > 1", (long long)p.partials);
+  if (kernel.max_cluster == 0) {
+    if (p.split_k > 1 && (p.partials == nullptr || misaligned(p.partials))) {
+      return fail("partials", "a 16-byte aligned address when split_k > 1", (long long)p.partials);
+    }
+  } else {
+    if (p.split_k > kernel.max_cluster) return fail("split_k", "at most the CTAs of the kernel's cluster", p.split_k);
+    if (p.n_padded % 64 != 0) return fail("n_padded", "a multiple of 64 for tiled weights", p.n_padded);
+    if (p.clusters < 1 || p.clusters > 65535) return fail("clusters", "1 to 65535", p.clusters);
+    if (p.overlap != 0 && p.overlap != 1) return fail("overlap", "0 or 1", p.overlap);
+    // Rows of scales are stepped over with 32-bit byte counts.
+    if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
   }
   if (p.activation < 0 || p.activation > int(Activation::kSilu)) return fail("activation", "0 to 3", p.activation);
   return true;

@@ -36,7 +36,7 @@ struct Config {{
 }};
 }}  // namespace
 extern KernelEntry const {symbol};
-KernelEntry const {symbol}{{"{symbol}", &launch_{family}<Config>, {max_m}}};
+KernelEntry const {symbol}{{"{symbol}", &launch_{family}<Config>, {max_m}, {max_cluster}}};
 }}  // namespace weightonly
 """
 
@@ -78,6 +78,21 @@ class Kernel:
         if c.family == "gemv":
             lines = c.block_n // COLUMNS_PER_LINE[self.types.format]
             return {"kTokens": c.block_m, "kLines": lines, "kWarps": c.block_k // GEMV_PASS_K}
+        if c.family == "decode_sm90":
+            return {
+                "kTokenTiles": c.block_m // 8,
+                "kRowTiles": c.warp_n // 16,
+                "kWarpsN": c.block_n // c.warp_n,
+                "kWarpsK": c.block_k // c.piece_k,
+                "kDepth": c.stages,
+            }
+        if c.family == "gemm_sm90":
+            return {
+                "kTokens": c.block_m,
+                "kWarpgroups": c.block_n // c.warp_n,
+                "kDepth": c.weight_depth(self.types.format),
+                "kStages": c.stages,
+            }
         tile = {"kBlockM": c.block_m, "kBlockN": c.block_n, "kWarpM": c.warp_m, "kWarpN": c.warp_n}
         return tile if c.family == "gemm_sm70" else {**tile, "kStages": c.stages}
 
@@ -91,21 +106,15 @@ class Kernel:
             symbol=self.symbol,
             family=self.config.family,
             max_m=self.config.max_m,
+            max_cluster=self.config.max_split_k if self.config.shares_cluster else 0,
         )
 
     def archs(self, built: list[str]) -> list[str]:
         """Which of the library's architectures this kernel is compiled for; none means it is left out.
 
-        A family is the right one from its own architecture up to the next family's, except that the CUDA-core GEMV
-        serves all. sm70 stands for the PTX of compute_75, the oldest that nvcc 13 knows.
+        sm70 stands for the PTX of compute_75, the oldest that nvcc 13 knows.
         """
-        serves = {
-            "gemm_sm70": lambda a: a == 70,
-            "gemm_sm75": lambda a: a == 75,
-            "gemm_sm80": lambda a: a >= 80,
-            "gemv": lambda a: a >= 75,
-        }[self.config.family]
-        return [a for a in built if serves(arch_number(a))]
+        return [a for a in built if self.config.compiled_for(a)]
 
 
 def arch_number(arch: str) -> int:

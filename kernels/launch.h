@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include "cutlass/cutlass.h"
+
 #include "kernels/params.h"
 
 namespace weightonly {
@@ -23,7 +25,9 @@ cudaError_t allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>
   return error;
 }
 
-inline int divide_up(int a, int b) {
+inline constexpr int kMaxSmemBytesSm90 = 227 * 1024;
+
+CUTLASS_HOST_DEVICE constexpr int divide_up(int a, int b) {
   return (a + b - 1) / b;
 }
 

@@ -33,7 +33,7 @@ struct GemmParams {
   void const* zeros;    // like scales, or null
   void const* bias;     // T [n], or null
   void* y;              // T [m, n], rows ldy elements apart
-  float* partials;      // [split_k, m, n_padded], used when split_k > 1
+  float* partials;      // [split_k, m, n_padded], used when split_k > 1 and the CTAs that share K are no cluster
   int64_t ldx;          // elements
   int64_t ldy;          // elements
   int64_t ld_scales;    // elements, at least n_padded: values beyond n are read but meet no stored column
@@ -46,6 +46,8 @@ struct GemmParams {
   GroupIndex group;     // derived from k and group_size by wo_gemm
   int32_t split_k;      // parts of K, each computed by CTAs of its own and summed in a fixed order
   int32_t activation;   // enum Activation
+  int32_t clusters;     // of split_k CTAs, as many as are wanted at once; decode_sm90 alone
+  int32_t overlap;      // 0 or 1: launch before the kernel before this one has ended; decode_sm90 and gemm_sm90
 };
 
 }  // namespace weightonly

@@ -12,7 +12,8 @@ using Launch = cudaError_t (*)(GemmParams const& params, cudaStream_t stream);
 struct KernelEntry {
   char const* name;  // KernelConfig.name of heuristics/configs.py + "_" + the types, e.g. ..._f16_int4_group
   Launch launch;
-  int max_m;  // rows of x that one launch handles
+  int max_m;        // rows of x that one launch handles
+  int max_cluster;  // CTAs of a cluster that may share K, for tiled weights; 0: parts of K meet in GemmParams::partials
 };
 
 extern KernelEntry const* const* const kKernels;

@@ -1,6 +1,7 @@
 """Launches every compiled kernel on a small ragged problem, for compute-sanitizer:
 
     compute-sanitizer --tool racecheck python tests/sanitize.py        (also memcheck, initcheck, synccheck)
+    compute-sanitizer --tool racecheck python tests/sanitize.py decode_sm90 gemm_sm90        (these families)
 
 Results are checked too, so that a run that computed nothing does not pass for a clean one.
 """
@@ -13,14 +14,18 @@ import torch
 
 import weightonly as wo
 from weightonly.heuristics.configs import KernelConfig, kernel_types
-from weightonly.kernels import kernel_numbers
+from weightonly.heuristics.cost import cluster_slots
+from weightonly.kernels import kernel_numbers, sm_count
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def launch(config: KernelConfig, dtype: torch.dtype, bits: int, mode: str, generator: torch.Generator) -> bool:
-    """One launch with ragged M, N and K and two parts of K; whether the result is the exact one."""
+    """One launch with ragged M, N and K; whether the result is the exact one."""
     k, n = 480, 72
+    if config.family == "decode_sm90" and config.split_k > 1:
+        # Three units and a ragged one per cluster: every buffer and barrier is used a second time.
+        n = 3 * cluster_slots(sm_count(torch.cuda.current_device()), config.split_k) * config.block_n + 8
     m = min(config.max_m, config.block_m + 1)
     groups = 1 if mode == "channel" else k // 32
     limit = 1 << (bits - 1)
@@ -36,7 +41,7 @@ def launch(config: KernelConfig, dtype: torch.dtype, bits: int, mode: str, gener
         qweight,
         scales.to(dtype).cuda(),
         zeros=None if zeros is None else zeros.to(dtype).cuda(),
-        config=config.with_split_k(2),
+        config=config,
     )
     return torch.equal(y.cpu(), expected)
 
@@ -51,9 +56,11 @@ def main() -> None:
         for types in kernel_types(config):
             if f"{config.kernel}_{types.name}" in kernel_numbers():
                 bits = 4 if types.format == "int4" else 8
-                if not launch(config, DTYPES[types.dtype], bits, types.scale_mode, generator):
-                    raise SystemExit(f"{config.kernel}_{types.name}: wrong result")
-                launched += 1
+                parts = (1, 2) if config.shares_cluster else (2,)
+                for split in (config.with_split_k(s) for s in parts if s <= config.max_split_k):
+                    if not launch(split, DTYPES[types.dtype], bits, types.scale_mode, generator):
+                        raise SystemExit(f"{split}_{types.name}: wrong result")
+                    launched += 1
     torch.cuda.synchronize()
     print(f"{launched} kernels launched, all results exact")
 

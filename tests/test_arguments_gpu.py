@@ -24,6 +24,7 @@ from gemm_arguments import (
 
 import weightonly as wo
 from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.problem import layouts_of
 from weightonly.kernels import device_arch
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ PLAN = sys.modules["weightonly.plan"]  # `weightonly.gemm` is the function
 
 
 def packed_for_this_gpu() -> str:
-    return "row_major" if device_arch(torch.cuda.current_device()) < 75 else "interleaved"
+    return layouts_of(device_arch(torch.cuda.current_device()))[0]
 
 
 BETWEEN_DEVICES = {
@@ -84,18 +85,19 @@ def test_refused_after_a_good_call(cuda_device: torch.device, change: Change, me
 
 
 def test_weight_of_the_other_layout(cuda_device: torch.device) -> None:
-    read = packed_for_this_gpu()
-    packed = {"row_major": "interleaved", "interleaved": "row_major"}[read]
-    message = f"^qweight: packed in layout '{packed}', but a GPU of .* reads '{read}'; call preprocess"
+    read = layouts_of(device_arch(torch.cuda.current_device()))
+    packed = "row_major" if "row_major" not in read else "interleaved"
+    named = " or ".join(repr(layout) for layout in read)
+    message = f"^qweight: packed in layout '{packed}', but a GPU of .* reads {named}; call preprocess"
     with pytest.raises(ValueError, match=message):
         wo.gemm(**good(cuda_device, packed))
 
 
-@pytest.mark.parametrize("split_k", [-1, 0, 8, 65536])
+@pytest.mark.parametrize("split_k", [-1, 0, 9, 65536])
 def test_split_k_out_of_range(cuda_device: torch.device, split_k: int) -> None:
     a = good(cuda_device, packed_for_this_gpu())
     config = next(c for c in wo.kernels() if c.layout == a["qweight"].layout and c.max_m >= M)
-    with pytest.raises(ValueError, match=f"^config: expected split_k of 1 to 7, got {split_k}$"):
+    with pytest.raises(ValueError, match=f"^config: expected split_k of 1 to {config.max_split_k}, got {split_k}$"):
         wo.gemm(**a, config=config.with_split_k(split_k))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from weightonly.bench import providers, roofline, shapes, timing
 from weightonly.bench.__main__ import main
 from weightonly.bench.sweep import gpu_facts
 from weightonly.heuristics import Problem, legal
+
+chain = importlib.import_module("weightonly.bench.chain")  # `weightonly.bench.chain` is the function
 
 TINY = [(128, 64), (256, 128)]
 
@@ -191,8 +194,18 @@ def test_host_us_is_per_call() -> None:
     assert len(seen) == 10 + 3 * 10
 
 
-def _measured(times_us: dict[str, float], m: int) -> list[dict[str, object]]:
-    cell = {"k": 64, "n": 64, "m": m, "format": "int4", "group_size": 64, "arch": 90, "sm_count": 132}
+def _measured(times_us: dict[str, float], m: int, layout: str = "") -> list[dict[str, object]]:
+    cell: dict[str, object] = {
+        "k": 64,
+        "n": 64,
+        "m": m,
+        "format": "int4",
+        "group_size": 64,
+        "arch": 90,
+        "sm_count": 132,
+    }
+    if layout:
+        cell |= {"layout": layout, "zeros": True}
     return [{**cell, "config": name, "us": us} for name, us in times_us.items()]
 
 
@@ -212,8 +225,12 @@ def test_regret_hands_the_problem_over_as_measured() -> None:
         seen.append(problem)
         return "a"
 
-    wo.bench.regret(pd.DataFrame(_measured({"a": 1.0}, m=7)), choose)
-    assert seen == [Problem(7, 64, 64, "int4", 64, 90, 132)]
+    wo.bench.regret(pd.DataFrame(_measured({"a": 1.0}, m=7, layout="tiled")), choose)
+    wo.bench.regret(pd.DataFrame(_measured({"a": 1.0}, m=7)), choose)  # a file of before there were two layouts
+    assert seen == [
+        Problem(7, 64, 64, "int4", 64, 90, 132, "tiled", True),
+        Problem(7, 64, 64, "int4", 64, 90, 132, "interleaved", False),
+    ]
 
 
 def test_regret_refuses_measurements_without_the_choice() -> None:
@@ -226,6 +243,71 @@ def test_regret_refuses_measurements_without_the_choice() -> None:
 def test_measure_configs_needs_a_gpu() -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
         wo.bench.measure_configs([(128, 64)], 1, device="cpu")
+
+
+def test_chain_goes_through_every_linear(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv = tmp_path / "chain.csv"
+    arguments = (
+        f"chain --model minilm --layers 2 --m 1 3 --device cpu --group-size 32 --budget-ms 1 --quiet --csv {csv}"
+    )
+    assert main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2  # a CPU has no launches that could overlap
+    for column in ("M", "overlap", "ms per pass", "us per linear", "TB/s"):
+        assert f" {column} " in lines[0]
+    assert "roofline" not in lines[0]
+    frame = pd.read_csv(csv)
+    assert list(frame["m"]) == [1, 3] and not frame["overlap"].any()
+    assert list(frame["us_per_linear"]) == pytest.approx(list(frame["ms"] * 1e3 / 6), rel=1e-2, abs=0.2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_long_chain_keeps_the_size_of_its_values(bits: int, symmetric: bool) -> None:
+    shapes_of_two = [(128, 256), (192, 128)]  # the second takes the first 192 of 256
+    linears = [
+        chain.Linear.random(shape, bits, 64, symmetric, torch.float16, torch.device("cpu"))
+        for _ in range(10)
+        for shape in shapes_of_two
+    ]
+    calls = chain.Chain(linears, 3)
+    calls.check()
+    assert 0.1 < calls.results[-1].float().std() < 10
+    assert wo.launch_overlap()
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("model: expected one of llama3-8b", {"model": "llama9-8b"}),
+        ("model: expected a chain", {"model": "table"}),
+        ("layers", {"layers": 0}),
+        ("batch", {"batch": ()}),
+        ("group_size", {"group_size": 100}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_chain_refuses(argument: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=argument):
+        wo.bench.chain(**{"model": "minilm", "layers": 1, "device": "cpu", "progress": False, **options})
+
+
+def test_a_broken_chain_raises() -> None:
+    linear = chain.Linear.random((64, 64), 4, 64, True, torch.float16, torch.device("cpu"))
+    linear.scales.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="chain: expected the same finite result"):
+        chain.Chain([linear], 1).check()
+
+
+def test_overlap_is_what_it_was_after_a_measurement() -> None:
+    def fail() -> None:
+        with timing.overlapping(False):
+            assert not wo.launch_overlap()
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert wo.launch_overlap()
 
 
 def test_plot_writes_a_picture(tiny: pd.DataFrame, tmp_path: Path) -> None:
@@ -246,7 +328,9 @@ def test_command_line_writes_table_csv_and_picture(tmp_path: Path, capsys: pytes
         f"--quiet --budget-ms 1 --asymmetric --host --csv {csv} --markdown {markdown} --plot {png}"
     )
     assert main(arguments.split()) == 0
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    printed = captured.out
+    assert "overlap of launches is off" in captured.err
     assert printed == markdown.read_text()
     assert "128x64" in printed and "ours host us" in printed
     frame = pd.read_csv(csv)
@@ -305,6 +389,13 @@ def test_rotated_weights_pass_the_l2(cuda_device: torch.device) -> None:
     l2_bytes = torch.cuda.get_device_properties(cuda_device).L2_cache_size
     assert (timing.copies_beyond_l2(1 << 20, cuda_device) - 1) << 20 >= 3 * l2_bytes
     assert timing.copies_beyond_l2(1 << 32, cuda_device) == 2
+
+
+@pytest.mark.gpu
+def test_chain_on_a_gpu(cuda_device: torch.device) -> None:
+    frame = wo.bench.chain("llama3-8b", 2, [1, 16], device=cuda_device, budget_ms=5, progress=False)
+    assert list(frame["overlap"]) == [False, True] * 2
+    assert (frame["x_roofline"] > 0.8).all()
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 
 import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem
-from weightonly.heuristics.configs import CONFIGS, TypeConfig
+from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 
 # `weightonly.kernels` is a function; this is the module.
 PLAN = sys.modules["weightonly.plan"]
@@ -35,6 +35,9 @@ GEMV = of_family("gemv", block_m=1, formats=("int4",))
 SM80 = of_family("gemm_sm80")
 SM75 = of_family("gemm_sm75")
 SM70 = of_family("gemm_sm70")
+DECODE = of_family("decode_sm90", block_m=8, formats=("int4",))
+SM90 = of_family("gemm_sm90", block_m=32)
+SM90_TALL = of_family("gemm_sm90", block_m=128)
 DEEP = dataclasses.replace(SM80, stages=100)
 BAD_CONFIGS = {
     "row_major kernel": (
@@ -69,6 +72,35 @@ BAD_CONFIGS = {
     "split_k with an empty part": (
         SM80.with_split_k(4), problem(90, k=5 * 64), "f16", "interleaved",
         f"config: split_k of 4 leaves a part of K without work: K = 320 is 5 units of {SM80.kernel}"),
+    "tiled kernel": (
+        SM90, problem(90), "f16", "interleaved",
+        f"config: {SM90} reads layout 'tiled', but qweight is packed as 'interleaved'"),
+    "tiled weight": (
+        SM80, problem(90), "f16", "tiled",
+        f"config: {SM80} reads layout 'interleaved', but qweight is packed as 'tiled'"),
+    "hopper before hopper": (
+        SM90, problem(80), "f16", "tiled",
+        f"config: {SM90} needs compute capability 9.0, but the GPU has 8.0"),
+    "hopper after hopper": (
+        DECODE, problem(100), "f16", "tiled",
+        f"config: {DECODE} runs on compute capability 9.0 alone, but the GPU has 10.0"),
+    "tokens of decode": (
+        DECODE, problem(90, m=9), "f16", "tiled", f"config: {DECODE} computes at most 8 rows, but x has 9"),
+    "x of decode": (
+        DECODE, problem(90, m=8, k=32768), "f16", "tiled",
+        f"config: {DECODE} needs {DECODE.decode_smem_bytes(8, 32768, 64, False)} bytes of shared memory for int4, "
+        "but the GPU has 232448"),
+    "cluster of 9": (
+        DECODE.with_split_k(9), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 8, got 9"),
+    "cluster of a tall tile": (
+        SM90_TALL.with_split_k(2), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 1, got 2"),
+    "cluster beyond K": (
+        SM90.with_split_k(3), problem(90), "f16", "tiled",
+        f"config: split_k of 3 leaves a part of K without work: K = 192 is 2 units of {SM90.kernel}"),
+    "cluster beyond the columns": (
+        DECODE.with_split_k(5), problem(90, k=4096), "f16", "tiled",
+        "config: split_k of 5 leaves a CTA of the cluster without sums to finish: "
+        f"{DECODE.kernel} has 8 parts of them"),
 }  # fmt: skip
 
 
@@ -77,33 +109,53 @@ def test_config_that_cannot_compute_this(name: str) -> None:
     config, asked, dtype, layout, message = BAD_CONFIGS[name]
     types = TypeConfig(dtype, asked.format, "group")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        PLAN.choose(asked, types, layout, config)
+        PLAN.choose(dataclasses.replace(asked, layout=layout), types, config)
 
 
 @pytest.mark.parametrize(
-    ("arch", "packed", "read"), [(70, "interleaved", "row_major"), (90, "row_major", "interleaved")]
+    ("arch", "packed", "read"),
+    [
+        (70, "interleaved", "'row_major'"),
+        (80, "row_major", "'interleaved'"),
+        (80, "tiled", "'interleaved'"),
+        (100, "tiled", "'interleaved'"),
+        (90, "row_major", "'tiled' or 'interleaved'"),
+    ],
 )
 def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> None:
     message = (
-        f"qweight: packed in layout {packed!r}, but a GPU of compute capability {arch / 10} reads {read!r}; "
+        f"qweight: packed in layout {packed!r}, but a GPU of compute capability {arch / 10} reads {read}; "
         f"call preprocess(q, bits, arch='sm{arch}')"
     )
+    asked = dataclasses.replace(problem(arch), layout=packed)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        PLAN.choose(problem(arch), TypeConfig("f16", "int4", "group"), packed, None)
-    assert wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), arch=f"sm{arch}").layout == read
+        PLAN.choose(asked, TypeConfig("f16", "int4", "group"), None)
+    made = wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), arch=f"sm{arch}").layout
+    assert read.startswith(repr(made))
+
+
+@pytest.mark.parametrize("layout", ["tiled", "interleaved"])
+def test_hopper_reads_two_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were packed for Ampere still run, with Ampere's kernels."""
+    monkeypatch.setattr(KERNELS, "built_archs", lambda: ("80", "90a"))
+    everything = {f"{c.kernel}_{t.name}": 0 for c in CONFIGS for t in kernel_types(c)}
+    monkeypatch.setattr(PLAN, "kernel_numbers", lambda: everything)
+    for m in (1, 16, 100):
+        asked = dataclasses.replace(problem(90, m=m), layout=layout)
+        assert PLAN.choose(asked, TypeConfig("bf16", "int4", "group"), None).layout == layout
 
 
 def test_bf16_before_ampere() -> None:
     message = "x: expected dtype torch.float16 on a GPU of compute capability 7.5 (bf16 needs 8.0), got"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        PLAN.choose(problem(75), TypeConfig("bf16", "int4", "group"), "interleaved", None)
+        PLAN.choose(problem(75), TypeConfig("bf16", "int4", "group"), None)
 
 
 def test_gpu_that_the_build_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (PLAN, KERNELS):
         monkeypatch.setattr(module, "built_archs", lambda: ("80", "90a"))
     with pytest.raises(RuntimeError) as error:
-        PLAN.choose(problem(120), TypeConfig("f16", "int4", "group"), "interleaved", None)
+        PLAN.choose(problem(120), TypeConfig("f16", "int4", "group"), None)
     assert "for a GPU of compute capability 12.0: built for 80, 90a" in str(error.value)
     assert "WEIGHTONLY_ARCHS=120 pip install" in str(error.value)
 
@@ -118,3 +170,14 @@ def test_no_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpu_older_than_volta() -> None:
     with pytest.raises(RuntimeError, match=r"^x: is on a GPU of compute capability 6\.1; .* need 7\.0$"):
         PLAN.check_kernels(61)
+
+
+def test_launches_overlap_unless_told_otherwise() -> None:
+    assert wo.launch_overlap()
+    try:
+        wo.set_launch_overlap(False)
+        assert not wo.launch_overlap()
+    finally:
+        wo.set_launch_overlap(True)
+    with pytest.raises(TypeError, match=r"^enabled: expected a bool, got int$"):
+        wo.set_launch_overlap(1)  # type: ignore[arg-type]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 import weightonly as wo
-from weightonly.heuristics.configs import CONFIGS, KernelConfig
-from weightonly.kernels import device_arch, kernel_numbers, runs_on
+from weightonly.heuristics import Problem
+from weightonly.heuristics.configs import CONFIGS, FAMILIES, KernelConfig
+from weightonly.heuristics.cost import cluster_slots, machine
+from weightonly.heuristics.legal import parts_of_k, smem_bytes, splits_evenly
+from weightonly.heuristics.problem import layouts_of
+from weightonly.kernels import device_arch, kernel_numbers, runs_on, sm_count
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +80,38 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
     )
 
 
+def this_gpu() -> int:
+    return device_arch(torch.cuda.current_device())
+
+
+def own_layout() -> str:
+    """The layout that `preprocess` makes for this GPU."""
+    return layouts_of(this_gpu())[0]
+
+
+def splits(config: KernelConfig, m: int, case: Case, wanted: tuple[int, ...]) -> list[KernelConfig]:
+    """The configuration with those split_k of `wanted` that it can have for this problem."""
+    problem = Problem(
+        m, case.n, case.k, case.format, case.group_size, this_gpu(), 132, layout=config.layout, zeros=case.zeros
+    )
+    found = []
+    for s in (config.with_split_k(s) for s in wanted if s <= config.max_split_k):
+        if not splits_evenly(parts_of_k(s, problem), s.split_k):
+            continue
+        if s.shares_cluster and not splits_evenly(s.shared_sums, s.split_k):
+            continue
+        if smem_bytes(s, problem) <= machine(this_gpu()).smem_bytes:
+            found.append(s)
+    return found
+
+
+@pytest.fixture
+def overlap() -> Iterator[None]:
+    """Launches overlap again after the test."""
+    yield
+    wo.set_launch_overlap(True)
+
+
 def run(x: torch.Tensor, o: Operands, **arguments: object) -> torch.Tensor:
     """gemm into a NaN-filled tensor inside a guard band, which must come back untouched."""
     m, n = x.shape[0], o.qweight.n
@@ -89,10 +126,8 @@ def run(x: torch.Tensor, o: Operands, **arguments: object) -> torch.Tensor:
     return out
 
 
-def check_exact(
-    m: int, case: Case, config: KernelConfig | None, g: torch.Generator, layout: str = "interleaved"
-) -> None:
-    o = make(case, g, layout, exact=True)
+def check_exact(m: int, case: Case, config: KernelConfig | None, g: torch.Generator) -> None:
+    o = make(case, g, own_layout() if config is None else config.layout, exact=True)
     x = torch.randint(-3, 4, (m, case.k), generator=g).to(DTYPES[case.dtype]).cuda()
     bias = torch.randint(-8, 9, (case.n,), generator=g).to(x.dtype).cuda()
     expected = x.double() @ o.w64 + bias.double()
@@ -107,10 +142,9 @@ def check_random(
     config: KernelConfig | None,
     g: torch.Generator,
     activation: str | None,
-    layout: str = "interleaved",
 ) -> None:
     """The error against fp64 is at most twice that of cuBLAS on the dequantized weight in the same dtype."""
-    o = make(case, g, layout, exact=False)
+    o = make(case, g, own_layout() if config is None else config.layout, exact=False)
     x = torch.randn(m, case.k, generator=g).to(DTYPES[case.dtype]).cuda()
     act = ACTIVATIONS[activation]
     expected = act(x.double() @ o.w64)
@@ -130,7 +164,7 @@ def require(config: KernelConfig, case: Case) -> None:
     """Skips where this build or this GPU lacks the kernel; fails nowhere else."""
     if f"{config.kernel}_{case.dtype}_{case.format}_{case.mode}" not in kernel_numbers():
         pytest.skip(f"{config.kernel} is not compiled for {case.dtype} {case.format} {case.mode}")
-    if not runs_on(config, device_arch(torch.cuda.current_device())):
+    if not runs_on(config, this_gpu()):
         pytest.skip(f"{config.kernel} does not run on this GPU with this build")
 
 
@@ -139,7 +173,7 @@ PAIRS = [
     pytest.param(config, format, dtype, id=f"{config.kernel}-{dtype}-{format}")
     for config in CONFIGS
     for format in config.formats
-    for dtype in (["f16"] if config.family in ("gemm_sm70", "gemm_sm75") else ["f16", "bf16"])
+    for dtype in FAMILIES[config.family].dtypes
 ]
 
 
@@ -152,8 +186,10 @@ def test_every_kernel_is_bit_exact_on_the_grid(
     ragged = Case(k=640, n=328, format=format, dtype=dtype, group_size=group_size, zeros=zeros)
     require(config, ragged)
     m = min(config.max_m, config.block_m + 5)
-    for split_k in (1, 3):
-        check_exact(m, ragged, config.with_split_k(split_k), generator, config.layout)
+    for split in splits(config, m, ragged, (1, 2, 3, 4, 8) if config.shares_cluster else (1, 3)):
+        check_exact(m, ragged, split, generator)
+    if config.shares_cluster:
+        check_exact(config.block_m - 3, ragged, config, generator)  # rows of the tile that are not there
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -164,7 +200,39 @@ def test_every_kernel_is_as_accurate_as_cublas(
     group_size, zeros = MODES[mode]
     case = Case(k=1024, n=520, format=format, dtype=dtype, group_size=group_size, zeros=zeros)
     require(config, case)
-    check_random(min(config.max_m, 2 * config.block_m - 1), case, config, generator, "silu", config.layout)
+    m = min(config.max_m, 2 * config.block_m - 1)
+    for split in splits(config, m, case, (1, 4) if config.shares_cluster else (1,)):
+        check_random(m, case, split, generator, "silu")
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_clusters_that_go_through_many_units(
+    cuda_device: torch.device, generator: torch.Generator, format: str
+) -> None:
+    """Five units and a ragged one per cluster: buffers and barriers come round twice."""
+    for config in wo.kernels():
+        if config.family != "decode_sm90" or format not in config.formats:
+            continue
+        for split_k, k in ((1, 256), (3, 1216), (8, 1600)):
+            slots = cluster_slots(sm_count(torch.cuda.current_device()), split_k)
+            case = Case(k, 5 * slots * config.block_n + 40, format, "f16", 64)
+            for split in splits(config, config.max_m, case, (split_k,)):
+                check_exact(config.max_m, case, split, generator)
+
+
+@pytest.mark.parametrize("layout", ["own", "interleaved"])
+@pytest.mark.parametrize(("k", "n"), [(512, 328), (4096, 1000), (14336, 72)], ids=str)
+def test_every_small_batch(cuda_device: torch.device, generator: torch.Generator, k: int, n: int, layout: str) -> None:
+    """Every M from 1 to 72: the heuristic goes from one kernel to the next without a gap."""
+    read = layouts_of(this_gpu())
+    if layout not in ("own", *read[1:]):
+        pytest.skip("this GPU has one layout")
+    for format in ("int4", "int8"):
+        o = make(Case(k, n, format), generator, read[0] if layout == "own" else layout, exact=True)
+        x = torch.randint(-1, 2, (72, k), generator=generator).half().cuda()
+        expected = (x.double() @ o.w64).half()
+        for m in range(1, 73):
+            assert torch.equal(run(x[:m], o), expected[:m]), (format, m)
 
 
 SHAPES = [(1, 1), (8, 1), (63, 65), (64, 64), (72, 31), (128, 4096), (200, 130), (257, 33), (4104, 66), (4096, 1)]
@@ -183,47 +251,50 @@ def test_any_shape(cuda_device: torch.device, generator: torch.Generator, m: int
 def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, group_size: int, zeros: bool) -> None:
     k = 1920
     for config in wo.kernels():
-        if config.layout == "interleaved":
-            case = Case(k, 100, config.formats[0], "f16", group_size, zeros)
-            require(config, case)
-            check_exact(min(config.max_m, 20), case, config, generator)
+        if config.layout != "row_major":
+            for format in config.formats if config.shares_cluster else config.formats[:1]:
+                case = Case(k, 100, format, "f16", group_size, zeros)
+                require(config, case)
+                check_exact(min(config.max_m, 20), case, config, generator)
 
 
-@pytest.mark.parametrize("split_k", range(1, 8))
+@pytest.mark.parametrize("split_k", range(1, 9))
 def test_split_k(cuda_device: torch.device, generator: torch.Generator, split_k: int) -> None:
     for config in wo.kernels():
         case = Case(7 * 1024, 72, config.formats[0], "f16", 64)
         require(config, case)
-        check_exact(min(config.max_m, 18), case, config.with_split_k(split_k), generator, config.layout)
+        m = min(config.max_m, 18)
+        for split in splits(config, m, case, (split_k,)):
+            check_exact(m, case, split, generator)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(cuda_device: torch.device, generator: torch.Generator, activation: str | None) -> None:
     for m in (1, 4, 40, 200):
-        for split_k in (1, 2):
-            for config in wo.kernels():
-                if m <= config.max_m:
-                    case = Case(512, 96, config.formats[0])
-                    check_random(m, case, config.with_split_k(split_k), generator, activation, config.layout)
+        for config in wo.kernels():
+            if m <= config.max_m:
+                case = Case(512, 96, config.formats[0])
+                for split in splits(config, m, case, (1, 2)):
+                    check_random(m, case, split, generator, activation)
 
 
 def test_huge_and_tiny_bf16(cuda_device: torch.device, generator: torch.Generator) -> None:
-    """bf16 spans fp32's exponents; the GEMV works on scaled bit patterns and must not overflow or flush."""
-    o = make(Case(512, 64, "int4", "bf16", 128), generator, "interleaved", exact=True)
-    for exponent in (-110, -60, 0, 60, 110):
-        x = (torch.randn(1, 512, generator=generator).double() * 2.0**exponent).bfloat16().cuda()
-        expected = x.double() @ o.w64
-        for config in wo.kernels():
-            if config.layout == "interleaved" and "int4" in config.formats and config.min_arch <= 80:
-                if config.family in ("gemm_sm75",):
-                    continue
-                y = wo.gemm(x, o.qweight, o.scales, config=config)
-                assert ((y.double() - expected).norm() / expected.norm()) < 0.01, (config, exponent)
+    """bf16 spans fp32's exponents; kernels that work on bit patterns must not overflow or flush."""
+    for layout in layouts_of(this_gpu()):
+        o = make(Case(512, 64, "int4", "bf16", 128), generator, layout, exact=True)
+        for exponent in (-110, -60, 0, 60, 110):
+            x = (torch.randn(1, 512, generator=generator).double() * 2.0**exponent).bfloat16().cuda()
+            expected = x.double() @ o.w64
+            for config in wo.kernels():
+                can_bf16 = "bf16" in FAMILIES[config.family].dtypes
+                if config.layout == layout and "int4" in config.formats and can_bf16:
+                    y = wo.gemm(x, o.qweight, o.scales, config=config)
+                    assert ((y.double() - expected).norm() / expected.norm()) < 0.01, (config, exponent)
 
 
 def test_nan_and_inf_in_x_reach_y(cuda_device: torch.device, generator: torch.Generator) -> None:
     for dtype in ("f16", "bf16"):
-        o = make(Case(512, 64, "int4", dtype), generator, "interleaved", exact=False)
+        o = make(Case(512, 64, "int4", dtype), generator, own_layout(), exact=False)
         for m in (1, 16):
             for bad in (float("nan"), float("inf")):
                 x = torch.randn(m, 512, generator=generator).to(DTYPES[dtype]).cuda()
@@ -234,7 +305,7 @@ def test_nan_and_inf_in_x_reach_y(cuda_device: torch.device, generator: torch.Ge
 
 
 def test_strided_misaligned_and_batched_x(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(256, 72), generator, "interleaved", exact=True)
+    o = make(Case(256, 72), generator, own_layout(), exact=True)
     wide = torch.randint(-3, 4, (6, 300), generator=generator).half().cuda()
     views = {
         "strided rows": wide[:, :256],
@@ -254,7 +325,7 @@ def test_strided_misaligned_and_batched_x(cuda_device: torch.device, generator: 
 
 
 def test_scales_and_bias_may_be_views(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(256, 72), generator, "interleaved", exact=True)
+    o = make(Case(256, 72), generator, own_layout(), exact=True)
     x = torch.randint(-3, 4, (6, 256), generator=generator).half().cuda()
     base = torch.zeros(o.scales.numel() + 1, dtype=torch.float16, device="cuda")
     base[1:] = o.scales.flatten()
@@ -268,18 +339,18 @@ def test_scales_and_bias_may_be_views(cuda_device: torch.device, generator: torc
 
 
 def test_no_rows(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(256, 72), generator, "interleaved", exact=True)
+    o = make(Case(256, 72), generator, own_layout(), exact=True)
     y = wo.gemm(torch.empty(2, 0, 256, dtype=torch.float16, device="cuda"), o.qweight, o.scales)
     assert y.shape == (2, 0, 72)
     assert y.dtype == torch.float16
 
 
 def test_cuda_graph_and_side_stream(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(2048, 264), generator, "interleaved", exact=True)
+    o = make(Case(2048, 264), generator, own_layout(), exact=True)
     for m in (1, 16, 128):
         x = torch.randint(-3, 4, (m, 2048), generator=generator).half().cuda()
         expected = (x.double() @ o.w64).half()
-        config = next(c for c in wo.kernels() if c.family == "gemm_sm80").with_split_k(4)
+        config = next(c for c in wo.kernels() if c.layout == own_layout() and c.max_m >= m).with_split_k(4)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -301,8 +372,158 @@ def test_cuda_graph_and_side_stream(cuda_device: torch.device, generator: torch.
             assert torch.equal(z, -expected)
 
 
+def outputs_of(calls: int, chain: Chain, *, graph: bool) -> list[torch.Tensor]:
+    """The results of `calls` rounds of a chain, queued without a pause, from a graph or one by one."""
+    results = [torch.full_like(chain.y, float("nan")) for _ in range(calls)]
+    if not graph:
+        for i, y in enumerate(results):
+            chain.round(i, y)
+        return results
+    chain.round(0, results[0])  # gemm makes its plans outside of the capture
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i, y in enumerate(results):
+            chain.round(i, y)
+    for y in results:
+        y.fill_(float("nan"))
+    captured.replay()
+    return results
+
+
+class Chain:
+    """A gemm that writes what the gemm after it reads: its x, its scales, its bias or its bytes.
+
+    Each round writes something else to the same place. What a kernel reads too early is of the round before it.
+    """
+
+    K = N = 512
+
+    def __init__(self, written: str, m: int, generator: torch.Generator) -> None:
+        k, n, groups = self.K, self.N, self.K // 128
+        # Integers below 2^24 throughout: every sum is exact, and bf16 rounds each once.
+        first = {
+            "x": (m, k),
+            "scales": (groups, n),
+            "channel": (1, n),
+            "bias": (1, n),
+            "weight": (16, k * n // 2 // 2 // 16),
+        }[written]
+        # One of 64 each: what is written are values of q, and their products with the consumer's q are exact in bf16, to
+        # which gemm_sm90 rounds its weights.
+        ones = [torch.randint(0, 64, (first[0],), generator=generator) for _ in range(3)]
+        self.inputs = [torch.nn.functional.one_hot(i, 64).bfloat16().cuda() for i in ones]
+        self.producer = make(Case(64, first[1], "int4", "bf16", -1), generator, own_layout(), exact=True)
+        self.producer.scales.fill_(1)
+        self.w64 = wo.unpack(self.producer.qweight).double()
+        self.place = torch.zeros(first, dtype=torch.bfloat16, device="cuda")
+        group_size = -1 if written == "channel" else 128
+        self.consumer = make(Case(k, n, "int4", "bf16", group_size), generator, own_layout(), exact=True)
+        self.bias = self.place.view(-1) if written == "bias" else None
+        self.x = torch.randint(-1, 2, (m, k), generator=generator).bfloat16().cuda()
+        self.y = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        self.written = written
+        c = self.consumer
+        if written == "x":
+            self.x = self.place
+        elif written in ("scales", "channel"):
+            c.scales = self.place
+        elif written == "weight":
+            c.qweight = wo.PackedWeight(self.place.view(torch.uint8).view(-1), k, n, "int4", own_layout())
+
+    def round(self, i: int, out: torch.Tensor) -> None:
+        p, c = self.producer, self.consumer
+        wo.gemm(self.inputs[i % 3], p.qweight, p.scales, out=self.place)
+        wo.gemm(self.x, c.qweight, c.scales, bias=self.bias, out=out)
+
+    def expected(self, i: int) -> torch.Tensor:
+        self.place.copy_((self.inputs[i % 3].double() @ self.w64).bfloat16())
+        c = self.consumer
+        scales = c.scales.double().repeat_interleave(self.K // c.scales.shape[0], 0)
+        y = self.x.double() @ (wo.unpack(c.qweight).double() * scales)
+        return (y if self.bias is None else y + self.bias.double()).bfloat16()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 16, 40])
+@pytest.mark.parametrize("written", ["x", "scales", "channel", "bias", "weight"])
+def test_the_kernel_before_may_write_anything(
+    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
+) -> None:
+    """Launches that overlap wait for what they read, and write no earlier than others have read it."""
+    if this_gpu() < 80:
+        pytest.skip("bf16 needs compute capability 8.0")
+    chain = Chain(written, m, generator)
+    together = outputs_of(24, chain, graph=graph)
+    torch.cuda.synchronize()
+    wo.set_launch_overlap(False)
+    apart = outputs_of(24, chain, graph=graph)
+    torch.cuda.synchronize()
+    expected = [chain.expected(i) for i in range(3)]
+    for i, (a, b) in enumerate(zip(together, apart, strict=True)):
+        assert torch.equal(a, b), i
+        assert torch.equal(a, expected[i % 3]), i
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 9, 33])
+def test_any_kernel_before_may_write_anything(
+    cuda_device: torch.device, generator: torch.Generator, m: int, graph: bool
+) -> None:
+    """PyTorch's copies write x, the scales and the weight just before each gemm, on a stream of their own."""
+    case = Case(4096, 1032, "int4", "f16", 128)
+    sources = [make(case, generator, own_layout(), exact=True) for _ in range(2)]
+    xs = [torch.randint(-1, 2, (m, case.k), generator=generator).half().cuda() for _ in range(2)]
+    expected = [(x.double() @ o.w64).half() for x, o in zip(xs, sources, strict=True)]
+    x = torch.zeros_like(xs[0])
+    w = wo.PackedWeight(torch.zeros_like(sources[0].qweight.data), case.k, case.n, "int4", own_layout())
+    scales = torch.zeros_like(sources[0].scales)
+    results = [torch.full_like(expected[0], float("nan")) for _ in range(8)]
+
+    def calls() -> None:
+        for i, y in enumerate(results):
+            x.copy_(xs[i % 2])
+            scales.copy_(sources[i % 2].scales)
+            w.data.copy_(sources[i % 2].qweight.data)
+            wo.gemm(x, w, scales, out=y)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls()
+    stream.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            calls()
+        for y in results:
+            y.fill_(float("nan"))
+        captured.replay()
+        torch.cuda.synchronize()
+    for i, y in enumerate(results):
+        assert torch.equal(y, expected[i % 2]), i
+
+
+def test_overlap_of_launches_changes_no_bit(
+    cuda_device: torch.device, generator: torch.Generator, overlap: None
+) -> None:
+    for config in wo.kernels():
+        if config.shares_cluster:
+            case = Case(1024, 200, config.formats[0], "bf16", 128)
+            require(config, case)
+            o = make(case, generator, config.layout, exact=False)
+            m = min(config.max_m, 40)
+            x = torch.randn(m, case.k, generator=generator).bfloat16().cuda()
+            for split in splits(config, m, case, (1, 4)):
+                results = []
+                for enabled in (True, False, True):
+                    wo.set_launch_overlap(enabled)
+                    results += [run(x, o, config=split) for _ in range(3)]
+                assert all(torch.equal(y, results[0]) for y in results), split
+
+
 def test_compiled_function(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(256, 72), generator, "interleaved", exact=True)
+    o = make(Case(256, 72), generator, own_layout(), exact=True)
     x = torch.randint(-3, 4, (6, 256), generator=generator).half().cuda()
     function = torch.compile(lambda x: wo.gemm(x, o.qweight, o.scales) + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(function(x), (x.double() @ o.w64).half() + 1)
@@ -313,25 +534,24 @@ def test_more_than_two_to_the_31_weights(cuda_device: torch.device, generator: t
     k, n = 66560, 33024
     if torch.cuda.get_device_properties(0).total_memory < 24e9:
         pytest.skip("needs 24 GB of GPU memory")
-    from weightonly.layout import INTERLEAVED
-
     data = torch.randint(0, 256, (k * n // 2,), dtype=torch.uint8, device="cuda")
-    qweight = wo.PackedWeight(data, k, n, "int4", INTERLEAVED)
     scales = torch.ones(k // 128, n, dtype=torch.float16, device="cuda")
-    for m in (1, 16):
-        x = torch.zeros(m, k, dtype=torch.float16, device="cuda")
-        x[:, -64:] = torch.randint(-3, 4, (m, 64), generator=generator).half().cuda()
-        # A line (4 columns) is k * 2 bytes; the last 64 lines hold the last 256 columns.
-        tail = wo.PackedWeight(data[-64 * k * 2 :].clone(), k, 256, "int4", INTERLEAVED)
-        expected = x.double() @ wo.unpack(tail).double()
-        y = wo.gemm(x, qweight, scales)
-        assert torch.equal(y[:, -256:], expected.half())
+    for layout in layouts_of(this_gpu()):
+        qweight = wo.PackedWeight(data, k, n, "int4", layout)
+        # The last 256 columns: of a line (4 columns) or a stripe (64) each k * 2 or k * 32 bytes.
+        tail = wo.PackedWeight(data[-256 * k // 2 :].clone(), k, 256, "int4", layout)
+        w = wo.unpack(tail).double()
+        for m in (1, 16):
+            x = torch.zeros(m, k, dtype=torch.float16, device="cuda")
+            x[:, -64:] = torch.randint(-3, 4, (m, 64), generator=generator).half().cuda()
+            y = wo.gemm(x, qweight, scales)
+            assert torch.equal(y[:, -256:], (x.double() @ w).half())
 
 
 def test_preprocess_on_the_gpu_equals_the_cpu(cuda_device: torch.device, generator: torch.Generator) -> None:
     for bits, limit in ((4, 8), (8, 128)):
         q = torch.randint(-limit, limit, (200, 130), generator=generator, dtype=torch.int8)
-        for layout in ("interleaved", "row_major"):
+        for layout in ("tiled", "interleaved", "row_major"):
             on_gpu = wo.preprocess(q.cuda(), bits=bits, layout=layout)
             assert torch.equal(on_gpu.data.cpu(), wo.preprocess(q, bits=bits, layout=layout).data)
             assert torch.equal(wo.unpack(on_gpu).cpu(), q)

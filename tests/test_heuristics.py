@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightonly.heuristics import Problem, candidates, legal, select
+from weightonly.heuristics import KernelConfig, Problem, candidates, legal, select
 from weightonly.heuristics.calibration import KERNELS
+from weightonly.heuristics.calibration_sm90 import DECODE_SM90, GEMM_SM90
 from weightonly.heuristics.configs import CONFIGS, TYPES, kernel_types
 from weightonly.heuristics.cost import (
+    cluster_slots,
     ctas_per_sm,
     estimate_us,
+    is_calibrated,
     kernel_cost,
     machine,
     problem_bytes,
@@ -22,25 +25,61 @@ from weightonly.heuristics.cost import (
     units,
     waves_us,
 )
+from weightonly.heuristics.legal import parts_of_k, smem_bytes, splits_evenly, worth_a_look
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
-from weightonly.heuristics.select import parts_of_k, worth_a_look
+from weightonly.heuristics.problem import layouts_of
 
 ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]
 SHAPES = [(4096, 4096), (4096, 28672), (14336, 4096), (8192, 8192), (28672, 8192), (384, 1536), (1, 1), (2880, 201)]
 
 
-def problem(m: int, k: int = 4096, n: int = 4096, arch: int = 90, sm_count: int = 132, format: str = "int4") -> Problem:
-    return Problem(m, n, k, format, -1, arch, sm_count)
+# What an architecture runs on the weights that it packs, and what Hopper runs on Ampere's.
+READERS = [(arch, layout) for arch in ARCHS for layout in layouts_of(arch)]
+
+
+def problem(
+    m: int,
+    k: int = 4096,
+    n: int = 4096,
+    arch: int = 90,
+    sm_count: int = 132,
+    format: str = "int4",
+    layout: str = "",
+    zeros: bool = False,
+    group_size: int = -1,
+) -> Problem:
+    return Problem(m, n, k, format, group_size if k % group_size == 0 else -1, arch, sm_count, layout, zeros)
+
+
+def choice_for(p: Problem) -> KernelConfig:
+    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
+
+
+def made(reader: tuple[int, str], **sizes: object) -> Problem:
+    return problem(arch=reader[0], layout=reader[1], **sizes)  # type: ignore[arg-type]
 
 
 problems = st.builds(
-    problem,
+    made,
+    reader=st.sampled_from([*READERS, *[(90, "tiled")] * 4]),
     m=st.integers(1, 9000),
     k=st.integers(1, 40000),
     n=st.integers(1, 40000),
-    arch=st.sampled_from(ARCHS),
     sm_count=st.integers(20, 264),
     format=st.sampled_from(["int4", "int8"]),
+    zeros=st.booleans(),
+    group_size=st.sampled_from([-1, 32, 64, 128]),
+)
+few_rows = st.builds(
+    made,
+    reader=st.just((90, "tiled")),
+    m=st.integers(1, 72),
+    k=st.integers(1, 2000).map(lambda blocks: 32 * blocks),
+    n=st.integers(1, 40000),
+    sm_count=st.sampled_from([78, 114, 132]),
+    format=st.sampled_from(["int4", "int8"]),
+    zeros=st.booleans(),
+    group_size=st.sampled_from([-1, 32, 64, 128]),
 )
 
 
@@ -52,12 +91,17 @@ def test_kernels_have_distinct_names() -> None:
 def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
     for config in CONFIGS:
         for format in config.formats:
-            cost = kernel_cost(config, format)
-            assert cost.unit_us > 0
-            assert cost.latency_us > 0
-            assert cost.fixed_us > 0
+            assert is_calibrated(config, format)
+            if not config.shares_cluster:
+                cost = kernel_cost(config, format)
+                assert cost.unit_us > 0
+                assert cost.latency_us > 0
+                assert cost.fixed_us > 0
     calibrated = {(c.kernel, f) for c in CONFIGS for f in c.formats}
     assert set(KERNELS) <= calibrated, "constants of kernels that no longer exist"
+    hopper = {(c.kernel, f) for c in CONFIGS for f in c.formats if c.shares_cluster}
+    assert set(DECODE_SM90.kernels) | set(GEMM_SM90.kernels) == hopper
+    assert all(min(times) > 0 for cost in (DECODE_SM90, GEMM_SM90) for times in cost.kernels.values())
 
 
 def test_the_types_of_a_kernel() -> None:
@@ -83,12 +127,16 @@ def test_waves(ctas: int, expected_us: float) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems)
+@given(st.one_of(problems, few_rows))
 def test_the_choice_is_legal_and_the_cheapest(p: Problem) -> None:
-    choice = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count)
+    choice = choice_for(p)
     assert legal(choice, p)
     # More parts of K than SMs can work on are not looked at.
-    looked_at = [c for c in candidates(p) if worth_a_look(c) and tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count]
+    looked_at = [
+        c
+        for c in candidates(p)
+        if worth_a_look(c) and (c.shares_cluster or tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count)
+    ]
     cheapest = min(estimate_us(c, p) for c in looked_at)
     assert estimate_us(choice, p) <= 1.0001 * cheapest
 
@@ -102,62 +150,156 @@ def test_candidates_are_what_is_legal(p: Problem) -> None:
         assert p.format in config.formats
         assert p.m <= config.max_m
         assert config.min_arch <= p.arch
-        assert config.smem_bytes(p.format) <= machine(p.arch).smem_bytes
+        assert smem_bytes(config, p) <= machine(p.arch).smem_bytes
         parts = parts_of_k(config, p)
         assert (config.split_k - 1) * -(-parts // config.split_k) < parts, "a part of K without work"
-    assert len({c.layout for c in found}) == 1
+        if config.shares_cluster:
+            sums = config.shared_sums
+            assert (config.split_k - 1) * -(-sums // config.split_k) < sums, "a CTA without sums to finish"
+    assert {c.layout for c in found} == {p.layout}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "layout"), READERS)
 @pytest.mark.parametrize("sm_count", [20, 46, 68, 84, 108, 132, 144, 264])
-def test_every_architecture_and_sm_count_has_a_choice(arch: int, sm_count: int) -> None:
+def test_every_architecture_and_sm_count_has_a_choice(arch: int, layout: str, sm_count: int) -> None:
     for k, n in SHAPES:
         for m in (1, 2, 7, 16, 100, 1024, 8192):
             for format in ("int4", "int8"):
-                p = problem(m, k, n, arch, sm_count, format)
-                assert legal(select(m, n, k, format, -1, arch, sm_count), p)
+                assert legal(choice_for(p := problem(m, k, n, arch, sm_count, format, layout)), p)
 
 
+def test_only_hopper_reads_two_layouts() -> None:
+    assert {arch: layouts_of(arch) for arch in ARCHS if len(layouts_of(arch)) > 1} == {90: ("tiled", "interleaved")}
+    assert problem(1).layout == "tiled"
+    assert problem(1) == problem(1, layout="tiled") != problem(1, layout="interleaved")
+    for arch in ARCHS:
+        for layout in ("row_major", "interleaved", "tiled"):
+            families = {c.family for c in candidates(problem(1, arch=arch, layout=layout))}
+            assert bool(families) == (layout in layouts_of(arch))
+            assert ("decode_sm90" in families) == (arch == 90 and layout == "tiled")
+    with pytest.raises(ValueError, match="layout must be one that sm80 reads, interleaved, got 'tiled'"):
+        select(1, 64, 64, "int4", -1, 80, 108, "tiled")
+    with pytest.raises(ValueError, match="layout must be one of row_major, interleaved, tiled, got 'tiles'"):
+        problem(1, layout="tiles")
+
+
+def test_clusters_that_fit_on_an_h200() -> None:
+    assert [cluster_slots(132, s) for s in range(1, 9)] == [132, 66, 39, 30, 22, 17, 15, 15]
+    assert cluster_slots(4, 8) == 1
+
+
+def test_names_and_sizes_of_the_hopper_kernels() -> None:
+    decode = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2")
+    assert (decode.warps, decode.piece_k, decode.max_m, decode.max_split_k) == (16, 128, 8, 8)
+    assert decode.formats == ("int4",)
+    assert [s for s in range(1, 9) if splits_evenly(decode.shared_sums, s)] == [1, 2, 3, 4, 8]
+    gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
+    assert (gemm.warps, gemm.piece_k, gemm.max_split_k) == (16, 128, 8)
+    assert {c.max_split_k for c in CONFIGS if c.family == "gemm_sm90" and c.block_m > 128} == {1}
+    hopper = [c for c in CONFIGS if c.shares_cluster]
+    assert {c.layout for c in hopper} == {"tiled"}
+    assert all(c.compiled_for("90a") and not c.compiled_for("90") and not c.compiled_for("100a") for c in hopper)
+
+
+@pytest.mark.parametrize(
+    ("m", "k_padded", "group_size", "zeros", "split_k", "expected_bytes"),
+    [
+        # barriers + 2 slots of 16 warps (weights + rows of scales) + sums of the warps (+ of the CTAs) + x
+        pytest.param(1, 4096, 128, False, 1, 128 + 32 * (2 * 1024 + 128) + 16 * 128 + 8192 + 16, id="group128"),
+        pytest.param(8, 4096, 32, True, 1, 128 + 32 * (2 * 1024 + 8 * 128) + 8 * (16 * 128 + 8208), id="group32zeros"),
+        pytest.param(1, 4096, 192, False, 1, 128 + 32 * (2 * 1024 + 2 * 128) + 16 * 128 + 8208, id="group192"),
+        pytest.param(1, 4160, -1, True, 1, 128 + 32 * (2 * 1024 + 4 * 128) + 16 * 128 + 33 * 256 + 16, id="odd K"),
+        pytest.param(
+            4, 4096, -1, False, 3, 128 + 32 * 2048 + 4 * (2048 + 2 * 3 * 3 * 16 + 11 * 256 + 16), id="cluster"
+        ),
+    ],
+)
+def test_shared_memory_of_decode(
+    m: int, k_padded: int, group_size: int, zeros: bool, split_k: int, expected_bytes: int
+) -> None:
+    config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(split_k)
+    assert config.decode_smem_bytes(m, k_padded, group_size, zeros) == expected_bytes
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
+    """Every tile fits with the smallest groups and zero points; clusters cost what their sums take."""
+    for config in CONFIGS:
+        if config.family != "gemm_sm90":
+            continue
+        needed = config.gemm_sm90_smem_bytes(format, per_channel=False, zeros=True)
+        assert needed <= machine(90).smem_bytes
+        slot_bytes = 128 * 16 * problem(1, format=format).bits // 8
+        depth = config.weight_depth(format)
+        bare = config.gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
+        x_bytes = config.stages * config.gemm_sm90_step_k * config.block_m * 2
+        assert bare == 2048 + x_bytes + config.warps * depth * slot_bytes
+        assert needed - bare == config.warps * depth * 8 * 128
+        assert config.block_n * (config.block_m + 8 * config.block_m // 64) * 2 <= x_bytes, "y takes the place of x"
+        in_two = config.with_split_k(2).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
+        assert in_two - bare == config.block_m * config.block_n * 4
+
+
+def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
+    """x of decode_sm90 stays in shared memory: 16 rows of it do not fit on one SM, at last not on eight."""
+    assert select(8, 4096, 4096, "int4", 128, 90, 132).family == "decode_sm90"
+    decode = [c for c in candidates(problem(16, 28672, 8192)) if c.family == "decode_sm90"]
+    assert min(c.split_k for c in decode) >= 4
+    assert select(16, 4096, 131072, "int4", 128, 90, 132).family == "gemm_sm90"
+
+
+def test_few_rows_are_decoded_and_many_multiplied() -> None:
+    for m in (1, 8, 16):
+        assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "decode_sm90"
+    for m in (17, 64, 4096):
+        assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "gemm_sm90"
+    assert select(4096, 8192, 8192, "int4", 128, 90, 132).block_m >= 128
+
+
+@pytest.mark.parametrize("layout", layouts_of(90))
 @pytest.mark.parametrize("m", [1, 16, 256, 4096])
-def test_more_sms_are_never_slower(m: int) -> None:
+def test_more_sms_are_never_slower(m: int, layout: str) -> None:
     for k, n in SHAPES:
         times = []
         for sm_count in (20, 40, 80, 160, 264):
-            p = problem(m, k, n, 90, sm_count)
+            p = problem(m, k, n, 90, sm_count, layout=layout)
             times.append(min(estimate_us(c, p) for c in candidates(p)))
         assert all(b <= a * 1.0001 for a, b in itertools.pairwise(times)), (k, n, times)
 
 
+@pytest.mark.parametrize("layout", layouts_of(90))
 @pytest.mark.parametrize(("k", "n"), SHAPES, ids=[f"{k}x{n}" for k, n in SHAPES])
-def test_more_rows_are_never_quicker(k: int, n: int) -> None:
+def test_more_rows_are_never_quicker(k: int, n: int, layout: str) -> None:
     times = []
-    for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        p = problem(m, k, n)
+    for m in (1, 2, 4, 8, 9, 16, 17, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        p = problem(m, k, n, layout=layout)
         times.append(min(estimate_us(c, p) for c in candidates(p)))
     assert all(b >= a * 0.9999 for a, b in itertools.pairwise(times)), times
 
 
-def test_limits() -> None:
+@pytest.mark.parametrize("layout", layouts_of(90))
+def test_limits(layout: str) -> None:
     """No estimate is below the time of the bytes; a huge problem approaches the SMs' throughput."""
     for k, n in SHAPES:
         for m in (1, 64, 4096):
-            p = problem(m, k, n)
+            p = problem(m, k, n, layout=layout)
             floor_us = problem_bytes(p) / (machine(90).tb_s * 1e6)
             assert min(estimate_us(c, p) for c in candidates(p)) > floor_us
-    tall = [problem(m, 8192, 8192) for m in (16384, 32768)]
+    tall = [problem(m, 8192, 8192, layout=layout) for m in (16384, 32768)]
     a, b = (min(estimate_us(c, p) for c in candidates(p)) for p in tall)
     assert b / a == pytest.approx(2, rel=0.05)
 
 
 def test_small_batches_take_the_gemv_and_large_ones_the_largest_tiles() -> None:
-    assert select(1, 4096, 4096, "int4", 128, 90, 132).family == "gemv"
-    assert select(1, 8192, 8192, "int8", -1, 90, 132).family == "gemv"
-    assert select(4096, 8192, 8192, "int4", 128, 90, 132).block_m == 128
+    assert select(1, 4096, 4096, "int4", 128, 90, 132, "interleaved").family == "gemv"
+    assert select(1, 8192, 8192, "int8", -1, 90, 132, "interleaved").family == "gemv"
+    assert select(4096, 8192, 8192, "int4", 128, 90, 132, "interleaved").block_m == 128
 
 
 def test_split_k_where_tiles_are_few() -> None:
-    assert select(16, 1024, 16384, "int4", 128, 90, 132).split_k > 1
-    assert select(4096, 8192, 8192, "int4", 128, 90, 132).split_k == 1
+    for layout in layouts_of(90):
+        assert select(16, 1024, 16384, "int4", 128, 90, 132, layout).split_k > 1
+        assert select(4096, 8192, 8192, "int4", 128, 90, 132, layout).split_k == 1
 
 
 def test_units_and_tiles() -> None:
@@ -170,7 +312,7 @@ def test_units_and_tiles() -> None:
 
 
 def test_residency_is_bounded_by_what_an_sm_has() -> None:
-    for config in CONFIGS:
+    for config in (c for c in CONFIGS if not c.shares_cluster):
         for format in config.formats:
             for arch in ARCHS:
                 if config.smem_bytes(format) > machine(arch).smem_bytes:
@@ -183,18 +325,19 @@ def test_residency_is_bounded_by_what_an_sm_has() -> None:
                     assert resident * config.warps * 32 * registers <= 65536
 
 
-def test_choosing_is_quick() -> None:
+@pytest.mark.parametrize("layout", layouts_of(90))
+def test_choosing_is_quick(layout: str) -> None:
     """A new shape in under 20 us, a known one in under 1 us: the best of several rounds, the machine may be busy."""
-    select(1, 1, 1, "int4", -1, 90, 132)
+    select(1, 128, 128, "int4", 128, 90, 132, layout)
     fresh_us, cached_us = [], []
     for round_ in range(15):
         shapes = [(m, 4096 + 64 * round_ + i, 4096) for m in (1, 16, 100, 4096) for i in range(10)]
         start = time.perf_counter()
         for m, n, k in shapes:
-            select(m, n, k, "int4", 128, 90, 131)
+            select(m, n, k, "int4", 128, 90, 131, layout)
         middle = time.perf_counter()
         for m, n, k in shapes:
-            select(m, n, k, "int4", 128, 90, 131)
+            select(m, n, k, "int4", 128, 90, 131, layout)
         end = time.perf_counter()
         fresh_us.append((middle - start) / len(shapes) * 1e6)
         cached_us.append((end - middle) / len(shapes) * 1e6)
@@ -221,11 +364,19 @@ def test_the_occupancy_rule() -> None:
     """Its own preferences: no tile taller than it needs, little split-K when the tiles fill the GPU."""
     for m in (1, 16, 64, 100, 512, 4096):
         for k, n in SHAPES:
-            p = problem(m, k, n)
-            choice = occupancy_rule(p)
-            assert legal(choice, p)
-            assert choice.family == "gemm_sm80"
-            idle, waves = last_wave(choice, p)
-            assert 0 <= idle < 1
-            assert waves >= 1
-    assert occupancy_rule(problem(16, 8192, 8192)).block_m == 16
+            for layout, family in (("interleaved", "gemm_sm80"), ("tiled", "gemm_sm90")):
+                p = problem(m, k, n, layout=layout)
+                choice = occupancy_rule(p)
+                assert legal(choice, p)
+                assert choice.family == family
+                idle, waves = last_wave(choice, p)
+                assert 0 <= idle < 1
+                assert waves >= 1
+    assert occupancy_rule(problem(16, 8192, 8192, layout="interleaved")).block_m == 16
+    assert occupancy_rule(problem(16, 8192, 8192)).block_m == 32
+
+
+def test_more_tokens_than_a_grid_has_tiles() -> None:
+    assert select(65535 * 256, 64, 64, "int4", -1, 90, 132).block_m == 256
+    with pytest.raises(ValueError, match="m: expected at most 16776960, got 16776961"):
+        select(65535 * 256 + 1, 64, 64, "int4", -1, 90, 132)

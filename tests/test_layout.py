@@ -32,6 +32,8 @@ def permuted_row(t: int, bits: int) -> int:
 
 def brute_force(q: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """The bytes of `q` in layout `name`, one element at a time from the closed form."""
+    if name == layout.TILED:
+        return brute_force_tiled(q, bits)
     k_size, n_size = q.shape
     block, interleave, word = 128 // bits, 16 // bits, 32 // bits
     out = [0] * (k_size * n_size * bits // 8)
@@ -48,6 +50,31 @@ def brute_force(q: torch.Tensor, bits: int, name: str) -> torch.Tensor:
             value = int(q[source_row, n]) + (1 << (bits - 1))
             out[position_bits // 8] |= value << (position_bits % 8)
     return torch.tensor(out, dtype=torch.uint8)
+
+
+def brute_force_tiled(q: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bytes of "tiled", one element at a time from the formulas of a lane's weights."""
+    values = q.numpy()
+    k_size, n_size = values.shape
+    out = np.zeros(k_size * n_size * bits // 8, dtype=np.uint8)
+    written = np.zeros((out.size, 8 // bits), dtype=bool)
+    piece_bytes = 128 * bits
+    for stripe, block, w in np.ndindex(n_size // 64, k_size // 64, 4):
+        piece = ((stripe * (k_size // 64) + block) * 4 + w) * piece_bytes
+        for g, t, j, i, e, h in np.ndindex(8, 4, 4, 2, 2, 2):
+            n = 64 * stripe + 8 * g + 2 * w + h
+            k = 64 * block + 16 * j + 8 * i + 2 * t + e
+            lane = 4 * g + t
+            if bits == 4:
+                nibble = h + 2 * i + 4 * e
+                offset, part = piece + 16 * lane + 4 * j + nibble // 2, nibble % 2
+            else:
+                offset, part = piece + 512 * (j // 2) + 16 * lane + 8 * (j % 2) + 4 * i + h + 2 * e, 0
+            out[offset] |= (int(values[k, n]) + (1 << (bits - 1))) << (4 * part)
+            assert not written[offset, part]
+            written[offset, part] = True
+    assert written.all()
+    return torch.from_numpy(out)
 
 
 @bits_4_and_8
@@ -76,6 +103,7 @@ def test_round_trip_of_every_pass_and_layout(bits: int, name: str, generator: to
     assert torch.equal(layout.unpermute_rows(layout.permute_rows(q, bits), bits), q)
     assert torch.equal(layout.untranspose(layout.transpose(q)), q)
     assert torch.equal(layout.deinterleave_columns(layout.interleave_columns(q.t(), bits), bits), q.t())
+    assert torch.equal(layout.untile_fragments(layout.tile_fragments(q, bits), bits), q)
     assert torch.equal(layout.remove_bias_and_deinterleave(layout.add_bias_and_interleave(q, bits), bits), q)
     assert torch.equal(layout.unpack_bytes(layout.pack_bytes(q, bits, name), 192, 320, bits, name), q)
 
@@ -89,11 +117,52 @@ def test_permute_rows_table(bits: int) -> None:
     assert rows[:8] == {8: [0, 1, 8, 9, 2, 3, 10, 11], 4: [0, 1, 8, 9, 16, 17, 24, 25]}[bits]
 
 
-def test_passes_leave_their_input_alone(generator: torch.Generator) -> None:
+def tiled_words(q: torch.Tensor, bits: int) -> np.ndarray:
+    """The 32-bit words of a tiled weight as kernels see them: [stripe, block, w, g, t, j], int8 [.., j, i]."""
+    k, n = q.shape
+    words = layout.pack_bytes(q, bits, layout.TILED).numpy().view("<u4")
+    if bits == 4:
+        return words.reshape(n // 64, k // 64, 4, 8, 4, 4)
+    halves = words.reshape(n // 64, k // 64, 4, 2, 8, 4, 2, 2)  # (stripe, block, w, j / 2, g, t, j % 2, i)
+    return np.moveaxis(halves, 3, 5).reshape(n // 64, k // 64, 4, 8, 4, 4, 2)
+
+
+def a_registers(q: torch.Tensor, bits: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Registers 0..3 of m16n8k16's A (the PTX manual's rows and columns) as (low, high) values, unsigned."""
+    u = q.numpy().astype(np.int64) + (1 << (bits - 1))
+    stripe, block, w, g, t, j = np.ix_(*map(range, (q.shape[1] // 64, q.shape[0] // 64, 4, 8, 4, 4)))
+    registers = []
+    for register in range(4):
+        row, column = g + 8 * (register % 2), 2 * t + 8 * (register // 2)  # in the 16 x 16 of A
+        n = 64 * stripe + 8 * (row % 8) + 2 * w + row // 8
+        k = 64 * block + 16 * j + column
+        registers.append((u[k, n], u[k + 1, n]))
+    return registers
+
+
+def test_masks_of_an_int4_word_are_the_a_registers(generator: torch.Generator) -> None:
+    q = random_q(128, 192, 4, generator)
+    words = tiled_words(q, 4)
+    for register, (low, high) in enumerate(a_registers(q, 4)):
+        shifted = words >> (8 * (register // 2))
+        masked = shifted & 0x00F000F0 if register % 2 else shifted & 0x000F000F
+        unit = 16 if register % 2 else 1
+        assert np.array_equal(masked, unit * (low + (high << 16)))
+
+
+def test_bytes_of_an_int8_word_are_the_a_registers(generator: torch.Generator) -> None:
+    q = random_q(128, 192, 8, generator)
+    words = tiled_words(q, 8)
+    for register, (low, high) in enumerate(a_registers(q, 8)):
+        masked = words[..., register // 2] >> (8 * (register % 2)) & 0x00FF00FF
+        assert np.array_equal(masked, low + (high << 16))
+
+
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_passes_leave_their_input_alone(name: str, generator: torch.Generator) -> None:
     q = random_q(64, 64, 4, generator)
     before = q.clone()
-    layout.pack_bytes(q, 4, layout.ROW_MAJOR)
-    layout.pack_bytes(q, 4, layout.INTERLEAVED)
+    layout.pack_bytes(q, 4, name)
     assert torch.equal(q, before)
 
 
@@ -101,12 +170,19 @@ def test_passes_leave_their_input_alone(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_strided_input(bits: int, name: str, generator: torch.Generator) -> None:
     q = random_q(128, 64, bits, generator)
-    assert torch.equal(layout.pack_bytes(q.t(), bits, name), layout.pack_bytes(q.t().contiguous(), bits, name))
+    for view in (q.t(), q.repeat(1, 2)[:, 3:67], q.repeat(2, 1)[::2]):
+        assert torch.equal(layout.pack_bytes(view, bits, name), layout.pack_bytes(view.contiguous(), bits, name))
 
 
 @bits_4_and_8
-@pytest.mark.parametrize("name", layout.LAYOUTS)
-@pytest.mark.parametrize("columns", [(0, 8), (8, 24), (56, 64), (0, 192)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        *((name, c) for name in layout.LAYOUTS for c in ((0, 64), (64, 192), (128, 192), (0, 192))),
+        *((name, c) for name in ("row_major", "interleaved") for c in ((0, 8), (8, 24), (56, 64))),
+    ],
+    ids=str,
+)
 def test_unpack_some_columns(bits: int, name: str, columns: tuple[int, int], generator: torch.Generator) -> None:
     q = random_q(128, 192, bits, generator)
     got = layout.unpack_bytes(layout.pack_bytes(q, bits, name), 128, 192, bits, name, columns)
@@ -134,6 +210,10 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         "multiple of 64, got 32",
     ),
     "interleaved n": (lambda q: layout.interleave_columns(q[:2], 4), ValueError, "multiple of 4, got 2"),
+    "tiled k": (lambda q: layout.tile_fragments(q[:48], 4), ValueError, "rows of q: expected a multiple of 64, got 48"),
+    "tiled n": (lambda q: layout.tile_fragments(q[:, :32], 8), ValueError, "columns of q: .* of 64, got 32"),
+    "tiled bits": (lambda q: layout.tile_fragments(q, 2), ValueError, "bits: expected 4 or 8, got 2"),
+    "stripe": (lambda q: layout.untile_fragments(q, 4), ValueError, "columns of q: .* of 4096, got 64"),
     "line": (lambda q: layout.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
     "word": (lambda q: layout.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
     "bytes": (lambda q: layout.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
@@ -148,15 +228,35 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         r"-8\.\.7 for bits=4, got -9\.\.-9",
     ),
     "unpadded": (lambda q: layout.pack_bytes(q[:, :32], 4, "row_major"), ValueError, r"got \[64, 32\]"),
+    "unpadded int8": (
+        lambda q: layout.pack_bytes(q[:, :32], 8, "tiled"),
+        ValueError,
+        r"q: expected K a multiple of 64 and N of 64, got \[64, 32\]",
+    ),
+    "padding of a layout": (
+        lambda q: layout.padded_shape(1, 1, 4, "tiles"),
+        ValueError,
+        "layout: expected one of row_major, interleaved, tiled, got 'tiles'",
+    ),
     "layout": (
         lambda q: layout.pack_bytes(q, 4, "tiles"),
         ValueError,
-        "layout: expected one of row_major, interleaved",
+        "layout: expected one of row_major, interleaved, tiled, got 'tiles'",
     ),
     "columns": (
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "row_major"), 64, 64, 4, "row_major", (0, 12)),
         ValueError,
         r"columns: expected multiples of 8 within 0..64, got \(0, 12\)",
+    ),
+    "tiled columns": (
+        lambda q: layout.unpack_bytes(layout.pack_bytes(q, 8, "tiled"), 64, 64, 8, "tiled", (0, 32)),
+        ValueError,
+        r"columns: expected multiples of 64 within 0..64, got \(0, 32\)",
+    ),
+    "columns beyond N": (
+        lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "tiled"), 64, 64, 4, "tiled", (0, 128)),
+        ValueError,
+        r"columns: expected multiples of 64 within 0..64, got \(0, 128\)",
     ),
 }
 

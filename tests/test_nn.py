@@ -109,6 +109,24 @@ def test_state_dict_round_trip(symmetric: bool, bias: bool, assign: bool, tmp_pa
     assert torch.equal(other(x), layer(x))
 
 
+@bits_4_and_8
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize(("packed_for", "loaded_for"), [("sm90", "sm80"), ("sm80", "sm90")])
+def test_state_of_a_layout_with_another_padding(bits: int, assign: bool, packed_for: str, loaded_for: str) -> None:
+    """N = 72 is 96 columns of int8 in one layout and 128 in the other."""
+    layer = Linear.from_linear(torch_linear(128, 72), bits, 64, arch=packed_for)
+    model = torch.nn.Sequential(Linear(128, 72, bits=bits, group_size=64, arch=loaded_for))
+    assert model[0].packed.layout != layer.packed.layout
+    model.load_state_dict(torch.nn.Sequential(layer).state_dict(), assign=assign)
+    other = model[0]
+    assert isinstance(other, Linear)
+    assert other.packed.layout == layer.packed.layout
+    assert other.packed.data is other.qweight is dict(other.named_buffers())["qweight"]
+    assert torch.equal(other.packed.data, layer.packed.data)
+    x = torch.randn(3, 128).half()
+    assert torch.equal(other(x), layer(x))
+
+
 def test_an_empty_layer_gives_zeros() -> None:
     x = torch.ones(2, 100).half()
     assert torch.equal(Linear(100, 40, group_size=-1)(x), torch.zeros(2, 40).half())

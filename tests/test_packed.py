@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import weightonly as wo
 from weightonly.packed import arch_number, layout_for_arch
 
-LAYOUTS = ["row_major", "interleaved"]
+LAYOUTS = ["row_major", "interleaved", "tiled"]
 KNOWN_ARCHS = [70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121]
 
 bits_4_and_8 = pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
@@ -34,6 +34,10 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def column_multiple(bits: int, layout: str) -> int:
+    return 32 if bits == 8 and layout != "tiled" else 64
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -45,7 +49,7 @@ def padded(size: int, multiple: int) -> int:
 def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, bits: int, layout: str) -> None:
     q = random_q(k, n, bits, torch.Generator().manual_seed(seed))
     weight = wo.preprocess(q, bits=bits, layout=layout)
-    k_padded, n_padded = padded(k, 64), padded(n, 64 if bits == 4 else 32)
+    k_padded, n_padded = padded(k, 64), padded(n, column_multiple(bits, layout))
     assert (weight.k, weight.n, weight.format, weight.layout) == (k, n, f"int{bits}", layout)
     assert (weight.k_padded, weight.n_padded, weight.bits) == (k_padded, n_padded, bits)
     assert weight.data.dtype == torch.uint8
@@ -59,7 +63,7 @@ def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, bits: in
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_padding_is_zero(bits: int, layout: str, generator: torch.Generator) -> None:
     q = random_q(70, 65, bits, generator)
-    full = torch.zeros(128, padded(65, 64 if bits == 4 else 32), dtype=torch.int8)
+    full = torch.zeros(128, padded(65, column_multiple(bits, layout)), dtype=torch.int8)
     full[:70, :65] = q
     got = wo.preprocess(q, bits=bits, layout=layout)
     assert torch.equal(got.data, wo.preprocess(full, bits=bits, layout=layout).data)
@@ -70,7 +74,7 @@ def test_padding_is_zero(bits: int, layout: str, generator: torch.Generator) -> 
 
 @pytest.mark.parametrize("arch", KNOWN_ARCHS, ids=lambda a: f"sm{a}")
 def test_every_known_arch_has_a_layout(arch: int) -> None:
-    expected = "row_major" if arch < 75 else "interleaved"
+    expected = {70: "row_major", 72: "row_major", 90: "tiled"}.get(arch, "interleaved")
     assert layout_for_arch(arch) == expected
     assert wo.preprocess(torch.ones(64, 64, dtype=torch.int8), arch=arch).layout == expected
 
@@ -93,14 +97,24 @@ def test_unknown_arch(arch: Any) -> None:
 def test_arch_and_layout_together() -> None:
     q = torch.ones(64, 64, dtype=torch.int8)
     assert wo.preprocess(q, arch="sm70", layout="row_major").layout == "row_major"
+    assert wo.preprocess(q, arch="sm90a", layout="tiled").layout == "tiled"
     with pytest.raises(ValueError, match="layout: expected 'interleaved' for arch 'sm80', got 'row_major'"):
         wo.preprocess(q, arch="sm80", layout="row_major")
+    with pytest.raises(ValueError, match="layout: expected 'tiled' for arch 90, got 'interleaved'"):
+        wo.preprocess(q, arch=90, layout="interleaved")
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [(None, "interleaved"), ((7, 0), "row_major"), ((8, 9), "interleaved"), ((6, 1), "interleaved")],
-    ids=["no_gpu", "sm70", "sm89", "sm61"],
+    [
+        (None, "interleaved"),
+        ((7, 0), "row_major"),
+        ((8, 9), "interleaved"),
+        ((9, 0), "tiled"),
+        ((10, 0), "interleaved"),
+        ((6, 1), "interleaved"),
+    ],
+    ids=["no_gpu", "sm70", "sm89", "sm90", "sm100", "sm61"],
 )
 def test_layout_for_a_cpu_tensor_follows_the_visible_gpu(
     capability: tuple[int, int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +171,108 @@ def test_repr() -> None:
     assert repr(weight) == "PackedWeight(int4 [65, 64], layout='row_major', 4096 bytes on cpu)"
 
 
+# --- shards ------------------------------------------------------------------------------------------------
+
+
+def assert_same_weight(got: wo.PackedWeight, expected: wo.PackedWeight) -> None:
+    fields = ("k", "n", "k_padded", "n_padded", "format", "layout")
+    assert [getattr(got, name) for name in fields] == [getattr(expected, name) for name in fields]
+    assert torch.equal(got.data, expected.data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    k=st.integers(1, 300),
+    n=st.integers(1, 300),
+    bits=st.sampled_from([4, 8]),
+    data=st.data(),
+)
+def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, bits: int, data: st.DataObject) -> None:
+    q = random_q(k, n, bits, torch.Generator().manual_seed(seed))
+    weight = wo.preprocess(q, bits=bits, layout="tiled")
+    for size, cut, part in (
+        (n, weight.slice_n, lambda b, e: q[:, b:e]),
+        (k, weight.slice_k, lambda b, e: q[b:e]),
+    ):
+        begin = data.draw(st.integers(0, (size - 1) // 64)) * 64
+        end = data.draw(st.sampled_from([size, *range(begin + 64, size, 64)]))
+        assert_same_weight(cut(begin, end), wo.preprocess(part(begin, end), bits=bits, layout="tiled"))
+
+
+@bits_4_and_8
+def test_slices_of_slices_and_their_memory(bits: int, generator: torch.Generator) -> None:
+    q = random_q(320, 300, bits, generator)
+    weight = wo.preprocess(q, bits=bits, layout="tiled")
+    weight._plans["key"] = object()
+    columns, rows = weight.slice_n(64, 300), weight.slice_k(64, 256)
+    assert_same_weight(columns.slice_k(64, 256), rows.slice_n(64, 300))
+    assert torch.equal(wo.unpack(columns.slice_k(64, 256)), q[64:256, 64:300])
+    assert columns.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
+    assert rows.data.untyped_storage().nbytes() == rows.data.numel()
+    assert weight.slice_k(0, 320).data.data_ptr() != weight.data.data_ptr()
+    assert columns._plans == rows._plans == {}
+
+
+@bits_4_and_8
+def test_shards_add_up(bits: int, generator: torch.Generator) -> None:
+    """What shards are for: parts of y along N, parts of the sum along K. Small integers, so every sum is exact."""
+    q = random_q(320, 200, bits, generator)
+    x = torch.randint(-1, 2, (5, 320), generator=generator).float()
+    scales = torch.randint(1, 3, (5, 200), generator=generator).float()
+    weight = wo.preprocess(q, bits=bits, layout="tiled")
+    y = wo.gemm(x, weight, scales)
+    left = wo.gemm(x, weight.slice_n(0, 128), scales[:, :128])
+    right = wo.gemm(x, weight.slice_n(128, 200), scales[:, 128:])
+    assert torch.equal(torch.cat([left, right], 1), y)
+    upper = wo.gemm(x[:, :192], weight.slice_k(0, 192), scales[:3])
+    lower = wo.gemm(x[:, 192:], weight.slice_k(192, 320), scales[3:])
+    assert torch.equal(upper + lower, y)
+
+
+def test_slices_are_saved_alone(tmp_path: Path, generator: torch.Generator) -> None:
+    q = random_q(130, 200, 8, generator)
+    weight = wo.preprocess(q, bits=8, layout="tiled")
+    shards = {"0": weight.slice_n(0, 64), "1": weight.slice_n(64, 200), "2": weight.slice_k(64, 130)}
+    wo.save(tmp_path / "shards.safetensors", shards)
+    loaded = wo.load(tmp_path / "shards.safetensors")
+    for name, shard in shards.items():
+        entry = loaded[name]
+        assert isinstance(entry, wo.PackedWeight)
+        assert_same_weight(entry, shard)
+
+
+BAD_SLICES: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "begin": (32, 128, ValueError, "begin: expected a multiple of 64, got 32"),
+    "end": (0, 96, ValueError, "end: expected a multiple of 64 or {dimension} = 200, got 96"),
+    "empty": (64, 64, ValueError, "begin, end: expected 0 <= begin < end <= {dimension} = 200, got 64, 64"),
+    "reversed": (128, 64, ValueError, "begin, end: .*got 128, 64"),
+    "negative": (-64, 64, ValueError, "begin, end: .*got -64, 64"),
+    "into the padding": (64, 256, ValueError, "begin, end: .* <= {dimension} = 200, got 64, 256"),
+    "float": (0.0, 64, TypeError, "begin: expected an int, got float"),
+    "bool": (0, True, TypeError, "end: expected an int, got bool"),
+}
+
+
+@pytest.mark.parametrize("dimension", ["K", "N"])
+@pytest.mark.parametrize("case", BAD_SLICES)
+def test_slice_rejects(case: str, dimension: str) -> None:
+    weight = wo.preprocess(torch.ones(200, 200, dtype=torch.int8), layout="tiled")
+    begin, end, error, message = BAD_SLICES[case]
+    with pytest.raises(error, match=message.format(dimension=dimension)):
+        (weight.slice_k if dimension == "K" else weight.slice_n)(begin, end)
+
+
+@pytest.mark.parametrize("layout", ["row_major", "interleaved"])
+def test_slice_rejects_other_layouts(layout: str) -> None:
+    weight = wo.preprocess(torch.ones(128, 128, dtype=torch.int8), layout=layout)
+    for cut in (weight.slice_n, weight.slice_k):
+        with pytest.raises(ValueError, match=f"layout: expected 'tiled', .*got '{layout}'"):
+            cut(0, 64)
+
+
+# --- fields ------------------------------------------------------------------------------------------------
+
 BYTES = torch.zeros(2048, dtype=torch.uint8)
 GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "int4", "layout": "interleaved"}
 BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -174,13 +290,18 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"data: expected 4096 bytes for int4 \[65, 64\] padded to \[128, 64\], got 2048",
     ),
+    "padding of tiled int8": (
+        {"n": 32, "format": "int8", "layout": "tiled"},
+        ValueError,
+        r"data: expected 4096 bytes for int8 \[64, 32\] padded to \[64, 64\], got 2048",
+    ),
     "zero n": ({"n": 0}, ValueError, "n: expected at least 1, got 0"),
     "float k": ({"k": 64.0}, TypeError, "k: expected an int, got float"),
     "format": ({"format": "int3"}, ValueError, "format: expected one of int4, int8, got 'int3'"),
     "layout": (
         {"layout": "tiles"},
         ValueError,
-        "layout: expected one of row_major, interleaved, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, got 'tiles'",
     ),
 }
 

@@ -93,11 +93,11 @@ def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pyte
     assert words[0] == "weightonly.bench"
     command_line = importlib.import_module("weightonly.bench.__main__")
     asked: list[Any] = []
-    for command in ("_run_sweep", "_run_regret"):
+    for command in ("_run_sweep", "_run_regret", "_run_chain"):
         monkeypatch.setattr(command_line, command, lambda options, common: asked.append(options))
     assert command_line.main(words[1:]) == 0
     (options,) = asked
-    assert shapes.resolve(options.shapes)
+    assert shapes.resolve(options.model if options.command == "chain" else options.shapes)
     if options.command == "sweep":
         assert options.providers == "all" or set(options.providers) <= set(PROVIDERS)
 
@@ -105,7 +105,7 @@ def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pyte
 def test_the_commands_that_the_tests_above_run_are_there() -> None:
     assert ["weightonly", "info"] in module_lines(on_a_cpu=True)
     assert {words[0] for words in module_lines(on_a_cpu=True)} == {"weightonly", "weightonly.bench"}
-    assert any(words[1] == "regret" for words in module_lines(on_a_cpu=False))
+    assert {"regret", "chain"} <= {words[1] for words in module_lines(on_a_cpu=False)}
 
 
 def test_make_targets_exist() -> None:

@@ -3,6 +3,7 @@
 
 def kernel_names() -> list[str]: ...
 def archs() -> str: ...
+def set_launch_overlap(enabled: bool) -> None: ...
 
 class Plan:
     def __init__(
@@ -16,6 +17,7 @@ class Plan:
         k_padded: int,
         group_size: int,
         split_k: int,
+        clusters: int,
         activation: int,
     ) -> None: ...
     def launch(

@@ -19,6 +19,7 @@ from .cpu import dequantize
 from .formats import load_checkpoint
 from .gemm import gemm
 from .kernels import cuda_built, kernels
+from .launch import launch_overlap, set_launch_overlap
 from .packed import PackedWeight, load, preprocess, save, unpack
 from .quantize import quantize
 
@@ -40,11 +41,13 @@ __all__ = [
     "gemm",
     "heuristics",
     "kernels",
+    "launch_overlap",
     "load",
     "load_checkpoint",
     "nn",
     "preprocess",
     "quantize",
     "save",
+    "set_launch_overlap",
     "unpack",
 ]

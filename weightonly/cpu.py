@@ -92,7 +92,7 @@ def _check_group_tensor(name: str, tensor: torch.Tensor, qweight: PackedWeight) 
 
 def _column_blocks(qweight: PackedWeight) -> Iterator[tuple[int, int]]:
     """(begin, end) over the N real columns; `begin` at a border where the layout can be cut."""
-    border = column_step(qweight.bits)
+    border = column_step(qweight.bits, qweight.layout)
     step = max(border, _BLOCK_ELEMS // qweight.k_padded // border * border)
     for begin in range(0, qweight.n, step):
         yield begin, min(begin + step, qweight.n)
@@ -102,7 +102,7 @@ def _dequantize_columns(
     qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, begin: int, end: int
 ) -> torch.Tensor:
     """Columns begin..end of the weight, fp32 [K, end - begin]."""
-    border = column_step(qweight.bits)
+    border = column_step(qweight.bits, qweight.layout)
     padded_end = -(-end // border) * border  # N itself need not be at a border; the padded N is
     q = unpack_bytes(
         qweight.data, qweight.k_padded, qweight.n_padded, qweight.bits, qweight.layout, (begin, padded_end)

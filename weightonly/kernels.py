@@ -61,13 +61,7 @@ def arch_runs_on(built: str, device: int) -> bool:
 
 def runs_on(config: KernelConfig, device: int) -> bool:
     """Whether some architecture of the build has this configuration in a form that the device runs."""
-    served = {
-        "gemm_sm70": lambda a: a == 70,
-        "gemm_sm75": lambda a: a == 75,
-        "gemm_sm80": lambda a: a >= 80,
-        "gemv": lambda a: a >= 75,
-    }[config.family]
-    return any(served(int(a.rstrip("af"))) and arch_runs_on(a, device) for a in built_archs())
+    return any(config.compiled_for(a) and arch_runs_on(a, device) for a in built_archs())
 
 
 def is_compiled(config: KernelConfig) -> bool:

@@ -5,6 +5,7 @@ last one also packs them) and has an inverse; a layout is a composition of passe
 
     row_major     add_bias_and_interleave                      words run along N, rows of K follow each other
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave
+    tiled         tile_fragments -> add_bias_and_interleave    blocks of 64 x 64, in the order of MMA fragments
 
 The order of "interleaved" is that of FasterTransformer's `preprocess_weights_for_mixed_gemm` for sm75 to
 sm89, byte for byte. With `b` bits per weight, I = 16 / b columns per line and k' the permuted row:
@@ -12,6 +13,21 @@ sm89, byte for byte. With `b` bits per weight, I = 16 / b columns per line and k
     element(k', n) = (n // I) * K * I  +  (k' // 64) * 64 * I  +  (n % I) * 64  +  k' % 64
 
 counted in elements of b bits, before the order inside a 32-bit word (see `add_bias_and_interleave`).
+
+"tiled" is the order in which MMAs take the weight as their A operand out of registers, column n of the weight
+being a row of A and row k a column of A: mma.sync m16n8k16, wgmma m64nNk16. From the outside in:
+
+    weight   stripe 0 | stripe 1 | ...               a stripe: 64 columns n; stripes follow each other along n
+    stripe   block 0 | block 1 | ...                 a block: 64 of the stripe's rows k; blocks follow along k
+    block    piece 0 | piece 1 | piece 2 | piece 3   a piece: the 16 x 64 of A that one warp of a warpgroup holds
+    piece    lane 0 | lane 1 | ... | lane 31         int4: 512 bytes, 16 per lane, 4 for each step of 16 k
+             half 0: lanes 0..31 | half 1: ...       int8: 1024 bytes, 16 per lane and half, a half being 32 k
+
+`tile_fragments` has the formulas and the pictures. Whatever begins and ends at multiples of 64 is made of whole
+blocks, so a shard of a tiled weight needs no packing of its own:
+
+    along n   a slice of the bytes, as a stripe is contiguous
+    along k   a slice [:, begin / 64 : end / 64] of the bytes viewed as [N / 64, K / 64, 512 b]
 
 Every pass is a handful of strided copies, on the device of its input: no index tensor, no loop over
 elements, never more than two int8 copies of the weight alive.
@@ -23,24 +39,40 @@ import torch
 
 ROW_MAJOR = "row_major"
 INTERLEAVED = "interleaved"
-LAYOUTS = (ROW_MAJOR, INTERLEAVED)
+TILED = "tiled"
+LAYOUTS = (ROW_MAJOR, INTERLEAVED, TILED)
 
 K_ALIGN = 64
 """Rows of a tile: 64 of them, as 16-bit activations, are one 128-byte line. K is padded to it."""
 
 N_ALIGN = {4: 64, 8: 32}
-"""Bits per weight -> N is padded to a multiple of this (FasterTransformer's own limits)."""
+"""Bits per weight -> N of row_major and interleaved is padded to a multiple of this (FasterTransformer's limits)."""
+
+TILE = 64
+"""Rows and columns of a block of "tiled": the M of a wgmma, and four steps of its K. N is padded to it."""
 
 
-def padded_shape(k: int, n: int, bits: int) -> tuple[int, int]:
-    """The shape that the passes work on: K and N rounded up to K_ALIGN and N_ALIGN[bits]."""
+def padded_shape(k: int, n: int, bits: int, layout: str) -> tuple[int, int]:
+    """The shape that the passes of `layout` work on: K and N rounded up to K_ALIGN and `column_align`."""
+    align = column_align(bits, layout)
+    return -(-k // K_ALIGN) * K_ALIGN, -(-n // align) * align
+
+
+def column_align(bits: int, layout: str) -> int:
+    """N is padded to a multiple of this. Raises ValueError for unknown `bits` or an unknown layout."""
     check_bits(bits)
-    return -(-k // K_ALIGN) * K_ALIGN, -(-n // N_ALIGN[bits]) * N_ALIGN[bits]
+    check_layout(layout)
+    return TILE if layout == TILED else N_ALIGN[bits]
 
 
-def column_step(bits: int) -> int:
-    """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word."""
-    return 32 // bits
+def column_step(bits: int, layout: str) -> int:
+    """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word, or a tiled stripe."""
+    return TILE if layout == TILED else 32 // bits
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes of a block of "tiled"."""
+    return TILE * TILE * bits // 8
 
 
 # --- one function per pass, each followed by its inverse ---------------------------------------------------
@@ -116,6 +148,77 @@ def deinterleave_columns(q: torch.Tensor, bits: int) -> torch.Tensor:
     return q.reshape(lines, tiles, columns, K_ALIGN).transpose(1, 2).reshape(lines * columns, tiles * K_ALIGN)
 
 
+def tile_fragments(q: torch.Tensor, bits: int) -> torch.Tensor:
+    """Put the weights of each lane of a warp side by side, as the A fragments of m16n8k16 and m64nNk16 hold them.
+
+    Lane l = 4 g + t (g < 8, t < 4) of warp w < 4 has, in a block, the 32 weights (h < 2, j < 4, i < 2, e < 2)
+
+        n = 64 stripe + 8 g + 2 w + h             h: row g (0) or g + 8 (1) of the warp's 16 rows of A
+        k = 64 block + 16 j + 8 i + 2 t + e       j: the step of 16 k; i: its half, k or k + 8
+
+        n % 64     0   1 | 2   3 | 4   5 | 6   7 | 8   9 | ... | 62 63      h = n % 2
+        warp w       0   |   1   |   2   |   3   |   0   | ... |   3
+        g        --------------- 0 --------------|-- 1 - ...  7 --
+
+        k % 16     0   1 | 2   3 | 4   5 | 6   7 | 8   9 | 10 11 | 12 13 | 14 15      e = k % 2
+        t            0   |   1   |   2   |   3   |   0   |   1   |   2   |   3
+        i        --------------- 0 --------------|--------------- 1 --------------
+
+    The order of n gives a lane the 8 neighbouring columns 8 g .. 8 g + 7 over the four pieces: its scales, zeros,
+    biases and results are 16 bytes each. The order of k is the MMA's own and not a better one, because wgmma
+    reads the other operand, x, from shared memory as it is. Where a lane finds a weight, after
+    `add_bias_and_interleave`, in bytes from the start of its piece; c = 8 g + 2 w:
+
+    int4: the word of step j at 16 l + 4 j, little endian; nibble p = h + 2 i + 4 e
+
+        bits    31..28   27..24   23..20   19..16 | 15..12   11..8     7..4     3..0
+        n        c + 1      c      c + 1      c   |  c + 1      c      c + 1      c
+        k       2t + 9   2t + 9   2t + 1   2t + 1 | 2t + 8   2t + 8     2t       2t      + 16 j
+        A reg      3        2        1        0   |    3        2        1        0      the half of it: 31..16 | 15..0
+
+        word & 0x000f000f is register 0, as fp16 denormals u * 2^-24; word & 0x00f000f0 is register 1, as u * 2^-20;
+        the same two of word >> 8 are registers 2 and 3.
+
+    int8: the word of step j and half i at 512 (j // 2) + 16 l + 8 (j % 2) + 4 i; byte p = h + 2 e
+
+        bits    31..24   23..16 | 15..8     7..0
+        n        c + 1      c   |  c + 1      c
+        k       2t + 1   2t + 1 |   2t       2t      + 16 j + 8 i
+        A reg   2i + 1     2i   | 2i + 1     2i      the half of it: 31..16 | 15..0
+
+        bytes 0 and 2 are register 2i, bytes 1 and 3 register 2i + 1: a byte permute each, or a mask and a shift;
+        512 = one 16-byte access of all lanes
+
+    q: int8 [K, N], K and N multiples of 64. Returns int8 [N / 64, K * 64], a stripe in each row, the words still
+    in the order that `add_bias_and_interleave` expects. Raises ValueError for another shape.
+    """
+    k, n = matrix_shape(q, bits)
+    blocks = k // _check_multiple("rows of q", k, TILE)
+    stripes = n // _check_multiple("columns of q", n, TILE)
+    return q.reshape(_fragment_sizes(blocks, stripes)).permute(_FRAGMENT_ORDER[bits]).reshape(stripes, k * TILE)
+
+
+def untile_fragments(q: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `tile_fragments`: int8 [N / 64, K * 64] -> int8 [K, N]."""
+    stripes, length = matrix_shape(q, bits)
+    blocks = length // _check_multiple("columns of q", length, TILE * TILE)
+    sizes, order = _fragment_sizes(blocks, stripes), _FRAGMENT_ORDER[bits]
+    tiled = q.reshape([sizes[d] for d in order])
+    return tiled.permute([order.index(d) for d in range(len(order))]).reshape(blocks * TILE, stripes * TILE)
+
+
+def _fragment_sizes(blocks: int, stripes: int) -> tuple[int, ...]:
+    """[K, N] as the digits of k and n: (block, j // 2, j % 2, i, t, e, stripe, g, w, h)."""
+    return blocks, 2, 2, 2, 4, 2, stripes, 8, 4, 2
+
+
+_FRAGMENT_ORDER = {
+    4: (6, 0, 8, 7, 4, 1, 2, 3, 9, 5),  # (stripe, block, w, g, t, j // 2, j % 2, i, h, e), a word being (i, h, e)
+    8: (6, 0, 8, 1, 7, 4, 2, 3, 9, 5),  # (stripe, block, w, j // 2, g, t, j % 2, i, h, e), a word being (h, e)
+}
+"""Bits per weight -> the digits of `_fragment_sizes` in the order of memory, from the outside in."""
+
+
 def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
     """Make the values unsigned, re-order them inside each 32-bit word, and pack them.
 
@@ -160,13 +263,16 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
     """
     check_layout(layout)
     k, n = matrix_shape(q, bits)
-    if (k, n) != padded_shape(k, n, bits):
-        raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {N_ALIGN[bits]}, got [{k}, {n}]")
+    if (k, n) != padded_shape(k, n, bits, layout):
+        align = column_align(bits, layout)
+        raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
     check_range(q, bits)
     if layout == INTERLEAVED:
         q = permute_rows(q, bits)  # (K', N)
         q = transpose(q)  # (N, K')
         q = interleave_columns(q, bits)  # (N / I, K' * I)
+    elif layout == TILED:
+        q = tile_fragments(q, bits)  # (N / 64, K * 64)
     return _bias_and_pack(q, bits).view(-1)
 
 
@@ -175,16 +281,19 @@ def unpack_bytes(
 ) -> torch.Tensor:
     """The inverse of `pack_bytes`: uint8 [k * n * bits / 8] -> contiguous int8 [k, n].
 
-    columns: (begin, end), multiples of `column_step(bits)`: read these columns only, no other bytes.
+    columns: (begin, end), multiples of `column_step(bits, layout)`: read these columns only, no other bytes.
     """
     check_layout(layout)
     begin, end = columns if columns is not None else (0, n)
-    step = column_step(bits)
+    step = column_step(bits, layout)
     if begin % step or end % step or not 0 <= begin < end <= n:
         raise ValueError(f"columns: expected multiples of {step} within 0..{n}, got ({begin}, {end})")
     if layout == ROW_MAJOR:
         rows = data.view(k, n * bits // 8)[:, begin * bits // 8 : end * bits // 8]
         return remove_bias_and_deinterleave(rows, bits)
+    if layout == TILED:
+        stripes = data.view(n // TILE, k * TILE * bits // 8)[begin // TILE : end // TILE]
+        return untile_fragments(remove_bias_and_deinterleave(stripes, bits), bits)
     interleave = 16 // bits
     lines = data.view(n // interleave, k * interleave * bits // 8)[begin // interleave : end // interleave]
     q = remove_bias_and_deinterleave(lines, bits)  # (N / I, K' * I)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,11 +53,11 @@ class Linear(torch.nn.Module):
 
         Raises ValueError for `bits`, a group size or an activation that does not exist.
         """
-        k_padded, n_padded = padded_shape(in_features, out_features, bits)
+        layout = INTERLEAVED if arch is None else layout_for_arch(arch)
+        k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
         groups = in_features // resolve_group_size(group_size, in_features)
         data = torch.zeros(k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
         scales = torch.zeros(groups, out_features, dtype=dtype, device=device)
-        layout = INTERLEAVED if arch is None else layout_for_arch(arch)
         self._adopt(
             PackedWeight(data, in_features, out_features, f"int{bits}", layout),
             scales,
@@ -172,14 +172,29 @@ class Linear(torch.nn.Module):
         return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take the layout of loaded bytes. Raises ValueError if their shape or format is another."""
+        """Take the layout of loaded bytes, and make room for them where it pads to another size.
+
+        Raises ValueError if their shape or format is another, or the layout unknown.
+        """
         fields = json.loads(bytes(state.tolist()))
         packed = self.packed
         expected = {"k": packed.k, "n": packed.n, "format": packed.format}
         got = {name: fields.get(name) for name in expected}
         if got != expected:
             raise ValueError(f"state dict: expected a weight with {expected}, got {got}")
-        self._packed = PackedWeight(packed.data, packed.k, packed.n, packed.format, fields.get("layout"))
+        layout = fields.get("layout")
+        k_padded, n_padded = padded_shape(packed.k, packed.n, packed.bits, layout)
+        size_bytes = k_padded * n_padded * packed.bits // 8
+        if self.qweight.numel() != size_bytes:
+            self.qweight = self.qweight.new_empty(size_bytes)
+        self._packed = PackedWeight(self.qweight, packed.k, packed.n, packed.format, layout)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # PyTorch loads the extra state last, but the layout in it decides how many bytes there are to load.
+        state = state_dict.get(f"{prefix}_extra_state")
+        if state is not None:
+            self.set_extra_state(state)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
         super()._apply(fn, recurse)

@@ -12,14 +12,29 @@ from typing import Any
 
 import torch
 
-from .layout import INTERLEAVED, ROW_MAJOR, check_layout, matrix_shape, pack_bytes, padded_shape, unpack_bytes
+from .layout import (
+    INTERLEAVED,
+    ROW_MAJOR,
+    TILE,
+    TILED,
+    block_bytes,
+    check_layout,
+    matrix_shape,
+    pack_bytes,
+    padded_shape,
+    unpack_bytes,
+)
 
 FORMAT_BITS = {"int4": 4, "int8": 8}
 """Format of a weight -> bits of one value."""
 
-# sm70 and sm72 have no ldmatrix: their kernels read B row by row and dequantize it after the global load.
-_ARCH_LAYOUT = {70: ROW_MAJOR, 72: ROW_MAJOR} | dict.fromkeys(
-    (75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121), INTERLEAVED
+# sm70 and sm72 have no ldmatrix: their kernels read B row by row and dequantize it after the global load. sm90 has
+# wgmma, whose one operand in registers is A: the weight becomes A, in the order of its fragments.
+_ARCH_LAYOUT = (
+    dict.fromkeys((70, 72), ROW_MAJOR)
+    | dict.fromkeys((75, 80, 86, 87, 89), INTERLEAVED)
+    | {90: TILED}
+    | dict.fromkeys((100, 101, 103, 110, 120, 121), INTERLEAVED)
 )
 
 _FILE_VERSION = "1"
@@ -33,7 +48,7 @@ class PackedWeight:
     data: uint8, one dimension, contiguous: k_padded * n_padded * bits / 8 bytes.
     k, n: the shape of the weight before padding.
     format: "int4" or "int8".
-    layout: "row_major" or "interleaved"; says what the bytes mean, as their number and shape cannot.
+    layout: "row_major", "interleaved" or "tiled"; says what the bytes mean, as their number and shape cannot.
 
     Raises TypeError or ValueError for data that does not fit the other fields.
     """
@@ -50,7 +65,7 @@ class PackedWeight:
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
         bits = FORMAT_BITS[format]
-        k_padded, n_padded = padded_shape(k, n, bits)
+        k_padded, n_padded = padded_shape(k, n, bits, layout)
         if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
             raise TypeError(f"data: expected a uint8 tensor, got {getattr(data, 'dtype', type(data).__name__)}")
         if data.dim() != 1 or not data.is_contiguous():
@@ -82,6 +97,48 @@ class PackedWeight:
         """The same bytes on `device`; `self` if they are there already. The layout is kept as it is."""
         data = self.data.to(device)
         return self if data is self.data else PackedWeight(data, self.k, self.n, self.format, self.layout)
+
+    def slice_n(self, begin: int, end: int) -> PackedWeight:
+        """Columns begin..end of a tiled weight, as if they had been packed alone: w[:, begin:end].
+
+        begin, end: multiples of 64; `end` may be N too. Goes with scales[:, begin:end], zeros and bias alike.
+        Returns a weight [K, end - begin] on the same bytes, without a copy: it keeps the memory of the whole.
+
+        Raises ValueError for another layout, an empty range or one beyond N, and other borders; TypeError for
+        borders that are not integers.
+        """
+        self._check_slice("N", self.n, begin, end)
+        stripe_bytes = self.k_padded // TILE * block_bytes(self.bits)
+        data = self.data[begin // TILE * stripe_bytes : -(-end // TILE) * stripe_bytes]
+        return PackedWeight(data, self.k, end - begin, self.format, self.layout)
+
+    def slice_k(self, begin: int, end: int) -> PackedWeight:
+        """Rows begin..end of a tiled weight, as if they had been packed alone: w[begin:end].
+
+        begin, end: multiples of 64; `end` may be K too. Where the group size g divides both, the slice goes with
+        scales[begin // g : end // g] and zeros alike; scales per channel stay as they are.
+        Returns a weight [end - begin, N] on a copy of its bytes, as every stripe has some of them.
+
+        Raises ValueError for another layout, an empty range or one beyond K, and other borders; TypeError for
+        borders that are not integers.
+        """
+        self._check_slice("K", self.k, begin, end)
+        blocks = self.data.view(self.n_padded // TILE, self.k_padded // TILE, block_bytes(self.bits))
+        part = blocks[:, begin // TILE : -(-end // TILE)].clone(memory_format=torch.contiguous_format)
+        return PackedWeight(part.view(-1), end - begin, self.n, self.format, self.layout)
+
+    def _check_slice(self, dimension: str, size: int, begin: int, end: int) -> None:
+        if self.layout != TILED:
+            raise ValueError(f"layout: expected {TILED!r}, the one that can be sliced, got {self.layout!r}")
+        for name, border in (("begin", begin), ("end", end)):
+            if isinstance(border, bool) or not isinstance(border, int):
+                raise TypeError(f"{name}: expected an int, got {type(border).__name__}")
+        if not 0 <= begin < end <= size:
+            raise ValueError(f"begin, end: expected 0 <= begin < end <= {dimension} = {size}, got {begin}, {end}")
+        if begin % TILE:
+            raise ValueError(f"begin: expected a multiple of {TILE}, got {begin}")
+        if end % TILE and end != size:
+            raise ValueError(f"end: expected a multiple of {TILE} or {dimension} = {size}, got {end}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this weight to a safetensors file; see `save`."""
@@ -126,7 +183,7 @@ def preprocess(
     """Bring a quantized weight into the byte order of a GPU's kernels: once, before deployment.
 
     q: int8 [K, N], K, N >= 1, any device; values -8..7 for bits=4. Padded with zeros to multiples of 64 in K
-        and 64 (int4) or 32 (int8) in N.
+        and 64 in N, but 32 in N for int8 that is not "tiled".
     arch: the GPU to pack for, "sm70" to "sm121" in any common spelling ("sm_80", 80, "sm90a").
     layout: the layout itself, instead of an arch. With neither: the layout of the device of `q`; for a CPU
         tensor that of the visible GPU, else "interleaved".
@@ -139,7 +196,7 @@ def preprocess(
     layout = _resolve_layout(q, arch, layout)
     if q.numel() == 0:
         raise ValueError(f"q: expected shape [K, N] with K, N >= 1, got {list(q.shape)}")
-    k_padded, n_padded = padded_shape(k, n, bits)
+    k_padded, n_padded = padded_shape(k, n, bits, layout)
     if (k_padded, n_padded) != (k, n):
         q = torch.nn.functional.pad(q, (0, n_padded - n, 0, k_padded - k))
     return PackedWeight(pack_bytes(q, bits, layout), k, n, f"int{bits}", layout)

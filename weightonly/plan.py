@@ -6,9 +6,10 @@ import torch
 
 from .checks import check_out
 from .heuristics import KernelConfig, Problem, select
-from .heuristics.configs import MAX_SPLIT_K, TypeConfig
-from .heuristics.cost import machine
-from .heuristics.select import parts_of_k
+from .heuristics.configs import FAMILIES, TypeConfig
+from .heuristics.cost import cluster_slots, machine
+from .heuristics.legal import parts_of_k, smem_bytes, splits_evenly
+from .heuristics.problem import layouts_of
 from .kernels import _C, HOW_TO_BUILD, built_archs, cuda_built, device_arch, kernel_numbers, runs_on, sm_count
 from .packed import PackedWeight
 
@@ -58,9 +59,10 @@ class Plan:
         arch = device_arch(self.device)
         check_kernels(arch)
         sms = sm_count(self.device)
-        problem = Problem(self.m, qweight.n, qweight.k, qweight.format, group_size, arch, sms)
+        w = qweight
+        problem = Problem(self.m, w.n, w.k, w.format, group_size, arch, sms, w.layout, has_zeros)
         types = TypeConfig(_DTYPE_NAMES[x.dtype], qweight.format, scale_mode(group_size, has_zeros))
-        self.config = config = choose(problem, types, qweight.layout, config)
+        self.config = config = choose(problem, types, config)
         # Rows that can be read where they are: 2-D (or one row), contiguous inside, 16-byte aligned strides.
         flat = x.dim() <= 2 or x.is_contiguous()
         self.ldx = x.stride(-2) if x.dim() == 2 and self.m > 1 else qweight.k
@@ -68,7 +70,8 @@ class Plan:
         aligned = self.x_k == qweight.k and self.ldx % 8 == 0
         self.rows_aligned = flat and inner and aligned and self.ldx >= qweight.k
         self.ld_scales = qweight.n_padded
-        self.partials = config.split_k * self.m * qweight.n_padded if config.split_k > 1 else 0
+        meets_in_memory = config.split_k > 1 and not config.shares_cluster
+        self.partials = config.split_k * self.m * qweight.n_padded if meets_in_memory else 0
         self.launch = _C.Plan(
             kernel=kernel_numbers()[f"{config.kernel}_{types.name}"],
             device=self.device,
@@ -79,6 +82,7 @@ class Plan:
             k_padded=qweight.k_padded,
             group_size=qweight.k_padded if group_size == -1 else group_size,
             split_k=config.split_k,
+            clusters=cluster_slots(sms, config.split_k) if config.shares_cluster else 1,
             activation=_ACTIVATION_NUMBERS[activation],
         ).launch
 
@@ -190,23 +194,24 @@ def check_kernels(arch: int) -> None:
         )
 
 
-def choose(problem: Problem, types: TypeConfig, layout: str, config: KernelConfig | None) -> KernelConfig:
+def choose(problem: Problem, types: TypeConfig, config: KernelConfig | None) -> KernelConfig:
     """The configuration to run: the given one if it can, else the heuristic's; errors say what is wrong."""
     if problem.k_padded > _MAX_K:
         raise ValueError(f"qweight: expected K of at most {_MAX_K} on a GPU, got {problem.k}")
     gpu = f"a GPU of compute capability {problem.arch / 10}"
     if config is None:
         p = problem
-        config = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count)
-        if layout != config.layout:
+        if p.layout not in layouts_of(p.arch):
+            read = " or ".join(repr(layout) for layout in layouts_of(p.arch))
             raise ValueError(
-                f"qweight: packed in layout {layout!r}, but {gpu} reads {config.layout!r}; "
-                f"call preprocess(q, bits, arch='sm{problem.arch}')"
+                f"qweight: packed in layout {p.layout!r}, but {gpu} reads {read}; "
+                f"call preprocess(q, bits, arch='sm{p.arch}')"
             )
-        if types.dtype == "bf16" and problem.arch < 80:
+        if types.dtype == "bf16" and p.arch < 80:
             raise TypeError(f"x: expected dtype torch.float16 on {gpu} (bf16 needs 8.0), got torch.bfloat16")
+        config = select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
     else:
-        check_config(config, problem, types, layout)
+        check_config(config, problem, types)
     if not runs_on(config, problem.arch) or f"{config.kernel}_{types.name}" not in kernel_numbers():
         raise RuntimeError(
             f"no kernel {config.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
@@ -215,30 +220,42 @@ def choose(problem: Problem, types: TypeConfig, layout: str, config: KernelConfi
     return config
 
 
-def check_config(config: KernelConfig, problem: Problem, types: TypeConfig, layout: str) -> None:
-    if config.layout != layout:
-        raise ValueError(f"config: {config} reads layout {config.layout!r}, but qweight is packed as {layout!r}")
+def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> None:
+    """Raises ValueError unless the configuration computes this problem; it says what is wrong."""
+    if config.layout != problem.layout:
+        packed = f"but qweight is packed as {problem.layout!r}"
+        raise ValueError(f"config: {config} reads layout {config.layout!r}, {packed}")
     if problem.format not in config.formats:
         formats = ", ".join(config.formats)
         raise ValueError(f"config: {config} reads {formats}, but qweight is {problem.format}")
     if problem.m > config.max_m:
         raise ValueError(f"config: {config} computes at most {config.max_m} rows, but x has {problem.m}")
-    if types.dtype == "bf16" and config.family in ("gemm_sm70", "gemm_sm75"):
+    if types.dtype not in FAMILIES[config.family].dtypes:
         raise ValueError(f"config: {config} computes fp16 alone, but x is bf16")
     if problem.arch < config.min_arch:
         raise ValueError(
             f"config: {config} needs compute capability {config.min_arch / 10}, but the GPU has {problem.arch / 10}"
         )
-    smem_bytes, limit_bytes = config.smem_bytes(problem.format), machine(problem.arch).smem_bytes
-    if smem_bytes > limit_bytes:
+    if config.shares_cluster and problem.arch != config.min_arch:
         raise ValueError(
-            f"config: {config} needs {smem_bytes} bytes of shared memory for {problem.format}, "
+            f"config: {config} runs on compute capability {config.min_arch / 10} alone, "
+            f"but the GPU has {problem.arch / 10}"
+        )
+    if not 1 <= config.split_k <= config.max_split_k:
+        raise ValueError(f"config: expected split_k of 1 to {config.max_split_k}, got {config.split_k}")
+    needed_bytes, limit_bytes = smem_bytes(config, problem), machine(problem.arch).smem_bytes
+    if needed_bytes > limit_bytes:
+        raise ValueError(
+            f"config: {config} needs {needed_bytes} bytes of shared memory for {problem.format}, "
             f"but the GPU has {limit_bytes}"
         )
-    if not 1 <= config.split_k <= MAX_SPLIT_K:
-        raise ValueError(f"config: expected split_k of 1 to {MAX_SPLIT_K}, got {config.split_k}")
+    if config.shares_cluster and not splits_evenly(config.shared_sums, config.split_k):
+        raise ValueError(
+            f"config: split_k of {config.split_k} leaves a CTA of the cluster without sums to finish: "
+            f"{config.kernel} has {config.shared_sums} parts of them"
+        )
     units = parts_of_k(config, problem)
-    if (config.split_k - 1) * -(-units // config.split_k) >= units:
+    if not splits_evenly(units, config.split_k):
         raise ValueError(
             f"config: split_k of {config.split_k} leaves a part of K without work: K = {problem.k} "
             f"is {units} units of {config.kernel}"

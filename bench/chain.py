@@ -1,0 +1,184 @@
+"""The linears of a model's layers, one after another: what decoding costs when every weight is used once.
+
+`python -m weightonly.bench chain --model llama3-8b --layers 32 --m 1 16`
+
+Single kernels are timed apart from each other (sweep.py). In a chain a kernel's launch, its first loads and its last
+stores can hide behind its neighbours: with overlap of launches (programmatic dependent launch) they do. Each linear
+reads the result of the one before it, as in a model; what lies between them there (attention, norms) is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import weightonly as wo
+
+from .providers import nbytes
+from .roofline import activation_bytes, ceilings, roofline_us
+from .shapes import NAMED, Shape, resolve
+from .sweep import check_arguments, default_device
+from .timing import overlapping, time_calls
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One packed weight of random values."""
+
+    qweight: wo.PackedWeight
+    scales: torch.Tensor  # [k/g, n]
+    zeros: torch.Tensor | None  # [k/g, n]
+
+    @classmethod
+    def random(
+        cls, shape: Shape, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        """Values whose product keeps the size of x, so that a long chain neither vanishes nor overflows."""
+        k, n = shape
+        limit = (1 << (bits - 1)) - 1
+        # Without a mean: the sum of a row would grow by sqrt(k) times it from linear to linear.
+        q = torch.randint(-limit, limit + 1, (k, n), dtype=torch.int8, device=device)  # [k, n]
+        mean_square = limit * (limit + 1) / 3
+        groups = 1 if group_size == -1 else k // group_size
+        scales = torch.full((groups, n), (mean_square * k) ** -0.5, dtype=dtype, device=device)
+        zeros = None if symmetric else torch.zeros_like(scales)
+        return cls(wo.preprocess(q, bits=bits), scales, zeros)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.qweight.data, self.scales, self.zeros)
+
+
+class Chain:
+    """`layers` times the linears of `shapes`, all weights distinct, and the results between them for M = m."""
+
+    def __init__(self, linears: Sequence[Linear], m: int) -> None:
+        first = linears[0]
+        self.linears = linears
+        dtype, device = first.scales.dtype, first.scales.device
+        self.x = torch.randn(m, first.qweight.k, dtype=dtype, device=device)  # [m, k] of the first
+        # each [m, n]
+        self.results = [torch.empty(m, linear.qweight.n, dtype=dtype, device=device) for linear in linears]
+
+    def run(self) -> None:
+        """One pass. A linear with fewer inputs than the one before it has outputs takes the first of them."""
+        x = self.x
+        for linear, out in zip(self.linears, self.results, strict=True):
+            x = wo.gemm(x[:, : linear.qweight.k], linear.qweight, linear.scales, zeros=linear.zeros, out=out)
+
+    def check(self) -> None:
+        """RuntimeError unless the last result is that without overlap, bit for bit, and the first linear's is right."""
+        with overlapping(True):
+            self.run()
+            together = self.results[-1].clone()
+        with overlapping(False):
+            self.run()
+        if not torch.equal(together, self.results[-1]) or not together.isfinite().all():
+            raise RuntimeError("chain: expected the same finite result with and without overlap of launches")
+        first = self.linears[0]
+        expected = self.x.float() @ wo.dequantize(first.qweight, first.scales, first.zeros).float()
+        error = float((self.results[0].float() - expected).norm() / expected.norm())
+        if not error < 0.01:
+            raise RuntimeError(f"chain: relative error of the first linear is {error:.3g}, expected below 0.01")
+
+
+def _shapes_of(model: str) -> list[Shape]:
+    """The linears of one layer, in order. Raises ValueError unless each has inputs enough from the one before it."""
+    if model not in NAMED:
+        raise ValueError(f"model: expected one of {', '.join(NAMED)}, got {model!r}")
+    shapes = resolve(model)
+    for (_, n), (k, _) in itertools.pairwise([*shapes, shapes[0]]):
+        if n < k:
+            raise ValueError(f"model: expected a chain, but in {model} a linear of {k} inputs follows {n} outputs")
+    return shapes
+
+
+def chain(
+    model: str = "llama3-8b",
+    layers: int = 32,
+    batch: int | Iterable[int] = (1, 16),
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+    symmetric: bool = True,
+    device: torch.device | str | None = None,
+    budget_ms: float = 200.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Time `layers` times the linears of one layer of `model`, as one CUDA graph (on a CPU: one call after another).
+
+    `model`: "llama3-8b", "llama3-70b" or another name of shapes that follow each other. Other arguments as `sweep`.
+    Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
+    Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).
+
+    Returns one row per m and `overlap` (on a CPU only False): `ms` per pass (median, with `ms_min`), `us_per_linear`,
+    `tb_s` (weights, x and y of all linears, 10**12 bytes/s), `roofline_ms` (sum of the rooflines of the linears) and
+    `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError naming the argument as `sweep`.
+    """
+    shapes = _shapes_of(model)
+    sizes = check_arguments(shapes, batch, bits, group_size, dtype, budget_ms)
+    if not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers: expected a positive integer, got {layers!r}")
+    where = default_device(device)
+    limits = ceilings(where)
+    linears = [
+        Linear.random(shape, bits, group_size, symmetric, dtype, where)
+        for _ in tqdm(range(layers), disable=not progress, unit="layer", desc="weights")
+        for shape in shapes
+    ]
+    weight_bytes = sum(linear.nbytes for linear in linears)
+    rows: list[dict[str, object]] = []
+    for m in sizes:
+        calls = Chain(linears, m)
+        calls.check()
+        moved = weight_bytes + layers * sum(activation_bytes(m, k, n) for k, n in shapes)
+        roofline_ms = (
+            1e-3
+            * layers
+            * math.fsum(
+                roofline_us(m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits)
+                for k, n in shapes
+            )
+        )
+        for overlap in (False, True) if where.type == "cuda" else (False,):
+            with overlapping(overlap):
+                timing = time_calls([calls.run], where, budget_ms=budget_ms)
+            rows.append(
+                {
+                    "model": model,
+                    "layers": layers,
+                    "m": m,
+                    "format": f"int{bits}",
+                    "group_size": group_size,
+                    "overlap": overlap,
+                    "ms": timing.us / 1e3,
+                    "ms_min": timing.min_us / 1e3,
+                    "us_per_linear": timing.us / len(linears),
+                    "tb_s": moved / timing.us / 1e6,
+                    "roofline_ms": roofline_ms,
+                    "x_roofline": timing.us / 1e3 / roofline_ms,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def chain_table(frame: pd.DataFrame) -> str:
+    """The rows of `chain` as a table. Needs the package tabulate."""
+    table = pd.DataFrame(
+        {
+            "M": frame["m"],
+            "overlap": ["yes" if overlap else "no" for overlap in frame["overlap"]],
+            "ms per pass": frame["ms"],
+            "us per linear": frame["us_per_linear"],
+            "TB/s": frame["tb_s"],
+            "x sum of rooflines": frame["x_roofline"],
+        }
+    )
+    return str(table.dropna(axis=1, how="all").to_markdown(index=False, floatfmt=".3f"))

@@ -1,0 +1,163 @@
+// The stream of weights of a kernel on tiled weights: what one warp has in flight, and in what order it comes.
+//
+// A piece is what a warp multiplies at a time: kRowTiles tiles of 16 columns by kPieceK of k, with the scales (and zero
+// points) of its stripe for each group of k in it. They come by cp.async, 16 bytes a lane. A lane's weights are copied by
+// itself: the order of a thread's copies is all the synchronization that they need, but scales are read by other lanes,
+// after a __syncwarp.
+//
+// Measured on an H200, loads straight into registers stream 6% faster, but the compiler has six scoreboards, lets several
+// stages share one, and so waits for the newest; bulk copies of these sizes cost a microsecond more in latency
+// (bench/NOTES.md).
+#pragma once
+
+#include "cute/arch/util.hpp"
+#include "cutlass_ext/scale_mode.h"
+#include "cutlass_ext/tiled_layout.h"
+#include "kernels/params.h"
+
+namespace weightonly {
+
+/// 16 bytes, through the L2 alone.
+CUTLASS_DEVICE void copy_async(uint32_t target, void const* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+/// The first `bytes` of 16 from `source`, the rest zero.
+CUTLASS_DEVICE void copy_async_or_zero(uint32_t target, void const* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+CUTLASS_DEVICE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until no more than kNewer of this thread's commits are under way.
+template <int kNewer>
+CUTLASS_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewer) : "memory");
+}
+
+template <int kWords>
+CUTLASS_DEVICE void read_shared(uint32_t (&words)[kWords], uint32_t address) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  }
+}
+
+/// kGroups: groups of k in a piece with scales of their own. kPieceBlocks_: of 64 k.
+template <class Element, class Weight, ScaleMode kScaleMode, int kRowTiles, int kGroups, int kPieceBlocks_>
+struct WeightRing {
+  using Layout = TiledLayout<Weight>;
+  static constexpr int kPieceBlocks = kPieceBlocks_;
+  static constexpr int kPieceK = kPieceBlocks * Layout::kBlockK;
+  static constexpr int kGroupK = kPieceK / kGroups;
+  static constexpr bool kHasScales = kScaleMode != ScaleMode::kChannel;
+  static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
+
+  // A slot: the piece's blocks, each [tile][16 bytes of each lane, kLoads times], then rows of 64 scales, one per group, then
+  // zero points likewise.
+  static constexpr int kBlockBytes = kRowTiles * Layout::kPieceBytes;
+  static constexpr int kWeightsBytes = kPieceBlocks * kBlockBytes;
+  static constexpr int kScaleRowBytes = Layout::kStripe * int(sizeof(Element));
+  static constexpr int kScaleRows = kHasScales ? (kHasZeros ? 2 : 1) * kGroups : 0;
+  static constexpr int kSlotBytes = kWeightsBytes + kScaleRows * kScaleRowBytes;
+  static_assert(kGroups <= 4, "eight lanes copy a row, a warp four rows at once");
+
+  /// Where lies what one lane copies.
+  struct Source {
+    char const* weight;
+    char const* scales;
+    char const* zeros;
+
+    /// tile: of 16 columns, over all of N.
+    CUTLASS_DEVICE Source(GemmParams const& p, int tile, int lane) {
+      int const stripe = tile / Layout::kPieces;
+      int const piece = tile % Layout::kPieces;
+      weight = static_cast<char const*>(p.weight) + Layout::block_offset(stripe, 0, p.k_padded / Layout::kBlockK) +
+               piece * Layout::kPieceBytes + lane * 16;
+      int64_t const row = stripe * kScaleRowBytes + lane % 8 * 16;
+      scales = static_cast<char const*>(p.scales) + row;
+      zeros = static_cast<char const*>(p.zeros) + row;
+    }
+
+    CUTLASS_DEVICE char const* piece(int index) const {
+      return weight + int64_t(index) * (kPieceBlocks * Layout::kBlockBytes);
+    }
+  };
+
+  /// A lane's columns of `tile` and the kRowTiles - 1 after it, in row 0 of a slot's scales.
+  CUTLASS_DEVICE static uint32_t scale_offset(int tile, int lane) {
+    return kWeightsBytes + lane / 4 * 16 + tile % Layout::kPieces * 4;
+  }
+
+  CUTLASS_DEVICE static void fetch(uint32_t slot, Source const& source, GemmParams const& p, int piece, int lane) {
+    fetch_weights(slot, source, p, piece, lane);
+    if constexpr (kHasScales) fetch_scales(slot, source, p, piece, kGroups, kGroupK, lane);
+  }
+
+  CUTLASS_DEVICE static void fetch_weights(uint32_t slot, Source const& source, GemmParams const& p, int piece,
+                                           int lane) {
+    char const* const weight = source.piece(piece);
+    bool const is_whole = (piece + 1) * kPieceK <= p.k_padded;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kPieceBlocks; ++block) {
+      // The half that a last piece may lack meets zeros of x, and scales of zero: any integers will do.
+      if (block > 0 && !is_whole) break;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowTiles * Layout::kLoads; ++i) {
+        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512, weight + block * Layout::kBlockBytes + i * 512);
+      }
+    }
+  }
+
+  /// groups, group_k: as kGroups and kGroupK, or fewer and longer.
+  CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int piece,
+                                          int groups, int group_k, int lane) {
+    int const row = lane / 8;
+    if (row >= groups) return;
+    // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
+    int const k = piece * kPieceK + row * group_k;
+    int const bytes = k < p.k ? 16 : 0;
+    uint64_t const offset = uint64_t(uint32_t(p.group.of(k))) * uint32_t(p.ld_scales * int(sizeof(Element)));
+    uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
+    copy_async_or_zero(target, source.scales + offset, bytes);
+    if constexpr (kHasZeros) copy_async_or_zero(target + kGroups * kScaleRowBytes, source.zeros + offset, bytes);
+  }
+
+  /// Brings a piece into the L2 and nothing nearer: allowed before the kernels that precede this one have ended, even if
+  /// one of them writes these bytes.
+  CUTLASS_DEVICE static void prefetch(Source const& source, GemmParams const& p, int piece, int lane) {
+    constexpr int kLines = kRowTiles * Layout::kPieceBytes / 128;  // of a block
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPieceBlocks * kLines; i += 32) {
+      int const line = i + lane;
+      int const block = line / kLines;
+      char const* const address = source.piece(piece) - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
+      if (block < kPieceBlocks && (piece * kPieceBlocks + block) * Layout::kBlockK < p.k_padded) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void read_block(uint32_t (&words)[kRowTiles][Layout::kLaneWords], uint32_t slot, int block,
+                                        int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowTiles; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Layout::kLoads; ++j) {
+        read_shared(reinterpret_cast<uint32_t (&)[4]>(words[i][4 * j]),
+                    slot + block * kBlockBytes + lane * 16 + (i * Layout::kLoads + j) * 512);
+      }
+    }
+  }
+};
+
+}  // namespace weightonly

@@ -1,0 +1,29 @@
+"""What the choices of a model cost by measurements, quick enough for a random search."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Choices:
+    """The measured configurations of many problems, of which a model takes the one it deems quickest.
+
+    cell      number of the problem, of each measurement that may be chosen
+    measured  us
+    best      us, of the best configuration of the problem, for each measurement
+    """
+
+    def __init__(self, cell: NDArray, measured: NDArray, best: NDArray) -> None:
+        self._order = np.argsort(cell, kind="stable")
+        self._starts = np.flatnonzero(np.r_[True, np.diff(cell[self._order]) > 0])
+        self._counts = np.diff(np.r_[self._starts, len(cell)])
+        self._measured = measured[self._order]
+        self._best = best[self._order][self._starts]
+        self.cells = cell[self._order][self._starts]  # in the order of `regret`
+
+    def regret(self, predicted: NDArray) -> NDArray:
+        """Chosen / best - 1 of each cell, by predicted times; of configurations that tie the slowest counts."""
+        times = predicted[self._order]
+        is_choice = times == np.repeat(np.minimum.reduceat(times, self._starts), self._counts)
+        return np.maximum.reduceat(np.where(is_choice, self._measured, 0.0), self._starts) / self._best - 1

@@ -1,0 +1,431 @@
+"""Fits calibration_sm90.py, for fit.py: the constants of the Hopper kernels, from times of whole kernels.
+
+As for the others, least squares of log(time) comes first, then a random search that moves the constants so that the
+choices cost least. It starts from START, whatever the file holds, so that the same measurements give the same
+constants; only a kernel that was not measured keeps those of the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from . import calibration_sm90
+from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost, KernelTimes
+from .configs import CONFIGS, MAX_CLUSTER, KernelConfig
+from .cost import TILE_PIECE_BYTES, decode_work, gemm_sm90_work, problem_bytes
+from .fit_choices import Choices
+from .legal import worth_a_look
+from .problem import Problem
+
+Cost = DecodeCost | GemmSm90Cost
+
+FAMILIES: dict[str, Cost] = {"decode_sm90": DECODE_SM90, "gemm_sm90": GEMM_SM90}
+"""The families, and their constants as the file has them."""
+
+CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
+
+# Constants of a family: start, least, most.
+START: dict[str, dict[str, tuple[float, float, float]]] = {
+    "decode_sm90": {
+        "fixed_us": (2.6, 1.0, 6.0),
+        "cluster_us": (0.5, 0.05, 3.0),
+        "cta_us": (0.05, 0.005, 0.5),
+        "tb_s": (4.4, 3.0, 4.6),
+        "unhidden": (0.05, 0.002, 0.5),
+        "sm_kb_us": (40.0, 25.0, 80.0),
+        "x_kb_us": (45.0, 20.0, 300.0),
+    },
+    "gemm_sm90": {
+        "fixed_us": (3.0, 1.0, 6.0),
+        "cluster_us": (0.5, 0.05, 3.0),
+        "cta_us": (0.05, 0.005, 0.5),
+        "tb_s": (4.4, 3.0, 4.6),
+        "unhidden": (0.05, 0.002, 0.5),
+        "idle": (0.15, 0.002, 0.5),
+    },
+}
+_UNIT_BOUNDS = (0.25, 4.0)  # times its start
+_END_BOUNDS = (0.02, 15.0)
+
+# A constant that is an e-fold away from START weighs as much as an error of this in the best time of one problem: it
+# decides only what the measurements leave open.
+_PRIOR = 0.02
+
+
+def start_times(config: KernelConfig) -> KernelTimes:
+    """Where the search for a kernel's constants starts."""
+    if config.family == "decode_sm90":
+        return KernelTimes(0.016 + 0.001 * config.block_m, 0.4)
+    outputs = config.block_m * config.block_n / (128 * 128)
+    return KernelTimes(0.8 * outputs**0.7, 0.5 + 3 * outputs)
+
+
+@dataclass
+class Constants:
+    """Those of a family, as logarithms."""
+
+    shared: NDArray
+    kernels: NDArray  # [kernel, (unit, end)]
+
+    def copy(self) -> Constants:
+        return Constants(self.shared.copy(), self.kernels.copy())
+
+
+class Rows:
+    """The measurements of a family by (kernel, format), and what the model needs of each.
+
+    best_us  of the best configuration of the same problem, of either family
+    cell     number of the problem
+    """
+
+    def __init__(self, family: str, frame: pd.DataFrame) -> None:
+        self.family = family
+        frame = frame[frame.family == family].sort_values(["kernel", "format"], kind="stable")
+        by_kernel = frame.groupby(["kernel", "format"], sort=True)
+        self.keys: list[tuple[str, str]] = list(by_kernel.groups)
+        ends = np.cumsum(by_kernel.size().to_numpy()) if len(frame) else np.zeros(0, int)
+        self.parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=False)]
+        self.kernel = np.repeat(np.arange(len(self.keys)), np.diff([0, *ends]))
+        self.us, self.best_us = frame.us.to_numpy(float), frame.best_us.to_numpy(float)
+        self.cell = frame.cell.to_numpy(int)
+        # Those near the best weigh most: among them select chooses.
+        self.weight = np.where(frame.coarse.to_numpy(bool), 0.0, (self.best_us / self.us) ** 2)
+        configs = _configs()
+        pairs = [(configs[row.config], _problem(row)) for row in frame.itertuples(index=False)]
+        self.is_candidate = np.array([_is_candidate(c, p.m) for c, p in pairs], dtype=bool)
+        self.mb = np.array([problem_bytes(p) / 1e6 for _, p in pairs])
+        self.split_k = np.array([c.split_k for c, _ in pairs], dtype=float)
+        work = decode_work if family == "decode_sm90" else gemm_sm90_work
+        width = 4 if family == "decode_sm90" else 3
+        self.work = np.array([work(c, p) for c, p in pairs], dtype=float).reshape(-1, width).T
+        self.not_quicker = _not_quicker(self.keys) if family == "decode_sm90" else []
+
+    def start(self) -> Constants:
+        """START, of the kernels that were measured."""
+        of = {c.kernel: start_times(c) for c in CONFIGS}
+        shared = np.log([start for start, _, _ in START[self.family].values()])
+        return Constants(shared, np.log([of[kernel] for kernel, _ in self.keys]).reshape(-1, 2))
+
+    def bounds(self) -> tuple[Constants, Constants]:
+        """The least and the most that the constants may be."""
+        least, most = self.start(), self.start()
+        for bound, i in ((least, 0), (most, 1)):
+            bound.shared = np.log([limits[1 + i] for limits in START[self.family].values()])
+            bound.kernels[:, 0] += np.log(_UNIT_BOUNDS[i])
+            bound.kernels[:, 1] = np.log(_END_BOUNDS[i])
+        return least, most
+
+    def predict(self, constants: Constants, kernel: int | None = None) -> NDArray:
+        """Times in us (cost.decode_us, cost.gemm_sm90_us), of one of the kernels or of all."""
+        part = slice(None) if kernel is None else self.parts[kernel]
+        unit_us, end_us = np.exp(constants.kernels[self.kernel[part]]).T
+        fixed_us, cluster_us, cta_us, tb_s, unhidden, *own = np.exp(constants.shared)
+        split_k, work = self.split_k[part], self.work[:, part]
+        memory_us = self.mb[part] / tb_s
+        if self.family == "decode_sm90":
+            sm_kb_us, x_kb_us = own
+            turns, pieces, products, x_bytes = work
+            stream_us = pieces * TILE_PIECE_BYTES / (sm_kb_us * 1e3)
+            work_us = x_bytes / (x_kb_us * 1e3) + np.maximum(stream_us, products * unit_us)
+        else:
+            (idle,) = own
+            full, rest, pieces = work
+            turns = full + (rest > 0)
+            work_us = (turns - (rest > 0) * idle * (1 - rest)) * pieces * unit_us
+        us = fixed_us + (split_k > 1) * (cluster_us + (split_k - 2) * cta_us) + turns * end_us
+        return us + np.maximum(memory_us, work_us) + unhidden * np.minimum(memory_us, work_us)
+
+    def order(self, constants: Constants) -> None:
+        """Makes no kernel for more tokens quicker than that of the same shape for fewer: see DecodeCost."""
+        for few, more in self.not_quicker:
+            constants.kernels[more] = np.maximum(constants.kernels[few], constants.kernels[more])
+
+    def is_ordered(self, constants: Constants) -> bool:
+        return all((constants.kernels[more] >= constants.kernels[few]).all() for few, more in self.not_quicker)
+
+
+def _configs() -> dict[str, KernelConfig]:
+    splits = (c.with_split_k(s) for c in CONFIGS if c.family in FAMILIES for s in range(1, MAX_CLUSTER + 1))
+    return {c.name: c for c in splits}
+
+
+def _problem(row: object) -> Problem:
+    m, n, k, format, group_size, arch, sm_count, layout, zeros = (
+        getattr(row, name) for name in ("m", "n", "k", "format", "group_size", "arch", "sm_count", "layout", "zeros")
+    )
+    return Problem(m, n, k, format, group_size, arch, sm_count, layout, bool(zeros))
+
+
+def _is_candidate(config: KernelConfig, m: int) -> bool:
+    """Whether `select` looks at a configuration for M rows."""
+    fewer = [c.block_m for c in CONFIGS if c.family == "decode_sm90" and c.block_m < config.block_m]
+    return worth_a_look(config) and (config.family != "decode_sm90" or m > max(fewer, default=0))
+
+
+def _not_quicker(keys: list[tuple[str, str]]) -> list[tuple[int, int]]:
+    """Pairs of kernels of decode_sm90, by number, alike but for the tokens: (fewer, more)."""
+    of = {c.kernel: c for c in CONFIGS}
+    shapes = [(of[kernel].block_m, (of[kernel].block_n, of[kernel].warp_n, format)) for kernel, format in keys]
+    return [(i, j) for i, (few, a) in enumerate(shapes) for j, (more, b) in enumerate(shapes) if a == b and few < more]
+
+
+def prepare(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `bench regret --csv` that are of use here, with `kernel`, `cell` and `best_us`.
+
+    What was measured more than once (in several files) counts once, with its median.
+    """
+    configs = _configs()
+    frame = frame[frame.config.isin(configs)]
+    times = frame.groupby([*CELL, "config", "family"], as_index=False)
+    frame = times.agg(us=("us", "median"), coarse=("coarse", "max"))
+    frame["kernel"] = [configs[name].kernel for name in frame.config]
+    cells = frame.groupby(CELL)
+    frame["cell"] = cells.ngroup()
+    frame["best_us"] = cells.us.transform("min")
+    return frame.reset_index(drop=True)
+
+
+@dataclass
+class Model:
+    """Measurements of both families and the constants that go with them."""
+
+    rows: list[Rows]
+    constants: list[Constants]
+
+    def predict(self) -> NDArray:
+        """Times of all measurements that may be chosen, for `choices`."""
+        return np.concatenate([r.predict(c)[r.is_candidate] for r, c in zip(self.rows, self.constants, strict=True)])
+
+    def choices(self) -> Choices:
+        joined = [
+            np.concatenate([getattr(r, name)[r.is_candidate] for r in self.rows]) for name in ("cell", "us", "best_us")
+        ]
+        return Choices(*joined)
+
+    def regret(self) -> pd.Series:
+        """Chosen / best - 1, by cell."""
+        choices = self.choices()
+        return pd.Series(choices.regret(self.predict()), index=choices.cells)
+
+    def apply_to(self, frame: pd.DataFrame) -> Model:
+        """The same constants with other measurements; kernels that are new there have those of START."""
+        model = Model([Rows(family, frame) for family in FAMILIES], [])
+        for rows, mine, constants in zip(model.rows, self.rows, self.constants, strict=True):
+            theirs = rows.start()
+            theirs.shared = constants.shared.copy()
+            for i, key in enumerate(rows.keys):
+                if key in mine.keys:
+                    theirs.kernels[i] = constants.kernels[mine.keys.index(key)]
+            model.constants.append(theirs)
+        return model
+
+
+def from_file(frame: pd.DataFrame) -> Model:
+    """The constants of calibration_sm90.py."""
+    model = Model([Rows(family, frame) for family in FAMILIES], [])
+    for rows, cost in zip(model.rows, FAMILIES.values(), strict=True):
+        constants = rows.start()
+        constants.shared = np.log([getattr(cost, name) for name in START[rows.family]])
+        for i, key in enumerate(rows.keys):
+            constants.kernels[i] = np.log(cost.kernels.get(key, np.exp(constants.kernels[i])))
+        model.constants.append(constants)
+    return model
+
+
+def least_error(frame: pd.DataFrame) -> Model:
+    """The constants with the least weighted squares of log(predicted / measured)."""
+    model = Model([Rows(family, frame) for family in FAMILIES], [])
+    for rows in model.rows:
+        start, (least, most) = rows.start(), rows.bounds()
+        if not rows.keys:
+            model.constants.append(start)
+            continue
+        count = len(start.shared)
+        flat = [np.concatenate([c.shared, c.kernels.ravel()]) for c in (start, least, most)]
+
+        def residuals(values: NDArray, rows: Rows = rows, count: int = count, first: NDArray = flat[0]) -> NDArray:
+            constants = Constants(values[:count], values[count:].reshape(-1, 2))
+            error = rows.weight * np.log(rows.predict(constants) / rows.us)
+            return np.concatenate([error, _PRIOR * (values - first)])
+
+        values = least_squares(residuals, flat[0], bounds=(flat[1], flat[2])).x
+        constants = Constants(values[:count], values[count:].reshape(-1, 2).copy())
+        rows.order(constants)
+        model.constants.append(constants)
+    return model
+
+
+def polish(model: Model, moves: int) -> None:
+    """Moves the constants a little, in place, so that the choices among the measurements cost least.
+
+    A random search with a fixed seed minimizes mean regret + 3 x mean squared regret + a twentieth of the worst, and
+    holds on to the fitted values (each e-fold away costs as much as 2% of mean regret). Now and then it moves what the
+    kernels of a family share.
+    """
+    generator = np.random.default_rng(0)
+    choices = model.choices()
+    fitted = [constants.copy() for constants in model.constants]
+    limits = [rows.bounds() for rows in model.rows]
+    kernels = [(f, i) for f, rows in enumerate(model.rows) for i in range(len(rows.keys))]
+    families = [f for f, rows in enumerate(model.rows) if rows.keys]
+    # Where the times of a kernel lie among those of all that may be chosen.
+    offsets = np.cumsum([0, *(rows.is_candidate.sum() for rows in model.rows)])
+    places = {}
+    for f, i in kernels:
+        rows = model.rows[f]
+        before = offsets[f] + rows.is_candidate[: rows.parts[i].start].sum()
+        places[f, i] = slice(before, before + rows.is_candidate[rows.parts[i]].sum())
+
+    def loss(times: NDArray) -> float:
+        regret = choices.regret(times)
+        moved = sum(
+            np.abs(now.kernels - then.kernels).sum() + np.abs(now.shared - then.shared).sum()
+            for now, then in zip(model.constants, fitted, strict=True)
+        )
+        return float(regret.mean() + 3 * (regret**2).mean() + 0.05 * regret.max() + 0.02 * moved / len(kernels))
+
+    predicted = model.predict()
+    lowest = loss(predicted)
+    for _ in range(moves):
+        step = 0.3 * generator.random() ** 2  # mostly small moves, now and then a large one
+        times = predicted.copy()
+        if generator.random() < 0.1:
+            f = families[int(generator.integers(len(families)))]
+            rows, constants = model.rows[f], model.constants[f]
+            before = constants.shared
+            change = generator.normal(0, step, len(before)) * (generator.random(len(before)) < 0.3)
+            constants.shared = np.clip(before + change, limits[f][0].shared, limits[f][1].shared)
+            times[offsets[f] : offsets[f + 1]] = rows.predict(constants)[rows.is_candidate]
+            if (value := loss(times)) < lowest:
+                lowest, predicted = value, times
+            else:
+                constants.shared = before
+            continue
+        f, i = kernels[int(generator.integers(len(kernels)))]
+        rows, constants = model.rows[f], model.constants[f]
+        before = constants.kernels[i].copy()
+        change = generator.normal(0, step, 2) * (generator.random(2) < 0.7)
+        constants.kernels[i] = np.clip(before + change, limits[f][0].kernels[i], limits[f][1].kernels[i])
+        if rows.is_ordered(constants):
+            times[places[f, i]] = rows.predict(constants, i)[rows.is_candidate[rows.parts[i]]]
+            if (value := loss(times)) < lowest:
+                lowest, predicted = value, times
+                continue
+        constants.kernels[i] = before
+
+
+def fit(frame: pd.DataFrame, moves: int) -> Model:
+    """Least squares, then `polish`."""
+    model = least_error(frame)
+    polish(model, moves)
+    return model
+
+
+def without_one_shape(frame: pd.DataFrame, moves: int) -> pd.Series:
+    """Regret by cell, each shape (K, N) judged by constants that were fitted to all others."""
+    found = []
+    for _, part in frame.groupby(["k", "n"]):
+        others = frame.drop(part.index)
+        if len(others):
+            found.append(fit(others, moves).apply_to(part).regret())
+    return pd.concat(found) if found else pd.Series(dtype=float)
+
+
+def regret_table(frame: pd.DataFrame, regrets: dict[str, pd.Series]) -> str:
+    """Mean / worst regret by M, and of all cells.
+
+    The first column is what is lost anyway, by configurations that `select` does not look at.
+    """
+    candidates = frame[
+        [_is_candidate(c, m) for c, m in zip(map(_configs().__getitem__, frame.config), frame.m, strict=True)]
+    ]
+    reached = candidates.groupby("cell").us.min() / candidates.groupby("cell").best_us.first() - 1
+    regrets = {"not looked at": reached, **regrets}
+    m_of = frame.groupby("cell").m.first()
+    groups: list[tuple[str, Iterable[int]]] = [(str(m), m_of.index[m_of == m]) for m in sorted(m_of.unique())]
+    lines = [f"{'M':>6} {'cells':>6} " + " ".join(f"{name:>20}" for name in regrets)]
+    for title, cells in [*groups, ("all", m_of.index)]:
+        values = []
+        for regret in regrets.values():
+            part = regret[regret.index.isin(cells)]
+            values.append(f"{part.mean():9.1%} / {part.max():8.1%}" if len(part) else "-")
+        lines.append(f"{title:>6} {len(list(cells)):>6} " + " ".join(f"{value:>20}" for value in values))
+    return "\n".join(lines)
+
+
+def as_costs(model: Model) -> tuple[DecodeCost, GemmSm90Cost]:
+    """Constants as calibration_sm90.py has them; what was not measured keeps its own."""
+
+    def digits(value: float) -> float:
+        return float(f"{value:.4g}")
+
+    made: list[Cost] = []
+    for rows, constants, old in zip(model.rows, model.constants, FAMILIES.values(), strict=True):
+        if not rows.keys:
+            made.append(old)
+            continue
+        shared = {name: digits(v) for name, v in zip(START[rows.family], np.exp(constants.shared), strict=True)}
+        times = dict(zip(rows.keys, np.exp(constants.kernels), strict=True))
+        kernels = {}
+        for config in (c for c in CONFIGS if c.family == rows.family):
+            for format in config.formats:
+                key = config.kernel, format
+                found = times.get(key, old.kernels.get(key, start_times(config)))
+                kernels[key] = KernelTimes(*map(digits, found))
+        made.append(type(old)(**shared, kernels=kernels))
+    decode, gemm = made
+    assert isinstance(decode, DecodeCost) and isinstance(gemm, GemmSm90Cost)
+    _order_all(decode)
+    return decode, gemm
+
+
+def _order_all(decode: DecodeCost) -> None:
+    """As Rows.order, where only one of two kernels was measured."""
+    keys = list(decode.kernels)
+    for few, more in _not_quicker(keys):
+        pairs = zip(decode.kernels[keys[few]], decode.kernels[keys[more]], strict=True)
+        decode.kernels[keys[more]] = KernelTimes(*map(max, pairs))
+
+
+def source(costs: tuple[DecodeCost, GemmSm90Cost], note: str) -> str:
+    """The text of calibration_sm90.py: its classes as they are, these constants."""
+    marker = "\n\n\n# Constants: "
+    lines = [Path(calibration_sm90.__file__).read_text().partition(marker)[0] + marker + note]
+    named: dict[str, Cost] = dict(zip(("DECODE_SM90", "GEMM_SM90"), costs, strict=True))
+    for name, cost in named.items():
+        lines += ["", f"{name} = {type(cost).__name__}("]
+        lines += [f"    {f.name}={getattr(cost, f.name)!r}," for f in fields(cost) if f.name != "kernels"]
+        lines += ["    kernels={"]
+        for (kernel, format), times in cost.kernels.items():
+            lines += [f'        ("{kernel}", "{format}"): KernelTimes({times.unit_us!r}, {times.end_us!r}),']
+        lines += ["    },", ")"]
+    return "\n".join(lines) + "\n"
+
+
+def run(frame: pd.DataFrame, out: Path, moves: int) -> None:
+    """Fit, print what the choices cost, write `out`."""
+    frame = prepare(frame)
+    wanted = {(c.kernel, f) for c in CONFIGS if c.family in FAMILIES for f in c.formats}
+    if missing := sorted(wanted - set(zip(frame.kernel, frame.format, strict=True))):
+        names = ", ".join(f"{kernel} {format}" for kernel, format in missing)
+        print(f"not measured, constants left as they are: {names}", file=sys.stderr)
+    before, fitted = from_file(frame).regret(), least_error(frame)
+    model = Model(fitted.rows, [constants.copy() for constants in fitted.constants])
+    polish(model, moves)
+    regrets = {
+        "before": before,
+        "least squares": fitted.regret(),
+        "in sample": model.regret(),
+        "shape left out": without_one_shape(frame, moves // 4),
+    }
+    print("Regret, mean / worst:\n" + regret_table(frame, regrets))
+    note = f"fitted to {len(frame)} times of {frame.cell.nunique()} problems, then moved so that choices cost least."
+    out.write_text(source(as_costs(model), note))

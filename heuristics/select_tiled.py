@@ -1,0 +1,178 @@
+"""The cheapest configuration for tiled weights: the kernels of Hopper.
+
+The times are those of cost.decode_us and cost.gemm_sm90_us, written out so that a new shape costs some microseconds:
+what does not depend on the problem is computed once, and a kernel is left when its bound is above the best time found.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from .calibration_sm90 import DECODE_SM90, GEMM_SM90
+from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
+from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
+from .legal import CLUSTERS, runs_on, splits_evenly
+from .problem import Problem
+
+
+class _Split(NamedTuple):
+    split_k: int
+    config: KernelConfig
+    slots: int  # clusters at once
+    fixed_us: float  # launch and cluster
+    smem_bytes: int  # without what grows with M and K
+    token_bytes: int  # of shared memory for one token, without its x
+
+
+class _Decode(NamedTuple):
+    """What the search needs of one kernel of decode_sm90, for one GPU, format and size of groups."""
+
+    splits: tuple[_Split, ...]  # by fixed_us
+    min_m: int
+    max_m: int
+    block_n: int
+    piece_k: int
+    warps_k: int
+    round_us: float  # all warps along K multiply a piece by the columns of a unit
+    stream_us: float  # an SM reads a piece of a unit
+    x_us: float  # an SM copies a piece of x, one token
+    end_us: float
+
+
+class _GemmSm90(NamedTuple):
+    splits: tuple[_Split, ...]  # by fixed_us
+    block_m: int
+    block_n: int
+    piece_k: int
+    unit_us: float
+    end_us: float
+
+
+@functools.cache
+def _decode_kernels(
+    format: str, arch: int, sm_count: int, group_step: int, scales: bool, zeros: bool
+) -> tuple[_Decode, ...]:
+    """group_step: 128, 64 or 32, the largest that divides the group size."""
+    cost, found = DECODE_SM90, []
+    of_format = [c for c in CONFIGS if c.family == "decode_sm90" and format in c.formats and is_calibrated(c, format)]
+    tokens = sorted({c.block_m for c in of_format})
+    for config in of_format if runs_on(of_format[0], arch, "tiled") else ():
+        row_tiles = config.block_n // 16
+        warps_k = config.block_k // config.piece_k
+        ring_bytes = config.decode_ring_bytes(group_step, scales, zeros)
+        splits = [config.with_split_k(s) for s in CLUSTERS if splits_evenly(config.shared_sums, s)]
+        times = cost.kernels[config.kernel, format]
+        found.append(
+            _Decode(
+                splits=tuple(
+                    _Split(
+                        c.split_k,
+                        c,
+                        cluster_slots(sm_count, c.split_k),
+                        cost.fixed_us + cluster_us(cost, c.split_k),
+                        128 + ring_bytes,
+                        c.decode_sum_bytes() + 16,
+                    )
+                    for c in splits
+                ),
+                # A kernel for more tokens than that does the same work for each, and more of it: see DecodeCost.
+                min_m=1 + max((t for t in tokens if t < config.block_m), default=0),
+                max_m=config.max_m,
+                block_n=config.block_n,
+                piece_k=config.piece_k,
+                warps_k=warps_k,
+                round_us=warps_k * row_tiles * times.unit_us,
+                stream_us=row_tiles * TILE_PIECE_BYTES / (cost.sm_kb_us * 1e3),
+                x_us=config.piece_k * 2 / (cost.x_kb_us * 1e3),
+                end_us=times.end_us,
+            )
+        )
+    return tuple(found)
+
+
+@functools.cache
+def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool, zeros: bool) -> tuple[_GemmSm90, ...]:
+    cost, found = GEMM_SM90, []
+    limit_bytes = machine(arch).smem_bytes
+    for config in CONFIGS:
+        if config.family == "gemm_sm90" and is_calibrated(config, format) and runs_on(config, arch, "tiled"):
+            splits = []
+            for c in (config.with_split_k(s) for s in CLUSTERS if s <= config.max_split_k):
+                smem_bytes = c.gemm_sm90_smem_bytes(format, per_channel, zeros)
+                if splits_evenly(c.shared_sums, c.split_k) and smem_bytes <= limit_bytes:
+                    fixed_us = cost.fixed_us + cluster_us(cost, c.split_k)
+                    splits.append(_Split(c.split_k, c, cluster_slots(sm_count, c.split_k), fixed_us, smem_bytes, 0))
+            times = cost.kernels[config.kernel, format]
+            found.append(_GemmSm90(tuple(splits), config.block_m, config.block_n, config.piece_k, *times))
+    return tuple(found)
+
+
+def select_tiled(problem: Problem) -> KernelConfig:
+    """Among the kernels of Hopper: cost.decode_us and cost.gemm_sm90_us, inline, where no bound is above the best."""
+    m, k_padded, format, arch, sm_count = problem.m, problem.k_padded, problem.format, problem.arch, problem.sm_count
+    per_channel, zeros = problem.per_channel, problem.zeros
+    total_bytes = problem_bytes(problem)
+    best, best_us = None, float("inf")
+
+    if m <= _DECODE_MAX_M:
+        columns, limit_bytes = tiled_columns(problem.n), machine(arch).smem_bytes
+        unhidden, memory_us = DECODE_SM90.unhidden, total_bytes / (DECODE_SM90.tb_s * 1e6)
+        group_size = k_padded if per_channel else problem.group_size
+        group_step = 128 if group_size % 128 == 0 else 64 if group_size % 64 == 0 else 32
+        for kernel in _decode_kernels(format, arch, sm_count, group_step, not per_channel, zeros):
+            splits, min_m, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
+            if not min_m <= m <= max_m:
+                continue
+            units = columns // block_n
+            all_pieces = -(-k_padded // piece_k)
+            x_us *= m
+            # No split reads less than an SM's share of the columns.
+            bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
+            for split_k, config, slots, fixed_us, smem, token_bytes in splits:
+                if fixed_us + bound_us >= best_us:
+                    break
+                pieces = -(-all_pieces // split_k)
+                if (split_k - 1) * pieces < all_pieces:
+                    turns = -(-units // slots)
+                    us, stream = -(-pieces // warps_k) * round_us, pieces * stream_us
+                    us = turns * (us if us > stream else stream) + pieces * x_us
+                    us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
+                    us += fixed_us + turns * end_us
+                    if us < best_us and smem + m * (token_bytes + pieces * piece_k * 2) <= limit_bytes:
+                        best, best_us = config, us
+
+    idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
+    n = problem.n
+    kernels = _gemm_sm90_kernels(format, arch, sm_count, per_channel, zeros)
+    # Those likely to be the best first: the list goes from few tokens to many.
+    for splits, block_m, block_n, piece_k, unit_us, end_us in kernels if m <= 32 else reversed(kernels):
+        if m > MAX_TOKEN_TILES * block_m:
+            continue
+        tiles = -(-m // block_m) * -(-n // block_n)
+        all_pieces = -(-k_padded // piece_k)
+        bound_us = tiles * all_pieces * unit_us / sm_count
+        if bound_us < memory_us:
+            bound_us = memory_us
+        bound_us += end_us
+        for split_k, config, slots, fixed_us, _, _ in splits:
+            if fixed_us + bound_us >= best_us:
+                break
+            pieces = -(-all_pieces // split_k)
+            if (split_k - 1) * pieces < all_pieces:
+                turns, rest = divmod(tiles, slots)
+                waves: float = turns
+                if rest:
+                    turns += 1
+                    waves = turns - idle * (1 - rest / slots)
+                us = waves * pieces * unit_us
+                us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
+                us += fixed_us + turns * end_us
+                if us < best_us:
+                    best, best_us = config, us
+    if best is None:  # gemm_sm90 computes any other problem
+        raise ValueError(f"m: expected at most {max(c.max_m for c in CONFIGS if c.layout == 'tiled')}, got {m}")
+    return best
+
+
+_DECODE_MAX_M = max(c.max_m for c in CONFIGS if c.family == "decode_sm90")

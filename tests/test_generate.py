@@ -1,0 +1,97 @@
+"""The generated units: what is compiled, for which architectures, and the constants that the kernels read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightonly.heuristics.configs import CONFIGS, kernel_types
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "kernels"))
+import generate  # noqa: E402  (found through the line above)
+
+
+def constants(symbol: str) -> dict[str, int]:
+    text = next(k for k in generate.all_kernels() if k.symbol == symbol).text()
+    return {name: int(value) for name, value in re.findall(r"static constexpr int (\w+) = (\d+);", text)}
+
+
+@pytest.mark.parametrize(
+    ("symbol", "expected"),
+    [
+        (
+            "decode_sm90_8x32x2048_w8x32_s2_f16_int4_group",
+            {"kTokenTiles": 1, "kRowTiles": 2, "kWarpsN": 1, "kWarpsK": 16, "kDepth": 2},
+        ),
+        (
+            "decode_sm90_16x64x512_w16x32_s2_bf16_int8_channel",
+            {"kTokenTiles": 2, "kRowTiles": 2, "kWarpsN": 2, "kWarpsK": 8, "kDepth": 2},
+        ),
+        (
+            "gemm_sm90_32x256x128_w32x64_s6_f16_int4_group_zeros",
+            {"kTokens": 32, "kWarpgroups": 4, "kDepth": 4, "kStages": 6},
+        ),
+        (
+            "gemm_sm90_256x128x128_w256x64_s4_bf16_int8_group",
+            {"kTokens": 256, "kWarpgroups": 2, "kDepth": 3, "kStages": 4},
+        ),
+        (
+            "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",
+            {"kBlockM": 16, "kBlockN": 64, "kWarpM": 16, "kWarpN": 32, "kStages": 4},
+        ),
+        ("gemv_1x16x1024_f16_int4_channel", {"kTokens": 1, "kLines": 4, "kWarps": 4}),
+    ],
+)
+def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
+    assert constants(symbol) == expected
+
+
+def test_a_unit_names_its_header_its_launch_and_its_limits() -> None:
+    unit = {k.symbol: k.text() for k in generate.all_kernels()}
+    decode = unit["decode_sm90_16x32x1024_w16x32_s3_bf16_int4_group_zeros"]
+    assert '#include "kernels/decode_sm90.cuh"' in decode
+    assert "&launch_decode_sm90<Config>, 16, 8};" in decode
+    assert "using Element = cutlass::bfloat16_t;" in decode
+    assert "ScaleMode::kGroupZeros" in decode
+    assert "&launch_gemm_sm90<Config>, 2097120, 8};" in unit["gemm_sm90_32x256x128_w32x64_s6_f16_int4_group"]
+    assert "&launch_gemm_sm90<Config>, 16776960, 1};" in unit["gemm_sm90_256x128x128_w256x64_s5_f16_int4_group"]
+    assert "&launch_gemm_sm80<Config>, 2147483647, 0};" in unit["gemm_sm80_16x64x64_w16x32_s4_f16_int4_group"]
+    assert "&launch_gemv<Config>, 1, 0};" in unit["gemv_1x16x1024_f16_int4_channel"]
+
+
+@pytest.mark.parametrize(
+    ("archs", "families"),
+    [
+        (["70"], {"gemm_sm70"}),
+        (["75"], {"gemm_sm75", "gemv"}),
+        (["80"], {"gemm_sm80", "gemv"}),
+        (["90"], {"gemm_sm80", "gemv"}),  # without "a" there is no wgmma, and such code would run on later GPUs
+        (["90a"], {"gemm_sm80", "gemv", "decode_sm90", "gemm_sm90"}),
+        (["100a"], {"gemm_sm80", "gemv"}),
+    ],
+)
+def test_families_of_a_build(archs: list[str], families: set[str]) -> None:
+    assert {k.config.family for k in generate.all_kernels() if k.archs(archs)} == families
+
+
+def test_files_of_a_build(tmp_path: Path) -> None:
+    stale = tmp_path / "gemm_of_yesterday.cu"
+    stale.touch()
+    kernels = generate.generate(tmp_path, ["80", "90a"])
+    expected = {
+        f"{c.kernel}_{t.name}" for c in CONFIGS for t in kernel_types(c) if c.min_arch >= 80 or c.family == "gemv"
+    }
+    assert {k.symbol for k in kernels} == expected
+    assert {path.stem for path in tmp_path.glob("*.cu")} == expected | {"registry"}
+    units = (tmp_path / "units.cmake").read_text()
+    on_hopper = units[units.index('decode_sm90_8x32x2048_w8x32_s2_f16_int4_group.cu" PROPERTIES') :].splitlines()[0]
+    assert "sm_90a" in on_hopper and "sm_80" not in on_hopper
+    registry = (tmp_path / "registry.cu").read_text()
+    assert f"kKernelCount = {len(expected)};" in registry
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    generate.generate(tmp_path, ["80", "90a"])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
