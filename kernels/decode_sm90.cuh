@@ -274,11 +274,8 @@ struct Decode {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int piece = stream.first; piece < place.end_piece; piece += kWarpsK) {
         wait_for_copies<kDepth - 1>();
-        // x was copied by other lanes, or by the other warps of the cell; scales by other lanes.
-        if constexpr (kWarpsN == 1) {
-          __syncwarp();
-        } else {
-          __syncwarp();
+        __syncwarp();  // scales, and x in the first unit, were copied by other lanes
+        if (kWarpsN > 1 && u == place.first_unit) {  // x by the other warps of the cell, too
           asm volatile("bar.sync %0, %1;" ::"r"(1 + place.warp_k), "n"(32 * kWarpsN) : "memory");
         }
         Mma::template accumulate<kGroups>(sums, sum_x, slot, scale_offset, place.lane, x_rows,
@@ -374,6 +371,8 @@ cudaError_t launch_decode_kernel(DecodeParams const& p, cudaLaunchConfig_t const
   }
 }
 
+inline constexpr int kHalfSmemBytes = 116 * 1024;
+
 template <class Config>
 cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   using Kernel = Decode<Config>;
@@ -390,7 +389,8 @@ cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.split_k, divide_up(d.units, d.units_per_cluster));
   config.blockDim = dim3(Kernel::kThreads);
-  config.dynamicSmemBytes = Kernel::Smem::bytes(d);
+  // More than half of an SM's: two CTAs on one, as the next kernel's come when launches overlap, leave others without.
+  config.dynamicSmemBytes = Kernel::Smem::bytes(d) > kHalfSmemBytes ? Kernel::Smem::bytes(d) : kHalfSmemBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = p.overlap ? 2 : 1;

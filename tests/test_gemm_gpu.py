@@ -409,8 +409,8 @@ class Chain:
             "bias": (1, n),
             "weight": (16, k * n // 2 // 2 // 16),
         }[written]
-        # One of 64 each: what is written are values of q, and their products with the consumer's q are exact in bf16, to
-        # which gemm_sm90 rounds its weights.
+        # One of 64 each: what is written are values of q. Their products with the consumer's q are exact in bf16,
+        # to which gemm_sm90 rounds its weights.
         ones = [torch.randint(0, 64, (first[0],), generator=generator) for _ in range(3)]
         self.inputs = [torch.nn.functional.one_hot(i, 64).bfloat16().cuda() for i in ones]
         self.producer = make(Case(64, first[1], "int4", "bf16", -1), generator, own_layout(), exact=True)
