@@ -37,7 +37,7 @@ SM75 = of_family("gemm_sm75")
 SM70 = of_family("gemm_sm70")
 DECODE = of_family("decode_sm90", block_m=8, formats=("int4",))
 SM90 = of_family("gemm_sm90", block_m=32)
-SM90_TALL = of_family("gemm_sm90", block_m=128)
+SM90_TALL = of_family("gemm_sm90", block_m=256)
 DEEP = dataclasses.replace(SM80, stages=100)
 BAD_CONFIGS = {
     "row_major kernel": (

@@ -36,8 +36,8 @@ def constants(symbol: str) -> dict[str, int]:
             {"kTokens": 32, "kWarpgroups": 4, "kDepth": 4, "kStages": 6},
         ),
         (
-            "gemm_sm90_256x128x128_w256x64_s4_bf16_int8_group",
-            {"kTokens": 256, "kWarpgroups": 2, "kDepth": 3, "kStages": 4},
+            "gemm_sm90_256x128x128_w256x64_s5_bf16_int8_group",
+            {"kTokens": 256, "kWarpgroups": 2, "kDepth": 2, "kStages": 5},
         ),
         (
             "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",
@@ -52,7 +52,7 @@ def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
 
 def test_a_unit_names_its_header_its_launch_and_its_limits() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels()}
-    decode = unit["decode_sm90_16x32x1024_w16x32_s3_bf16_int4_group_zeros"]
+    decode = unit["decode_sm90_16x64x1024_w16x32_s2_bf16_int4_group_zeros"]
     assert '#include "kernels/decode_sm90.cuh"' in decode
     assert "&launch_decode_sm90<Config>, 16, 8};" in decode
     assert "using Element = cutlass::bfloat16_t;" in decode
