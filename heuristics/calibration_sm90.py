@@ -101,7 +101,6 @@ GEMM_SM90 = GemmSm90Cost(
         ("gemm_sm90_32x192x128_w32x64_s6", "int4"): KernelTimes(0.5797, 2.486),
         ("gemm_sm90_32x192x128_w32x64_s6", "int8"): KernelTimes(0.5109, 2.811),
         ("gemm_sm90_32x256x128_w32x64_s6", "int4"): KernelTimes(0.7617, 2.757),
-        ("gemm_sm90_32x256x128_w32x64_s6", "int8"): KernelTimes(0.6423, 2.954),
         ("gemm_sm90_64x128x128_w64x64_s4", "int4"): KernelTimes(0.5521, 3.208),
         ("gemm_sm90_64x128x128_w64x64_s4", "int8"): KernelTimes(0.5208, 3.927),
         ("gemm_sm90_64x192x128_w64x64_s8", "int4"): KernelTimes(0.8134, 3.756),

@@ -232,8 +232,8 @@ _DECODE_SHAPES = (
 )
 
 
-def _gemm_sm90(tokens: int, warpgroups: int, stages: int) -> KernelConfig:
-    return KernelConfig("gemm_sm90", tokens, 64 * warpgroups, 128, tokens, 64, stages)
+def _gemm_sm90(tokens: int, warpgroups: int, stages: int, formats: tuple[str, ...] = ("int4", "int8")) -> KernelConfig:
+    return KernelConfig("gemm_sm90", tokens, 64 * warpgroups, 128, tokens, 64, stages, 1, formats)
 
 
 CONFIGS: tuple[KernelConfig, ...] = (
@@ -260,7 +260,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     # Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit N = 10240.
     _gemm_sm90(32, 2, 6),
     _gemm_sm90(32, 3, 6),
-    _gemm_sm90(32, 4, 6),
+    _gemm_sm90(32, 4, 6, ("int4",)),  # int8 spills registers there
     _gemm_sm90(64, 2, 4),
     _gemm_sm90(64, 3, 8),
     _gemm_sm90(64, 4, 8),
