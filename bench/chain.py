@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.packed import format_of
 
 from .providers import nbytes
 from .roofline import activation_bytes, ceilings, roofline_us
@@ -123,7 +124,7 @@ def chain(
     `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError naming the argument as `sweep`.
     """
     shapes = _shapes_of(model)
-    sizes = check_arguments(shapes, batch, bits, group_size, dtype, budget_ms)
+    sizes = check_arguments(shapes, batch, format_of(bits, None), group_size, symmetric, dtype, budget_ms)
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"layers: expected a positive integer, got {layers!r}")
     where = default_device(device)

@@ -1,32 +1,46 @@
 """What the benchmark compares: each provider multiplies by the same quantized weights in its own way.
 
-A provider is a small class with the three members of `Provider`; `PROVIDERS` lists them. Nothing is timed
-before `check_product` has compared its result with the dense product.
+To compare another library, subclass `Provider` and `register` an instance, in a module that --plugin names:
+
+    class Mine(Provider):
+        name = "mine"
+
+        def prepare(self, weights):
+            w = mine.pack(weights.q, weights.scales)  # once, not timed
+            return Prepared(w, lambda w, x, out: mine.multiply(x, w), nbytes(w), weights.dense)
+
+    register(Mine())
+
+Nothing is timed before `check_product` has compared its result with the dense product.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 
 import weightonly as wo
+from weightonly.code_tables import CODE_TABLES, code_table
+from weightonly.heuristics.problem import FORMATS
+from weightonly.packed import format_of
 
-# run(copy, x, out): x [m, k] times copy number `copy` of the weights, into out [m, n] or a new tensor; the
-# result.
-Run = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+Operand = TypeVar("Operand")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One random weight, quantized: w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n])."""
+    """One random weight, quantized: w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]), or, where q are the
+    codes of a table, scales[k // g, n] * table[q[k, n]]."""
 
     k: int
     n: int
-    bits: int
+    format: str  # "int4", "int8", or that of a table, "nf4" or "fp4"
     group_size: int  # -1: per channel
     q: torch.Tensor  # [k, n] int8
     scales: torch.Tensor  # [k/g, n]
@@ -44,38 +58,70 @@ class Weights:
         symmetric: bool,
         dtype: torch.dtype,
         device: torch.device,
+        format: str | None = None,
         seed: int = 0,
     ) -> Weights:
-        """Normal values of variance 1/k (so that y keeps the size of x), quantized by `wo.quantize`."""
+        """Normal values of variance 1/k, for y of the size of x, quantized. bits, format: as for `preprocess`."""
         generator = torch.Generator(device).manual_seed(seed)
         w = torch.randn(k, n, generator=generator, device=device).mul_(k**-0.5).to(dtype)  # [k, n]
-        q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
+        name = format_of(bits, format)
+        zeros = None
+        if name in CODE_TABLES:
+            q, scales = _quantize_to_codes(w, k if group_size == -1 else group_size, name)
+        else:
+            q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
         groups = scales.shape[0]
-        values = q.float().view(groups, k // groups, n)  # [k/g, g, n]
+        values = code_table(name, device)[q.int()] if name in CODE_TABLES else q.float()  # [k, n]
+        values = values.view(groups, k // groups, n)  # [k/g, g, n]
         if zeros is not None:
             values -= zeros[:, None].float()
         values *= scales[:, None].float()
-        return cls(k, n, bits, group_size, q, scales, zeros, values.view(k, n).to(dtype))
+        return cls(k, n, name, group_size, q, scales, zeros, values.view(k, n).to(dtype))
+
+
+def _quantize_to_codes(w: torch.Tensor, group_size: int, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nearest codes of the table [k, n] int8, largest magnitude of each group as its scale [k/g, n])."""
+    k, n = w.shape
+    blocks = w.float().view(k // group_size, group_size, n)  # [k/g, g, n]
+    scales = blocks.abs().amax(1)  # [k/g, n]
+    table, order = code_table(format, w.device).sort()
+    places = torch.bucketize(blocks / scales[:, None], (table[1:] + table[:-1]) / 2, out_int32=True)
+    return order.to(torch.int8)[places].view(k, n), scales.to(w.dtype)
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Weights in a provider's own format, in several copies."""
+class Prepared(Generic[Operand]):
+    """One weight in a provider's own format, and how to multiply by it.
 
-    run: Run
-    copies: int
-    weight_bytes: int  # what one call reads of the weights, scales and zeros
-    expected: torch.Tensor  # [k, n] dense: the product that `run` must give is x @ expected
+    operand       the weight: a tensor, or anything that holds tensors and that copy.deepcopy copies
+    run           run(operand, x, out): x [m, k] times the weight, into out [m, n] or a new tensor; returns the result.
+                  On a GPU it is captured in a CUDA graph: on the current stream, without synchronizing
+    weight_bytes  what one call reads of the weight, scales and zeros
+    expected      [k, n] dense: the product that `run` must give is x @ expected
+    """
+
+    operand: Operand
+    run: Callable[[Operand, torch.Tensor, torch.Tensor], torch.Tensor]
+    weight_bytes: int
+    expected: torch.Tensor
+
+    def copies(self, count: int) -> list[Operand]:
+        """The operand and count - 1 copies of it, in memory of their own."""
+        return [self.operand, *(copy.deepcopy(self.operand) for _ in range(count - 1))]
 
 
-class Provider(Protocol):
+class Provider(ABC):
+    """A way to multiply by a quantized weight. `name` is what tables and the command line call it."""
+
     name: str
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        """Why it cannot run this, or None."""
+    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
+        """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
+        return None
 
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
-        """`copies(weight_bytes)` says how many copies to make."""
+    @abstractmethod
+    def prepare(self, weights: Weights) -> Prepared:
+        """The weights in its own format. Called once per shape, not timed."""
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
@@ -83,89 +129,72 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _cloned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
 @dataclass(frozen=True)
-class _PackedCopy:
+class Packed:
+    """A weight as `gemm` takes it."""
+
     qweight: wo.PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
+    scales: torch.Tensor  # [k/g, n]
+    zeros: torch.Tensor | None  # [k/g, n]
+
+    @classmethod
+    def of(cls, weights: Weights, layout: str | None = None) -> Packed:
+        """layout: None for the one that `preprocess` picks."""
+        qweight = wo.preprocess(weights.q, FORMATS[weights.format], layout=layout, format=weights.format)
+        return cls(qweight, weights.scales, weights.zeros)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.qweight.data, self.scales, self.zeros)
 
 
 def packed_copies(
     weights: Weights, copies: Callable[[int], int], layout: str | None = None
-) -> tuple[list[_PackedCopy], int]:
-    """(copies of the preprocessed weights, bytes of one); layout: None for the one that `preprocess` picks."""
-    qweight = wo.preprocess(weights.q, bits=weights.bits, layout=layout)
-    size_bytes = nbytes(qweight.data, weights.scales, weights.zeros)
-    ring = [
-        _PackedCopy(
-            wo.PackedWeight(qweight.data.clone(), qweight.k, qweight.n, qweight.format, qweight.layout),
-            weights.scales.clone(),
-            _cloned(weights.zeros),
-        )
-        for _ in range(copies(size_bytes))
-    ]
-    return ring, size_bytes
+) -> tuple[list[Packed], int]:
+    """(copies(bytes of one) copies of the preprocessed weights, bytes of one); layout as in `Packed.of`."""
+    packed = Packed.of(weights, layout)
+    return [copy.deepcopy(packed) for _ in range(copies(packed.nbytes))], packed.nbytes
 
 
-class Ours:
+class Ours(Provider):
     """`wo.gemm`."""
 
     name = "ours"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        return None
-
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
-        ring, size_bytes = packed_copies(weights, copies)
-
-        def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            w = ring[copy]
+    def prepare(self, weights: Weights) -> Prepared[Packed]:
+        def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return wo.gemm(x, w.qweight, w.scales, zeros=w.zeros, out=out)
 
-        return Prepared(run, len(ring), size_bytes, weights.dense)
+        packed = Packed.of(weights)
+        return Prepared(packed, run, packed.nbytes, weights.dense)
 
 
-class Cublas:
+class Cublas(Provider):
     """`torch.matmul` with the dense 16-bit weights: cuBLAS on a GPU, PyTorch's own library on a CPU."""
 
     name = "cublas"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        return None
+    def prepare(self, weights: Weights) -> Prepared[torch.Tensor]:
+        def run(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(x, w, out=out)
 
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
-        size_bytes = nbytes(weights.dense)
-        ring = [weights.dense.clone() for _ in range(copies(size_bytes))]  # each [k, n]
-
-        def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return torch.matmul(x, ring[copy], out=out)
-
-        return Prepared(run, len(ring), size_bytes, weights.dense)
+        return Prepared(weights.dense, run, nbytes(weights.dense), weights.dense)
 
 
-class DequantizeMatmul:
+class DequantizeMatmul(Provider):
     """`wo.dequantize`, then `torch.matmul`: what one does without a fused kernel."""
 
     name = "dequantize+matmul"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        return None
-
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
-        ring, size_bytes = packed_copies(weights, copies)
-
-        def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            w = ring[copy]
+    def prepare(self, weights: Weights) -> Prepared[Packed]:
+        def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return torch.matmul(x, wo.dequantize(w.qweight, w.scales, w.zeros), out=out)
 
-        return Prepared(run, len(ring), size_bytes, weights.dense)
+        packed = Packed.of(weights)
+        return Prepared(packed, run, packed.nbytes, weights.dense)
 
 
-class Tinygemm:
+class Tinygemm(Provider):
     """PyTorch's own int4 GEMM (`torch.ops.aten._weight_int4pack_mm`), on a CPU its `_for_cpu` form.
 
     Its values are unsigned, w = (u - 8) * scale + zero, with scale and zero side by side in one bf16 tensor
@@ -176,9 +205,9 @@ class Tinygemm:
     _INNER_K_TILES = 8  # of 16 k each: the widest packing, for any k that 128 divides
     _GROUPS = (32, 64, 128, 256)
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        if bits != 4:
-            return f"it has int4 only, not int{bits}"
+    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
+        if format != "int4":
+            return f"it has int4 only, not {format}"
         if dtype != torch.bfloat16:
             return f"it takes bfloat16 only, not {dtype}"
         if group_size not in self._GROUPS:
@@ -187,7 +216,7 @@ class Tinygemm:
             return "it needs compute capability 8.0"
         return None
 
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
+    def prepare(self, weights: Weights) -> Prepared[tuple[torch.Tensor, torch.Tensor]]:
         u = (weights.q.t().to(torch.int32) + 8).contiguous()  # [n, k]
         if u.is_cuda:
             pairs = (u[:, 0::2] << 4 | u[:, 1::2]).to(torch.uint8)  # [n, k/2], even k in the high nibble
@@ -198,72 +227,72 @@ class Tinygemm:
             multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         zeros = torch.zeros_like(weights.scales) if weights.zeros is None else -weights.scales * weights.zeros
         scales_and_zeros = torch.stack([weights.scales, zeros], dim=-1).contiguous()  # [k/g, n, 2]
-        size_bytes = nbytes(packed, scales_and_zeros)
-        ring = [(packed.clone(), scales_and_zeros.clone()) for _ in range(copies(size_bytes))]
         group_size = weights.group_size
 
-        def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            w, s = ring[copy]
-            return multiply(x, w, group_size, s)  # it has no out=
+        def run(w: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            values, scales = w
+            return multiply(x, values, group_size, scales)  # it has no out=
 
-        return Prepared(run, len(ring), size_bytes, weights.dense)
+        size_bytes = nbytes(packed, scales_and_zeros)
+        return Prepared((packed, scales_and_zeros), run, size_bytes, weights.dense)
 
 
-class BitsAndBytes:
+class BitsAndBytes(Provider):
     """bitsandbytes' NF4 in blocks of 64 along k. It quantizes for itself: compared with its own values."""
 
     name = "bitsandbytes"
     _BLOCK = 64
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> str | None:
-        if bits != 4:
-            return f"its NF4 has 4 bits, not {bits}"
+    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
+        if FORMATS[format] != 4:
+            return f"its NF4 has 4 bits, not those of {format}"
         if device.type != "cuda":
             return "it is compared on CUDA only"
         if importlib.util.find_spec("bitsandbytes") is None:
             return "the package bitsandbytes is not installed"
         return None
 
-    def prepare(self, weights: Weights, copies: Callable[[int], int]) -> Prepared:
+    def prepare(self, weights: Weights) -> Prepared:
         import bitsandbytes as bnb
 
         packed, state = bnb.functional.quantize_4bit(
             weights.dense.t().contiguous(), blocksize=self._BLOCK, quant_type="nf4"
         )  # of [n, k]
-        size_bytes = nbytes(packed, state.absmax)
-        ring = []
-        for _ in range(copies(size_bytes)):
-            own_state = bnb.functional.QuantState(
-                absmax=state.absmax.clone(),
-                shape=state.shape,
-                code=state.code,
-                blocksize=state.blocksize,
-                quant_type=state.quant_type,
-                dtype=state.dtype,
-            )
-            ring.append((packed.clone(), own_state))
 
-        def run(copy: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            w, w_state = ring[copy]
-            return bnb.matmul_4bit(x, w.t(), quant_state=w_state, out=out)
+        def run(w: tuple[torch.Tensor, bnb.functional.QuantState], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            values, statistics = w
+            return bnb.matmul_4bit(x, values.t(), quant_state=statistics, out=out)
 
-        return Prepared(run, len(ring), size_bytes, bnb.functional.dequantize_4bit(packed, state).t())
+        expected = bnb.functional.dequantize_4bit(packed, state).t()
+        return Prepared((packed, state), run, nbytes(packed, state.absmax), expected)
 
 
-_ALL: tuple[Provider, ...] = (Ours(), Cublas(), DequantizeMatmul(), Tinygemm(), BitsAndBytes())
-PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in _ALL}
+PROVIDERS: dict[str, Provider] = {}
+"""Name -> provider, in the order of tables and pictures."""
 
-# ||y - dense product|| / ||dense product||: bf16 rounding stays below 1e-2, a wrong layout or scale is near
-# 1.
+
+def register(provider: Provider) -> None:
+    """Adds a provider to `PROVIDERS`. Raises ValueError for a name that is taken."""
+    if provider.name in PROVIDERS:
+        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
+    PROVIDERS[provider.name] = provider
+
+
+for _provider in (Ours(), Cublas(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
+    register(_provider)
+
+# ||y - dense product|| / ||dense product||: bf16 rounding stays below 1e-2, a wrong layout or scale is near 1.
 _CHECK_TOLERANCE = 2e-2
 
 
-def check_product(name: str, prepared: Prepared, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Raises RuntimeError unless the product of x [m, k] is the dense one, by the first and the last copy."""
+def check_product(
+    name: str, prepared: Prepared[Operand], copies: Sequence[Operand], x: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Raises RuntimeError unless the product of x [m, k] is the dense one, by the first and the last of `copies`."""
     expected = torch.matmul(x, prepared.expected).float()  # [m, n]
-    for copy in (0, -1):
+    for operand in (copies[0], copies[-1]):
         out.fill_(torch.nan)
-        error = (prepared.run(copy, x, out).float() - expected).norm() / expected.norm()
+        error = (prepared.run(operand, x, out).float() - expected).norm() / expected.norm()
         if not error.item() <= _CHECK_TOLERANCE:
             m, k = x.shape
             raise RuntimeError(
@@ -277,15 +306,14 @@ def named(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    bits: int,
+    format: str,
     group_size: int,
 ) -> list[Provider]:
     """The providers of these names; "all" means every one that can run this.
 
-    Raises ValueError for a name that does not exist and for a provider asked for by name that cannot run
-    this.
+    Raises ValueError for a name that does not exist and for a provider asked for by name that cannot run this.
     """
-    reasons = {p.name: p.unavailable(device, dtype, bits, group_size) for p in PROVIDERS.values()}
+    reasons = {p.name: p.unavailable(device, dtype, format, group_size) for p in PROVIDERS.values()}
     if names == "all":
         return [PROVIDERS[name] for name, reason in reasons.items() if reason is None]
     chosen = [names] if isinstance(names, str) else list(names)

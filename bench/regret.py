@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from tqdm import tqdm
 import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.problem import layouts_of
+from weightonly.packed import format_of
 
-from .providers import Weights, packed_copies
+from .config_timer import ConfigTimer
+from .providers import Weights
 from .shapes import Shape, resolve
 from .sweep import check_arguments, default_device, gpu_facts
-from .timing import copies_beyond_l2, overlapping, time_calls
 
 # A configuration this many times slower than the best so far, after one quick measurement, is not measured
 # further.
@@ -35,6 +35,7 @@ def measure_configs(
     batch: int | Iterable[int] = (1, 4, 16, 64, 256, 1024, 4096),
     *,
     bits: int = 4,
+    format: str | None = None,
     group_size: int = 128,
     dtype: torch.dtype = torch.float16,
     symmetric: bool = True,
@@ -52,7 +53,8 @@ def measure_configs(
     not read.
     """
     pairs = resolve(shapes)
-    sizes = check_arguments(pairs, batch, bits, group_size, dtype, budget_ms)
+    name = format_of(bits, format)
+    sizes = check_arguments(pairs, batch, name, group_size, symmetric, dtype, budget_ms)
     where = default_device(device)
     if where.type != "cuda":
         raise RuntimeError(f"device: expected a CUDA device (configurations are GPU kernels), got {where}")
@@ -64,26 +66,19 @@ def measure_configs(
     with tqdm(total=len(pairs) * len(sizes), disable=not progress, unit="cell") as bar:
         for k, n in pairs:
             weights = Weights.random(
-                k, n, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
+                k, n, bits=bits, format=name, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
             )
-            ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=where), layout)
-            x = torch.randn(max(sizes), k, device=where, dtype=dtype)  # [m, k]
+            timer = ConfigTimer(weights, max(sizes), layout)
             for m in sizes:
-                problem = Problem(m, n, k, f"int{bits}", group_size, arch, sm_count, layout or "", not symmetric)
+                problem = Problem(m, n, k, name, group_size, arch, sm_count, layout or "", not symmetric)
                 legal = [config for config in candidates(problem) if config.kernel in compiled]
                 # The heuristic's choice first: near the best, it lets the hopeless ones be given up early.
                 chosen = heuristic_choice(problem)
                 legal.sort(key=lambda config: config.name != chosen)
-                out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
                 best_us = math.inf
                 for config in legal:
                     bar.set_postfix_str(f"{k}x{n} m={m} {config.name}")
-                    calls = [
-                        functools.partial(wo.gemm, x[:m], w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
-                        for w in ring
-                    ]
-                    with overlapping(False):
-                        timing = time_calls(calls, where, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
+                    timing = timer(m, config, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
                     best_us = min(best_us, timing.us)
                     rows.append(_row(problem, config, timing.us, timing.coarse))
                 bar.update()

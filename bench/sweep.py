@@ -11,7 +11,12 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from weightonly.heuristics import select
+from weightonly.heuristics import Problem
+from weightonly.heuristics.problem import CODE_FORMATS
+from weightonly.nvml import gpu_state
+from weightonly.packed import format_of
+from weightonly.plan import DTYPE_NAMES, preferred
+from weightonly.tuned import table_of
 
 from . import providers as _providers
 from .roofline import activation_bytes, ceilings, roofline_us
@@ -28,8 +33,9 @@ _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 def check_arguments(
     shapes: Sequence[Shape],
     batch: int | Iterable[int],
-    bits: int,
+    format: str,
     group_size: int,
+    symmetric: bool,
     dtype: torch.dtype,
     budget_ms: float,
 ) -> list[int]:
@@ -37,8 +43,8 @@ def check_arguments(
     sizes = [batch] if isinstance(batch, int) else list(batch)
     if not sizes or not all(isinstance(m, int) and m > 0 for m in sizes):
         raise ValueError(f"batch: expected one or more positive integers, got {batch!r}")
-    if bits not in (4, 8):
-        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    if format in CODE_FORMATS and not symmetric:
+        raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
     if dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype: expected torch.float16 or torch.bfloat16, got {dtype!r}")
     if not budget_ms > 0:
@@ -62,12 +68,15 @@ def gpu_facts(device: torch.device) -> tuple[int, int]:
     return facts.major * 10 + facts.minor, facts.multi_processor_count
 
 
-def _chosen_config(m: int, k: int, n: int, bits: int, group_size: int, symmetric: bool, device: torch.device) -> str:
+def _chosen_config(
+    m: int, k: int, n: int, format: str, group_size: int, symmetric: bool, dtype: torch.dtype, device: torch.device
+) -> str:
     """Name of the configuration that `gemm` runs; "cpu" on a CPU, which has one path."""
     if device.type != "cuda":
         return "cpu"
-    arch, sm_count = gpu_facts(device)
-    return select(m, n, k, f"int{bits}", group_size, arch, sm_count, zeros=not symmetric).name
+    problem = Problem(m, n, k, format, group_size, *gpu_facts(device), zeros=not symmetric)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return preferred(problem, DTYPE_NAMES[dtype], table_of(index)).name
 
 
 def sweep(
@@ -76,6 +85,7 @@ def sweep(
     providers: str | Sequence[str] = ("ours", "cublas"),
     *,
     bits: int = 4,
+    format: str | None = None,
     group_size: int = 128,
     dtype: torch.dtype = torch.float16,
     symmetric: bool = True,
@@ -88,7 +98,8 @@ def sweep(
 
     `shapes`: a name ("llama3-8b", "llama3-70b", "table", "minilm"), "KxN", or a list of these and of (k, n)
     pairs. `providers`: names of `PROVIDERS`, or "all" for every one that can run these weights on this
-    device. `group_size`: -1 is one scale per channel. `device`: the GPU where there is one, unless given.
+    device. `bits`, `format`: as `wo.preprocess`. `group_size`: -1 is one scale per channel. `device`: the GPU
+    where there is one, unless given.
     `budget_ms`: device time per measurement. `host`: also a column `host_us`, of an eager call. Data are
     random; before its timing each provider's product is compared with the dense one (RuntimeError). Launches of `gemm`
     do not overlap with each other here (`wo.set_launch_overlap`): that is `chain`.
@@ -96,33 +107,37 @@ def sweep(
     Returns one row per (k, n, m, provider): `us` (median per call, with `us_min`, `us_p10`, `us_p90`), `tb_s`
     (what the provider's own weights, x and y move, in 10**12 bytes/s), `tflop_s`, `x_cublas` (how many times
     faster than provider "cublas" of this run; NaN without it), `roofline_us` and `x_roofline` (how many times
-    longer than it; NaN on a CPU), `config` (name of the kernel that `gemm` chose; empty for other providers).
+    longer than it; NaN on a CPU), `config` (name of the kernel that `gemm` chose; empty for other providers), `sm_mhz`
+    (clock of the SMs right after the measurement; NaN where the driver does not say).
 
     Raises ValueError naming the argument for unknown names, sizes below 1, a group size that does not divide
     k, and a provider that cannot run this.
     """
     pairs = resolve(shapes)
-    sizes = check_arguments(pairs, batch, bits, group_size, dtype, budget_ms)
+    name = format_of(bits, format)
+    sizes = check_arguments(pairs, batch, name, group_size, symmetric, dtype, budget_ms)
     where = default_device(device)
-    chosen = _providers.named(providers, device=where, dtype=dtype, bits=bits, group_size=group_size)
+    chosen = _providers.named(providers, device=where, dtype=dtype, format=name, group_size=group_size)
     limits = ceilings(where)
     rows: list[dict[str, object]] = []
     with tqdm(total=len(pairs) * len(chosen) * len(sizes), disable=not progress, unit="cell") as bar:
         for k, n in pairs:
             weights = _providers.Weights.random(
-                k, n, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
+                k, n, bits=bits, format=name, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
             )
             x = torch.randn(max(sizes), k, device=where, dtype=dtype)  # [m, k]
             for provider in chosen:
-                prepared = provider.prepare(weights, functools.partial(copies_beyond_l2, device=where))
+                prepared = provider.prepare(weights)
+                ring = prepared.copies(copies_beyond_l2(prepared.weight_bytes, where))
                 for m in sizes:
                     bar.set_postfix_str(f"{k}x{n} m={m} {provider.name}")
                     out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
-                    _providers.check_product(provider.name, prepared, x[:m], out)
-                    calls = [functools.partial(prepared.run, copy, x[:m], out) for copy in range(prepared.copies)]
+                    _providers.check_product(provider.name, prepared, ring, x[:m], out)
+                    calls = [functools.partial(prepared.run, operand, x[:m], out) for operand in ring]
                     started = time.perf_counter()
                     with overlapping(False):
                         timing = time_calls(calls, where, budget_ms=budget_ms)
+                    state = gpu_state(where)
                     if where.type == "cuda":
                         # The small M of a shape were up to 26% slower right after the large M of another one than
                         # by themselves (lowered clocks? not established: bench/NOTES.md).
@@ -131,8 +146,9 @@ def sweep(
                         "k": k,
                         "n": n,
                         "m": m,
-                        "format": f"int{bits}",
+                        "format": name,
                         "group_size": group_size,
+                        "zeros": not symmetric,
                         "dtype": _DTYPE_NAMES[dtype],
                         "provider": provider.name,
                         "us": timing.us,
@@ -144,9 +160,10 @@ def sweep(
                         "roofline_us": roofline_us(
                             m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits
                         ),
-                        "config": _chosen_config(m, k, n, bits, group_size, symmetric, where)
+                        "config": _chosen_config(m, k, n, name, group_size, symmetric, dtype, where)
                         if provider.name == "ours"
                         else "",
+                        "sm_mhz": math.nan if state is None else state.sm_mhz,
                     }
                     if host:
                         # An eager call on a CPU is all host time, and has just been measured.

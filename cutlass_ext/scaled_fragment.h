@@ -1,4 +1,4 @@
-// Weights as the A operand of wgmma, dequantized in registers: (q - zero) * scale, rounded to Element.
+// Weights as the A operand of wgmma, dequantized in registers: (q - zero) * scale, or table[q] * scale, rounded to Element.
 //
 // For tiles of many tokens, where a second set of sums for unscaled products (unscaled_fragment.h) would not fit.
 #pragma once
@@ -33,10 +33,23 @@ struct ScaledFragment {
   using Word = detail::ConvertWord<Element, Weight>;
   static constexpr int kWords = 8 / Word::kElements;  // of a lane for one k16 step
 
-  /// a: the four A registers: (g, k), (g + 8, k), (g, k + 8), (g + 8, k + 8).
-  CUTLASS_DEVICE static void load(uint32_t const* words, ScalePair<Element, kScaleMode> const& scales, uint32_t* a) {
+  /// a: the four A registers: (g, k), (g + 8, k), (g, k + 8), (g + 8, k + 8). lane_pairs: of codes the lane's table.
+  CUTLASS_DEVICE static void load(uint32_t const* words, uint32_t, ScalePair<Element, kScaleMode> const& scales,
+                                  uint32_t* a) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kWords; ++i) Word::apply(words[i], a + i * (4 / kWords));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) a[i] = scales.apply(a[i], i % 2);
+  }
+};
+
+template <class Element, ScaleMode kScaleMode>
+struct ScaledFragment<Element, Code4, kScaleMode> {
+  static constexpr int kWords = 1;
+
+  CUTLASS_DEVICE static void load(uint32_t const* words, uint32_t lane_pairs,
+                                  ScalePair<Element, kScaleMode> const& scales, uint32_t* a) {
+    look_up_word(words[0], lane_pairs, a);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) a[i] = scales.apply(a[i], i % 2);
   }

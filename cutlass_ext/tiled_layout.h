@@ -14,6 +14,7 @@
 
 #include "cutlass/cutlass.h"
 #include "cutlass/integer_subbyte.h"
+#include "cutlass_ext/code_table.h"
 
 namespace weightonly {
 

@@ -10,7 +10,7 @@
 // (bench/NOTES.md).
 #pragma once
 
-#include "cute/arch/util.hpp"
+#include "cutlass_ext/read_shared.h"
 #include "cutlass_ext/scale_mode.h"
 #include "cutlass_ext/tiled_layout.h"
 #include "kernels/params.h"
@@ -35,21 +35,6 @@ CUTLASS_DEVICE void commit_copies() {
 template <int kNewer>
 CUTLASS_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kNewer) : "memory");
-}
-
-template <int kWords>
-CUTLASS_DEVICE void read_shared(uint32_t (&words)[kWords], uint32_t address) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
-  if constexpr (kWords == 4) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address)
-                 : "memory");
-  } else if constexpr (kWords == 2) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
-  } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
-  }
 }
 
 /// kGroups: groups of k in a piece with scales of their own. kPieceBlocks_: of 64 k.

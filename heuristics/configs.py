@@ -29,6 +29,7 @@ class Family:
     last_arch: int
     dtypes: tuple[str, ...] = ("f16", "bf16")  # tensor cores before sm80 have no bf16
     is_hopper: bool = False  # clusters, and wgmma or programmatic launches: code for 90a, which runs on 9.0 alone
+    is_dense: bool = False  # dequantizes slices of the weight, which cuBLAS multiplies by
 
 
 _NEWEST = 1 << 30
@@ -40,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     "gemv": Family("interleaved", 75, _NEWEST),
     "decode_sm90": Family("tiled", 90, 90, is_hopper=True),
     "gemm_sm90": Family("tiled", 90, 90, is_hopper=True),
+    "dequantize_cublas_sm75": Family("interleaved", 75, _NEWEST, is_dense=True),
+    "dequantize_cublas_sm90": Family("tiled", 90, 90, is_dense=True),
 }
 
 
@@ -48,12 +51,12 @@ class KernelConfig:
     """Tile shape, pipeline and split of one kernel. The data types are not part of it: see `TypeConfig`.
 
     family   a key of FAMILIES: "gemm_sm70", "gemm_sm75", "gemm_sm80" (tensor cores), "gemv" (CUDA cores, sm75 and up),
-             for layout "tiled" "decode_sm90" (few tokens) and "gemm_sm90" (wgmma)
-    block_*  tile of one CTA: tokens x columns x k per step
+             for layout "tiled" "decode_sm90" (few tokens) and "gemm_sm90" (wgmma), for many "dequantize_cublas_*"
+    block_*  tile of one CTA: tokens x columns x k per step; of cuBLAS, which has many, what the cost model counts in
     warp_*   tile of one warp (gemm_sm90: of one warpgroup); of block_k, the GEMV gives GEMV_PASS_K to each warp, and
              decode_sm90 a piece (`piece_k`)
     stages   k blocks in shared memory (1: none beyond the one that is computed); decode_sm90: pieces that a warp has in
-             flight; gemm_sm90: steps of x (`gemm_sm90_step_k`)
+             flight
     split_k  parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by the
              CTAs of a cluster
     formats  weight formats that the configuration is compiled for
@@ -72,6 +75,8 @@ class KernelConfig:
     @functools.cached_property
     def kernel(self) -> str:
         """Name of the compiled kernel, less its types: everything but split_k, which is a launch parameter."""
+        if self.is_dense:
+            return self.family
         tile = f"{self.family}_{self.block_m}x{self.block_n}x{self.block_k}"
         return tile if self.family == "gemv" else f"{tile}_w{self.warp_m}x{self.warp_n}_s{self.stages}"
 
@@ -94,7 +99,14 @@ class KernelConfig:
         return FAMILIES[self.family].is_hopper
 
     @property
+    def is_dense(self) -> bool:
+        """Whether it has no kernel of its own, but the one that dequantizes (kernels/dequantize.cu) and cuBLAS."""
+        return FAMILIES[self.family].is_dense
+
+    @property
     def max_split_k(self) -> int:
+        if self.is_dense:
+            return 1
         if not self.shares_cluster:
             return MAX_SPLIT_K
         return 1 if self.family == "gemm_sm90" and self.block_m > 128 else MAX_CLUSTER
@@ -104,7 +116,7 @@ class KernelConfig:
         if self.family == "gemv":
             return self.block_k // GEMV_PASS_K
         if self.family == "gemm_sm90":
-            return 4 * (self.block_n // self.warp_n)  # those that multiply
+            return 4 * (self.block_n // self.warp_n) * self.warpgroups_k  # those that multiply
         along_k = self.block_k // self.piece_k if self.family == "decode_sm90" else 1
         return (self.block_m // self.warp_m) * (self.block_n // self.warp_n) * along_k
 
@@ -121,7 +133,7 @@ class KernelConfig:
         if self.family == "gemv":
             return GEMV_PASS_K
         if self.family == "decode_sm90":
-            return 128 if self.formats == ("int4",) else 64  # the same bytes
+            return 64 if "int8" in self.formats else 128  # the same bytes
         return self.block_k
 
     @property
@@ -130,18 +142,9 @@ class KernelConfig:
         return self.block_n // 4 if self.family == "decode_sm90" else self.block_n // 64 * (self.block_m // 8)
 
     @property
-    def gemm_sm90_step_k(self) -> int:
-        """The k of x that gemm_sm90 waits for at a time: one block of 64, or two where they are small."""
-        return 128 if self.block_m * (self.block_n // 64) <= 128 else 64
-
-    @property
-    def step_blocks(self) -> int:
-        """Blocks of 64 k that gemm_sm90 multiplies at a time: two where the tile is small (kernels/gemm_sm90.cuh)."""
-        return 2 if self.block_m * self.block_n <= 128 * 64 else 1
-
-    def weight_depth(self, format: str) -> int:
-        """Pieces of weights (128 k) that a warp of gemm_sm90 has in flight: what shared memory has room for."""
-        return self.step_blocks + {"int4": 2, "int8": 1}[format]
+    def warpgroups_k(self) -> int:
+        """Warpgroups of gemm_sm90 that share the k of a block: each takes 128, for more than 128 tokens 64."""
+        return self.block_k // (128 if self.block_m <= 128 else 64)
 
     def compiled_for(self, arch: str) -> bool:
         """Whether a build for `arch` ("80", "90a") has this configuration. 70 stands for the PTX of compute_75."""
@@ -151,6 +154,8 @@ class KernelConfig:
 
     def smem_bytes(self, format: str) -> int:
         """Dynamic shared memory of one CTA, bytes, with scales and zero points; not for `shares_cluster`."""
+        if self.is_dense:
+            return 0  # that anyone must ask for
         if self.family == "gemv":
             # fp32 x of one pass per warp and token, each segment padded by 16 bytes (activation_stage.h).
             segment_k = 32 if format == "int4" else 16
@@ -162,7 +167,7 @@ class KernelConfig:
         stage = self.block_m * self.block_k * 2 + self.block_n * self.block_k * bits // 8 + scales_and_zeros
         return max(self.stages * stage, self.block_m * (self.block_n + 8) * 2)
 
-    def decode_smem_bytes(self, m: int, k_padded: int, group_size: int, zeros: bool) -> int:
+    def decode_smem_bytes(self, format: str, m: int, k_padded: int, group_size: int, zeros: bool) -> int:
         """Dynamic shared memory of one CTA of decode_sm90, bytes: struct Smem of kernels/decode_sm90.cuh.
 
         group_size: elements of K, -1 per channel. The result may be more than a GPU has: see heuristics/select.py.
@@ -170,7 +175,7 @@ class KernelConfig:
         pieces = -(-k_padded // self.piece_k)
         x_row_bytes = -(-pieces // self.split_k) * self.piece_k * 2 + 16
         ring_bytes = self.decode_ring_bytes(k_padded if group_size == -1 else group_size, group_size != -1, zeros)
-        return 128 + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
+        return 128 + table_bytes(format) + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
 
     def decode_ring_bytes(self, group_size: int, scales: bool, zeros: bool) -> int:
         """Weights in flight, with their scales (not per channel) and zero points."""
@@ -186,19 +191,24 @@ class KernelConfig:
 
     def gemm_sm90_smem_bytes(self, format: str, per_channel: bool, zeros: bool) -> int:
         """Dynamic shared memory of one CTA of gemm_sm90, bytes: struct Smem of kernels/gemm_sm90.cuh."""
-        x_bytes = self.stages * self.block_m * self.gemm_sm90_step_k * 2
-        scale_rows = 0 if per_channel and not zeros else 4 * (2 if zeros else 1)  # room for the smallest groups
-        slot_bytes = 128 * 16 * (4 if format == "int4" else 8) // 8 + scale_rows * 64 * 2
-        ring_bytes = self.warps * self.weight_depth(format) * slot_bytes
-        items = -(-self.shared_sums // self.split_k)
-        part_bytes = self.split_k * items * 128 * 16 if self.split_k > 1 else 0
-        return 1024 + 1024 + x_bytes + ring_bytes + part_bytes  # alignment, barriers
+        bits = {"int4": 4, "int8": 8, "code4": 4}[format]
+        scale_rows = 0 if per_channel and not zeros else self.block_k // 32 * (2 if zeros else 1)  # the smallest groups
+        stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
+        parts = self.split_k * self.warpgroups_k
+        part_bytes = parts * -(-self.shared_sums // self.split_k) * 128 * 16 if parts > 1 else 0
+        alignment_and_barriers = 2 * 1024
+        return alignment_and_barriers + self.stages * stage_bytes + table_bytes(format) + part_bytes
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
 
     def __str__(self) -> str:
         return self.name
+
+
+def table_bytes(format: str) -> int:
+    """Shared memory of Hopper's kernels for codes: a table of 256 pairs for each of 32 lanes (code_table.h)."""
+    return 256 * 32 * 4 if format == "code4" else 0
 
 
 def tiled_columns(n: int) -> int:
@@ -214,26 +224,44 @@ def _gemv(format: str, columns: int, warps: int, tokens: tuple[int, ...]) -> lis
     return [KernelConfig("gemv", t, columns, warps * GEMV_PASS_K, t, columns, 2, 1, (format,)) for t in tokens]
 
 
-def _decode(format: str, tokens: int, row_tiles: int, warps_n: int, warps_k: int, depth: int) -> KernelConfig:
-    piece_k = 128 if format == "int4" else 64
-    columns = 16 * row_tiles
-    return KernelConfig(
-        "decode_sm90", tokens, columns * warps_n, piece_k * warps_k, tokens, columns, depth, 1, (format,)
-    )
+def _decode(formats: tuple[str, ...], row_tiles: int, warps_k: int, depth: int) -> KernelConfig:
+    tokens, columns, piece_k = 8, 16 * row_tiles, 64 if "int8" in formats else 128
+    return KernelConfig("decode_sm90", tokens, columns, piece_k * warps_k, tokens, columns, depth, 1, formats)
 
 
-_DECODE_SHAPES = (
-    # tokens, tiles of 16 columns of a warp, warps along N and K, pieces in flight
-    (8, 2, 1, 16, 2),
-    (8, 2, 2, 8, 2),
-    (8, 4, 1, 8, 2),
-    (16, 2, 2, 8, 2),
-    (16, 4, 1, 8, 2),
+def _gemm_sm90(
+    formats: tuple[str, ...], tokens: int, warpgroups_n: int, warpgroups_k: int, stages: int
+) -> KernelConfig:
+    block_k = warpgroups_k * (128 if tokens <= 128 else 64)
+    return KernelConfig("gemm_sm90", tokens, 64 * warpgroups_n, block_k, tokens, 64, stages, 1, formats)
+
+
+# tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
+# Sixteen warps that multiply hide more than eight, until registers end; 256 tokens and a table spill them.
+_GEMM_SM90_SHAPES = (
+    (16, 1, 4, 4, 4, 3),
+    (16, 4, 1, 7, 7, 5),
+    (32, 1, 4, 3, 3, 2),
+    (32, 2, 2, 4, 4, 3),
+    (32, 3, 1, 6, 6, 5),
+    (32, 4, 1, 6, 6, 4),
+    (64, 2, 2, 3, 0, 2),
+    (64, 3, 1, 4, 4, 3),
+    (64, 4, 1, 4, 3, 3),
+    (128, 2, 1, 3, 3, 3),
+    (256, 2, 1, 5, 0, 5),
 )
 
 
-def _gemm_sm90(tokens: int, warpgroups: int, stages: int, formats: tuple[str, ...] = ("int4", "int8")) -> KernelConfig:
-    return KernelConfig("gemm_sm90", tokens, 64 * warpgroups, 128, tokens, 64, stages, 1, formats)
+def _gemms_sm90() -> list[KernelConfig]:
+    """Formats with the same number of stages share a configuration."""
+    found = []
+    for tokens, n, k, *stages in _GEMM_SM90_SHAPES:
+        by_stages: dict[int, tuple[str, ...]] = {}
+        for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
+            by_stages[count] = (*by_stages.get(count, ()), format)
+        found += [_gemm_sm90(formats, tokens, n, k, count) for count, formats in by_stages.items() if count]
+    return found
 
 
 CONFIGS: tuple[KernelConfig, ...] = (
@@ -255,22 +283,17 @@ CONFIGS: tuple[KernelConfig, ...] = (
     *_sm80(64, 256, 64, 32, (3,)),
     *_sm80(128, 128, 128, 32, (2, 3, 4)),
     # Decode on Hopper. More warps along K hide more latency, more columns a unit read x less often.
-    *(_decode(format, *shape) for format in ("int4", "int8") for shape in _DECODE_SHAPES),
-    # Hopper's tensor cores. Steps of x: at least as many as y needs, which takes their place.
-    # Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit N = 10240.
-    _gemm_sm90(32, 2, 6),
-    _gemm_sm90(32, 3, 6),
-    _gemm_sm90(32, 4, 6, ("int4",)),  # int8 spills registers there
-    _gemm_sm90(64, 2, 4),
-    _gemm_sm90(64, 3, 8),
-    _gemm_sm90(64, 4, 8),
-    _gemm_sm90(128, 2, 5),
-    _gemm_sm90(256, 2, 5),
+    *(_decode(formats, *shape) for formats in (("int4", "code4"), ("int8",)) for shape in ((2, 16, 2), (4, 8, 2))),
+    # Hopper's tensor cores. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
+    # N = 10240.
+    *_gemms_sm90(),
     # Turing: two stages through registers.
     *(KernelConfig("gemm_sm75", m, 128, 64, min(m, 32), 64 if m > 16 else 32, 2) for m in (16, 32, 64)),
     KernelConfig("gemm_sm75", 128, 128, 64, 64, 32, 2),
     # Volta: one buffer, dequantized on the way into it.
     *(KernelConfig("gemm_sm70", m, 128, 32, min(m, 32), 64 if m > 16 else 32, 1) for m in (16, 32, 64)),
+    KernelConfig("dequantize_cublas_sm75", 128, 128, 64, 128, 128, 1),
+    KernelConfig("dequantize_cublas_sm90", 128, 128, 64, 128, 128, 1, 1, ("int4", "int8", "code4")),
 )
 
 
@@ -292,9 +315,9 @@ TYPES: tuple[TypeConfig, ...] = tuple(
     for dtype in ("f16", "bf16")
     for format in ("int4", "int8")
     for mode in ("channel", "group", "group_zeros")
-)
+) + tuple(TypeConfig(dtype, "code4", "group") for dtype in ("f16", "bf16"))
 
 
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:
-    """The types that a configuration is compiled for."""
+    """The types that a configuration computes, each with a kernel of its own unless `is_dense`."""
     return [t for t in TYPES if t.format in config.formats and t.dtype in FAMILIES[config.family].dtypes]

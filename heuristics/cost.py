@@ -24,7 +24,16 @@ Of the two limits below the longer counts in full, of the shorter the part that 
 gives every cluster the same number, so there is no last wave. In a wave that does not fill the GPU the SMs of gemm_sm90
 are quicker, by up to `idle` of their time.
 
-Their constants are in calibration_sm90.py. All of this is monotone: no term shrinks when M grows.
+Their constants are in calibration_sm90.py.
+
+Dequantizing and cuBLAS (`dense_us`, calibration_dense.py) is two kernels for each slice of the columns:
+
+    time = slices * slice_us + (bytes of the weight, packed and dense, and of y) / bandwidth
+           + the greater of flops / rate and bytes / bandwidth
+
+without waves: cuBLAS is taken to choose tiles, or a split of K, that keep as many SMs busy as there are.
+
+All of this is monotone: no term shrinks when M grows.
 """
 
 from __future__ import annotations
@@ -34,9 +43,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
+from .calibration_dense import DENSE, DenseCost
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost
 from .configs import KernelConfig, tiled_columns
 from .problem import Problem
+from .slices import slice_columns
 
 
 @dataclass(frozen=True)
@@ -46,26 +57,28 @@ class Machine:
     smem_bytes  shared memory of one CTA
     sm_smem_bytes  of one SM
     speed       clock times mma.sync operations per clock, relative; estimates, nothing but the H200 was measured
+    dense_speed  what cuBLAS makes of it, relative; likewise estimates (datasheets)
     tb_s        memory bandwidth of a typical board, TB/s (datasheets; the H200's is measured, reads alone)
     """
 
     smem_bytes: int
     sm_smem_bytes: int
     speed: float
+    dense_speed: float
     tb_s: float
 
 
 _KB = 1024
 MACHINES: dict[int, Machine] = {
-    70: Machine(96 * _KB, 96 * _KB, 0.25, 0.9),
-    75: Machine(64 * _KB, 64 * _KB, 0.25, 0.32),
-    80: Machine(163 * _KB, 164 * _KB, 0.57, 1.9),
-    86: Machine(99 * _KB, 100 * _KB, 0.35, 0.6),
-    87: Machine(163 * _KB, 164 * _KB, 0.25, 0.2),
-    89: Machine(99 * _KB, 100 * _KB, 0.5, 0.86),
-    90: Machine(227 * _KB, 228 * _KB, 1.0, 4.47),
-    100: Machine(227 * _KB, 228 * _KB, 1.0, 7.5),
-    120: Machine(99 * _KB, 100 * _KB, 0.6, 1.7),
+    70: Machine(96 * _KB, 96 * _KB, 0.25, 0.2, 0.9),
+    75: Machine(64 * _KB, 64 * _KB, 0.25, 0.17, 0.32),
+    80: Machine(163 * _KB, 164 * _KB, 0.57, 0.38, 1.9),
+    86: Machine(99 * _KB, 100 * _KB, 0.35, 0.23, 0.6),
+    87: Machine(163 * _KB, 164 * _KB, 0.25, 0.17, 0.2),
+    89: Machine(99 * _KB, 100 * _KB, 0.5, 0.34, 0.86),
+    90: Machine(227 * _KB, 228 * _KB, 1.0, 1.0, 4.47),
+    100: Machine(227 * _KB, 228 * _KB, 1.0, 2.0, 7.5),
+    120: Machine(99 * _KB, 100 * _KB, 0.6, 0.41, 1.7),
 }
 
 TILE_PIECE_BYTES = 1024
@@ -132,11 +145,15 @@ def waves_us(
     return us
 
 
+def weight_bytes(problem: Problem) -> int:
+    """Packed weights, scales and zeros."""
+    scale_rows = (1 if problem.per_channel else -(-problem.k // problem.group_size)) * (2 if problem.zeros else 1)
+    return problem.k_padded * problem.n * problem.bits // 8 + 2 * scale_rows * problem.n
+
+
 def problem_bytes(problem: Problem) -> int:
     """Bytes that must move: packed weights, scales, zeros, x and y, each once."""
-    scale_rows = (1 if problem.per_channel else problem.k // problem.group_size) * (2 if problem.zeros else 1)
-    weights = problem.k_padded * problem.n * problem.bits // 8
-    return weights + 2 * (scale_rows * problem.n + problem.m * problem.k + problem.m * problem.n)
+    return weight_bytes(problem) + 2 * problem.m * (problem.k + problem.n)
 
 
 def reduction_us(m: int, n: int, split_k: int) -> float:
@@ -153,6 +170,8 @@ def estimate_us(config: KernelConfig, problem: Problem) -> float:
         return decode_us(config, problem)
     if config.family == "gemm_sm90":
         return gemm_sm90_us(config, problem)
+    if config.is_dense:
+        return dense_us(config, problem)
     gpu = machine(problem.arch)
     cost = kernel_cost(config, problem.format)
     us = waves_us(
@@ -166,6 +185,47 @@ def estimate_us(config: KernelConfig, problem: Problem) -> float:
     )
     memory_us = problem_bytes(problem) / (gpu.tb_s * 1e6)
     return LAUNCH_US + max(us, memory_us) + reduction_us(m, n, config.split_k)
+
+
+# --- dequantizing and cuBLAS -------------------------------------------------------------------------------
+
+_MOST_PARTS = 8  # of K, that cuBLAS is taken to compute at once where tiles are few
+
+
+class DenseWork(NamedTuple):
+    """What a problem is in slices of dense weights."""
+
+    slices: int
+    weight_mb: float  # packed and dense, 10**6 bytes
+    product_mb: float  # what cuBLAS reads and writes
+    sm_tflops: float  # 10**12 operations of the busiest SM, counted in whole tiles
+    y_mb: float
+
+
+def dense_work(config: KernelConfig, problem: Problem) -> DenseWork:
+    """A problem that is legal for a configuration of dense weights."""
+    m, n, k = problem.m, problem.n, problem.k
+    columns = slice_columns(n, k)
+    slices = -(-n // columns)
+    dense_bytes, y_bytes = 2 * k * n, 2 * m * n
+    all_tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    busy = min(problem.sm_count, _MOST_PARTS * -(-m // config.block_m) * -(-columns // config.block_n))
+    return DenseWork(
+        slices,
+        (weight_bytes(problem) + dense_bytes) / 1e6,
+        (dense_bytes + slices * 2 * m * k + y_bytes) / 1e6,
+        all_tiles * 2 * config.block_m * config.block_n * k / busy / 1e12,
+        y_bytes / 1e6,
+    )
+
+
+def dense_us(config: KernelConfig, problem: Problem, cost: DenseCost = DENSE) -> float:
+    """Estimated time of dequantizing and cuBLAS, us."""
+    work = dense_work(config, problem)
+    gpu = machine(problem.arch)
+    product_us = max(work.sm_tflops * 1e6 / (cost.sm_tflop_s * gpu.dense_speed), work.product_mb / gpu.tb_s)
+    apart_us = (work.weight_mb / cost.stream + work.y_mb / cost.y_stream) / gpu.tb_s
+    return work.slices * cost.slice_us + apart_us + product_us
 
 
 # --- Hopper ------------------------------------------------------------------------------------------------
@@ -232,7 +292,7 @@ class GemmSm90Work(NamedTuple):
 
     full: int  # waves that keep every SM busy
     rest: float  # the part of the SMs that a last wave keeps busy; 0 without one
-    pieces: int  # of 128 k, of one CTA
+    pieces: int  # of block_k, of one CTA
 
 
 def gemm_sm90_work(config: KernelConfig, problem: Problem) -> GemmSm90Work:

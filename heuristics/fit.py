@@ -1,7 +1,8 @@
 """Fits the cost model to measurements: `python -m weightonly.heuristics.fit MEASUREMENTS.csv...`.
 
 MEASUREMENTS.csv is what `python -m weightonly.bench regret --csv` writes: the time of every configuration on many
-problems. Those of the kernels of Hopper (`regret --layout tiled`) make calibration_sm90.py: see fit_sm90.py.
+problems. Those of the kernels of Hopper (`regret --layout tiled`) make calibration_sm90.py: see fit_sm90.py; those of
+dequantizing and cuBLAS calibration_dense.py: see fit_dense.py.
 
 The others make calibration.py. For each kernel and format the three numbers of cost.py are those with the least squared
 error of log(time); the launch and reduction constants are shared by all. Registers come from the compiler's logs:
@@ -21,7 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from . import fit_sm90
+from . import fit_dense, fit_sm90
 from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
 from .cost import ctas_per_sm, machine, problem_bytes, tiles, units
 from .fit_choices import Choices
@@ -214,12 +215,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     frame = pd.concat([pd.read_csv(path) for path in arguments.measurements], ignore_index=True)
     is_hopper = frame.family.isin(list(fit_sm90.FAMILIES))
-    if not is_hopper.all() and arguments.log is None:
+    is_other = ~is_hopper & ~frame.family.isin(fit_dense.DENSE_FAMILIES)
+    is_dense = fit_dense.usable(frame)
+    if is_other.any() and arguments.log is None:
         parser.error("--log is needed: there are times of kernels before Hopper")
+    if is_dense.any():
+        fit_dense.run(frame[is_dense], arguments.out / "calibration_dense.py")
     if is_hopper.any():
         fit_sm90.run(frame[is_hopper], arguments.out / "calibration_sm90.py", arguments.moves)
-    if not is_hopper.all():
-        run(frame[~is_hopper], arguments.log, arguments.out / "calibration.py")
+    if is_other.any():
+        run(frame[is_other], arguments.log, arguments.out / "calibration.py")
 
 
 if __name__ == "__main__":

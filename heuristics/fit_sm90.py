@@ -65,7 +65,7 @@ def start_times(config: KernelConfig) -> KernelTimes:
     if config.family == "decode_sm90":
         return KernelTimes(0.016 + 0.001 * config.block_m, 0.4)
     outputs = config.block_m * config.block_n / (128 * 128)
-    return KernelTimes(0.8 * outputs**0.7, 0.5 + 3 * outputs)
+    return KernelTimes(0.8 * outputs**0.7 * config.block_k / 128, 0.5 + 3 * outputs)
 
 
 @dataclass
@@ -100,13 +100,12 @@ class Rows:
         self.weight = np.where(frame.coarse.to_numpy(bool), 0.0, (self.best_us / self.us) ** 2)
         configs = _configs()
         pairs = [(configs[row.config], _problem(row)) for row in frame.itertuples(index=False)]
-        self.is_candidate = np.array([_is_candidate(c, p.m) for c, p in pairs], dtype=bool)
+        self.is_candidate = np.array([worth_a_look(c) for c, p in pairs], dtype=bool)
         self.mb = np.array([problem_bytes(p) / 1e6 for _, p in pairs])
         self.split_k = np.array([c.split_k for c, _ in pairs], dtype=float)
         work = decode_work if family == "decode_sm90" else gemm_sm90_work
         width = 4 if family == "decode_sm90" else 3
         self.work = np.array([work(c, p) for c, p in pairs], dtype=float).reshape(-1, width).T
-        self.not_quicker = _not_quicker(self.keys) if family == "decode_sm90" else []
 
     def start(self) -> Constants:
         """START, of the kernels that were measured."""
@@ -143,14 +142,6 @@ class Rows:
         us = fixed_us + (split_k > 1) * (cluster_us + (split_k - 2) * cta_us) + turns * end_us
         return us + np.maximum(memory_us, work_us) + unhidden * np.minimum(memory_us, work_us)
 
-    def order(self, constants: Constants) -> None:
-        """Makes no kernel for more tokens quicker than that of the same shape for fewer: see DecodeCost."""
-        for few, more in self.not_quicker:
-            constants.kernels[more] = np.maximum(constants.kernels[few], constants.kernels[more])
-
-    def is_ordered(self, constants: Constants) -> bool:
-        return all((constants.kernels[more] >= constants.kernels[few]).all() for few, more in self.not_quicker)
-
 
 def _configs() -> dict[str, KernelConfig]:
     splits = (c.with_split_k(s) for c in CONFIGS if c.family in FAMILIES for s in range(1, MAX_CLUSTER + 1))
@@ -162,19 +153,6 @@ def _problem(row: object) -> Problem:
         getattr(row, name) for name in ("m", "n", "k", "format", "group_size", "arch", "sm_count", "layout", "zeros")
     )
     return Problem(m, n, k, format, group_size, arch, sm_count, layout, bool(zeros))
-
-
-def _is_candidate(config: KernelConfig, m: int) -> bool:
-    """Whether `select` looks at a configuration for M rows."""
-    fewer = [c.block_m for c in CONFIGS if c.family == "decode_sm90" and c.block_m < config.block_m]
-    return worth_a_look(config) and (config.family != "decode_sm90" or m > max(fewer, default=0))
-
-
-def _not_quicker(keys: list[tuple[str, str]]) -> list[tuple[int, int]]:
-    """Pairs of kernels of decode_sm90, by number, alike but for the tokens: (fewer, more)."""
-    of = {c.kernel: c for c in CONFIGS}
-    shapes = [(of[kernel].block_m, (of[kernel].block_n, of[kernel].warp_n, format)) for kernel, format in keys]
-    return [(i, j) for i, (few, a) in enumerate(shapes) for j, (more, b) in enumerate(shapes) if a == b and few < more]
 
 
 def prepare(frame: pd.DataFrame) -> pd.DataFrame:
@@ -258,7 +236,6 @@ def least_error(frame: pd.DataFrame) -> Model:
 
         values = least_squares(residuals, flat[0], bounds=(flat[1], flat[2])).x
         constants = Constants(values[:count], values[count:].reshape(-1, 2).copy())
-        rows.order(constants)
         model.constants.append(constants)
     return model
 
@@ -314,12 +291,11 @@ def polish(model: Model, moves: int) -> None:
         before = constants.kernels[i].copy()
         change = generator.normal(0, step, 2) * (generator.random(2) < 0.7)
         constants.kernels[i] = np.clip(before + change, limits[f][0].kernels[i], limits[f][1].kernels[i])
-        if rows.is_ordered(constants):
-            times[places[f, i]] = rows.predict(constants, i)[rows.is_candidate[rows.parts[i]]]
-            if (value := loss(times)) < lowest:
-                lowest, predicted = value, times
-                continue
-        constants.kernels[i] = before
+        times[places[f, i]] = rows.predict(constants, i)[rows.is_candidate[rows.parts[i]]]
+        if (value := loss(times)) < lowest:
+            lowest, predicted = value, times
+        else:
+            constants.kernels[i] = before
 
 
 def fit(frame: pd.DataFrame, moves: int) -> Model:
@@ -344,9 +320,7 @@ def regret_table(frame: pd.DataFrame, regrets: dict[str, pd.Series]) -> str:
 
     The first column is what is lost anyway, by configurations that `select` does not look at.
     """
-    candidates = frame[
-        [_is_candidate(c, m) for c, m in zip(map(_configs().__getitem__, frame.config), frame.m, strict=True)]
-    ]
+    candidates = frame[[worth_a_look(config) for config in map(_configs().__getitem__, frame.config)]]
     reached = candidates.groupby("cell").us.min() / candidates.groupby("cell").best_us.first() - 1
     regrets = {"not looked at": reached, **regrets}
     m_of = frame.groupby("cell").m.first()
@@ -383,16 +357,7 @@ def as_costs(model: Model) -> tuple[DecodeCost, GemmSm90Cost]:
         made.append(type(old)(**shared, kernels=kernels))
     decode, gemm = made
     assert isinstance(decode, DecodeCost) and isinstance(gemm, GemmSm90Cost)
-    _order_all(decode)
     return decode, gemm
-
-
-def _order_all(decode: DecodeCost) -> None:
-    """As Rows.order, where only one of two kernels was measured."""
-    keys = list(decode.kernels)
-    for few, more in _not_quicker(keys):
-        pairs = zip(decode.kernels[keys[few]], decode.kernels[keys[more]], strict=True)
-        decode.kernels[keys[more]] = KernelTimes(*map(max, pairs))
 
 
 def source(costs: tuple[DecodeCost, GemmSm90Cost], note: str) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from .configs import CONFIGS, KernelConfig
 from .cost import machine
 from .problem import Problem, layouts_of
+from .slices import longest_k
 
 CLUSTERS = (1, 2, 3, 4, 5, 6, 8)
 """CTAs of a cluster that `select` looks at: as many clusters of 8 run at once as of 7."""
+
+
+DENSE_MIN_M = 256
+"""Rows of x from which `select` looks at dequantizing for cuBLAS: with fewer, reading the packed weight is quicker."""
 
 
 def parts_of_k(config: KernelConfig, problem: Problem) -> int:
@@ -19,7 +24,7 @@ def smem_bytes(config: KernelConfig, problem: Problem) -> int:
     """Dynamic shared memory of one CTA, bytes."""
     if config.family == "decode_sm90":
         group_size = -1 if problem.per_channel else problem.group_size
-        return config.decode_smem_bytes(problem.m, problem.k_padded, group_size, problem.zeros)
+        return config.decode_smem_bytes(problem.format, problem.m, problem.k_padded, group_size, problem.zeros)
     if config.family == "gemm_sm90":
         return config.gemm_sm90_smem_bytes(problem.format, problem.per_channel, problem.zeros)
     return config.smem_bytes(problem.format)
@@ -29,7 +34,7 @@ def runs_on(config: KernelConfig, arch: int, layout: str) -> bool:
     """Whether this architecture chooses among a family for weights in this layout.
 
     Tiled weights have families of their own. For the others each architecture has one GEMM family, the newest it can
-    run; the GEMV needs only the interleaved layout.
+    run; the GEMV and dequantizing for cuBLAS need only the interleaved layout.
     """
     if config.layout != layout or layout not in layouts_of(arch):
         return False
@@ -46,6 +51,8 @@ def splits_evenly(parts: int, split_k: int) -> bool:
 def legal(config: KernelConfig, problem: Problem) -> bool:
     """Whether the configuration computes this problem on this architecture, in the layout of its weight."""
     if problem.format not in config.formats or problem.m > config.max_m:
+        return False
+    if config.is_dense and problem.k > longest_k():
         return False
     if not runs_on(config, problem.arch, problem.layout) or not 1 <= config.split_k <= config.max_split_k:
         return False

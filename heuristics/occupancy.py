@@ -36,7 +36,7 @@ def occupancy_rule(problem: Problem) -> KernelConfig:
     best_score, best_waves = float("inf"), 2**31
     ordered = sorted(candidates(problem), key=lambda c: (c.block_m, c.block_n, c.stages, c.split_k))
     for config in ordered:
-        if config.family in ("gemv", "decode_sm90"):
+        if config.family in ("gemv", "decode_sm90") or config.is_dense:
             continue
         if best is not None and problem.m <= best.block_m < config.block_m:
             continue

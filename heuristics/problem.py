@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMATS: dict[str, int] = {"int4": 4, "int8": 8}
+FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "code4": 4}
 """Weight formats and their bits."""
+
+CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "code4")
+"""Those whose 4-bit codes stand for the numbers of a table. To a kernel, which is given the table, all are "code4"."""
 
 K_ALIGNMENT = 64
 """K is padded to this by `preprocess`: one block of the layout along K, elements."""
@@ -28,9 +31,10 @@ def layouts_of(arch: int) -> tuple[str, ...]:
 class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
-    `group_size` is in elements of K; -1 means per channel. `arch` is the compute capability as an integer
-    (80, 86, 90). `layout` is that of the packed weight; "": the architecture's own. Raises ValueError naming the
-    field for a size below 1, an unknown format or layout, or a group size that K is no multiple of.
+    `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
+    channel. `arch` is the compute capability as an integer (80, 86, 90). `layout` is that of the packed weight; "": the
+    format's or else the architecture's own. Raises ValueError naming the field for a size below 1, an unknown format or
+    layout, a group size that K is no multiple of, or a code table in another layout than "tiled" or with zeros.
     """
 
     m: int
@@ -51,11 +55,21 @@ class Problem:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
         if self.arch < 70:
             raise ValueError(f"arch must be a compute capability from 70, got {self.arch}")
+        is_code = self.format in CODE_FORMATS
         if not self.layout:
-            object.__setattr__(self, "layout", layouts_of(self.arch)[0])
+            object.__setattr__(self, "layout", "tiled" if is_code else layouts_of(self.arch)[0])
         elif self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
-        check_group_size(self.group_size, self.k)
+        if is_code:
+            if self.layout != "tiled":
+                raise ValueError(f"layout must be 'tiled' for {self.format}, got {self.layout!r}")
+            if self.zeros:
+                raise ValueError(f"zeros must be False for {self.format}, got True")
+            object.__setattr__(self, "format", "code4")
+        if is_code and self.group_size in (-1, self.k, self.k_padded):
+            object.__setattr__(self, "group_size", self.k_padded)  # one group: codes have no kernels per channel
+        else:
+            check_group_size(self.group_size, self.k)
 
     @property
     def bits(self) -> int:
@@ -63,7 +77,7 @@ class Problem:
 
     @property
     def per_channel(self) -> bool:
-        return self.group_size in (-1, self.k)
+        return self.format != "code4" and self.group_size in (-1, self.k)
 
     @property
     def k_padded(self) -> int:

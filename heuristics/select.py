@@ -11,12 +11,13 @@ import functools
 import operator
 from typing import NamedTuple
 
-from .calibration import REDUCE_LAUNCH_US, REDUCE_TB_S
+from .calibration import LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S
 from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
-from .cost import ctas_per_sm, is_calibrated, kernel_cost, machine, problem_bytes
-from .legal import runs_on, worth_a_look
+from .cost import ctas_per_sm, dense_us, is_calibrated, kernel_cost, machine, problem_bytes
+from .legal import DENSE_MIN_M, runs_on, worth_a_look
 from .problem import Problem, layouts_of
 from .select_tiled import select_tiled
+from .slices import longest_k
 
 _ALL_OF_M = 2**31
 _BOUND = operator.itemgetter(0)
@@ -44,7 +45,7 @@ def _kernels(format: str, arch: int, layout: str) -> tuple[_Kernel, ...]:
     gpu = machine(arch)
     found = []
     for config in CONFIGS:
-        if format not in config.formats or not runs_on(config, arch, layout):
+        if format not in config.formats or not runs_on(config, arch, layout) or config.is_dense:
             continue
         if config.smem_bytes(format) > gpu.smem_bytes:
             continue
@@ -93,20 +94,42 @@ def select(
     layout: str | None = None,
     zeros: bool = False,
 ) -> KernelConfig:
-    """The configuration that `gemm` runs for y [m, n] = x [m, k] @ w [k, n]; needs no GPU.
+    """The configuration that `gemm` runs for y [m, n] = x [m, k] @ w [k, n], but for tuned tables; needs no GPU.
 
-    format is "int4" or "int8"; group_size in elements of K, -1 per channel; arch the compute capability as an integer
-    (80, 90); sm_count any; layout that of the packed weight, None for the one that `preprocess` makes for arch. Raises
-    ValueError naming the argument for values out of range, and for a layout that the kernels of arch do not read.
+    format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch the compute capability as an
+    integer (80, 90); sm_count any; layout that of the packed weight, None for the one that `preprocess` makes for arch.
+    Raises ValueError naming the argument for values out of range, and for a layout that arch's kernels do not read.
     """
     problem = Problem(m, n, k, format, group_size, arch, sm_count, layout or "", zeros)
     if problem.layout not in layouts_of(arch):
-        raise ValueError(f"layout must be one that sm{arch} reads, {', '.join(layouts_of(arch))}, got {layout!r}")
-    return select_tiled(problem) if problem.layout == "tiled" else _select_waves(problem)
+        read = ", ".join(layouts_of(arch))
+        raise ValueError(f"layout must be one that sm{arch} reads, {read}, got {problem.layout!r}")
+    search = select_tiled if problem.layout == "tiled" else _select_waves
+    dense = _dense(problem) if m >= DENSE_MIN_M else None
+    best = search(problem, dense_us(dense, problem) if dense else float("inf")) or dense or _dense(problem)
+    if best is None:  # too many rows for gemm_sm90 or none of its kernels, and K too long for slices
+        most_rows = max(
+            (c.max_m for c in CONFIGS if c.family == "gemm_sm90" and problem.format in c.formats), default=0
+        )
+        name, most, value = ("m", most_rows, m) if most_rows else ("k", longest_k(), k)
+        raise ValueError(f"{name}: expected at most {most}, got {value}")
+    return best
 
 
-def _select_waves(problem: Problem) -> KernelConfig:
-    """Among the kernels that cost.waves_us describes."""
+def _dense(problem: Problem) -> KernelConfig | None:
+    """What dequantizes this for cuBLAS."""
+    config = _dense_config(problem.format, problem.arch, problem.layout)
+    return config if problem.k <= longest_k() else None
+
+
+@functools.cache
+def _dense_config(format: str, arch: int, layout: str) -> KernelConfig | None:
+    of_format = (c for c in CONFIGS if c.is_dense and format in c.formats)
+    return next((c for c in of_format if runs_on(c, arch, layout)), None)
+
+
+def _select_waves(problem: Problem, limit_us: float) -> KernelConfig | None:
+    """Among the kernels that cost.waves_us describes; None if none takes less than limit_us."""
     m, n, arch, sm_count = problem.m, problem.n, problem.arch, problem.sm_count
     k_padded = problem.k_padded
     memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
@@ -118,7 +141,7 @@ def _select_waves(problem: Problem) -> KernelConfig:
             bounded.append((kernel.fixed_us + tiles * k_padded * kernel.us_per_k / sm_count, tiles, kernel))
     bounded.sort(key=_BOUND)
     reduce_us, partial_us = REDUCE_LAUNCH_US, 2 * m * n * 4 / (REDUCE_TB_S * 1e6)
-    best, best_split_k, best_us = None, 1, float("inf")
+    best, best_split_k, best_us = None, 1, limit_us - LAUNCH_US
     for bound_us, tiles, kernel in bounded:
         if bound_us >= best_us:
             break
@@ -144,5 +167,4 @@ def _select_waves(problem: Problem) -> KernelConfig:
                 us += reduce_us + split_k * partial_us
             if us < best_us:
                 best, best_split_k, best_us = kernel, split_k, us
-    assert best is not None, f"no kernel for {problem}"  # every architecture has a GEMM of 16 rows
-    return best.splits[best_split_k - 1]
+    return None if best is None else best.splits[best_split_k - 1]

@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
-from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
+from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, table_bytes, tiled_columns
 from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
 from .legal import CLUSTERS, runs_on, splits_evenly
 from .problem import Problem
@@ -29,7 +29,6 @@ class _Decode(NamedTuple):
     """What the search needs of one kernel of decode_sm90, for one GPU, format and size of groups."""
 
     splits: tuple[_Split, ...]  # by fixed_us
-    min_m: int
     max_m: int
     block_n: int
     piece_k: int
@@ -56,8 +55,7 @@ def _decode_kernels(
     """group_step: 128, 64 or 32, the largest that divides the group size."""
     cost, found = DECODE_SM90, []
     of_format = [c for c in CONFIGS if c.family == "decode_sm90" and format in c.formats and is_calibrated(c, format)]
-    tokens = sorted({c.block_m for c in of_format})
-    for config in of_format if runs_on(of_format[0], arch, "tiled") else ():
+    for config in of_format if of_format and runs_on(of_format[0], arch, "tiled") else ():
         row_tiles = config.block_n // 16
         warps_k = config.block_k // config.piece_k
         ring_bytes = config.decode_ring_bytes(group_step, scales, zeros)
@@ -71,13 +69,11 @@ def _decode_kernels(
                         c,
                         cluster_slots(sm_count, c.split_k),
                         cost.fixed_us + cluster_us(cost, c.split_k),
-                        128 + ring_bytes,
+                        128 + table_bytes(format) + ring_bytes,
                         c.decode_sum_bytes() + 16,
                     )
                     for c in splits
                 ),
-                # A kernel for more tokens than that does the same work for each, and more of it: see DecodeCost.
-                min_m=1 + max((t for t in tokens if t < config.block_m), default=0),
                 max_m=config.max_m,
                 block_n=config.block_n,
                 piece_k=config.piece_k,
@@ -96,7 +92,8 @@ def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool,
     cost, found = GEMM_SM90, []
     limit_bytes = machine(arch).smem_bytes
     for config in CONFIGS:
-        if config.family == "gemm_sm90" and is_calibrated(config, format) and runs_on(config, arch, "tiled"):
+        is_of = config.family == "gemm_sm90" and format in config.formats
+        if is_of and is_calibrated(config, format) and runs_on(config, arch, "tiled"):
             splits = []
             for c in (config.with_split_k(s) for s in CLUSTERS if s <= config.max_split_k):
                 smem_bytes = c.gemm_sm90_smem_bytes(format, per_channel, zeros)
@@ -108,12 +105,15 @@ def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool,
     return tuple(found)
 
 
-def select_tiled(problem: Problem) -> KernelConfig:
-    """Among the kernels of Hopper: cost.decode_us and cost.gemm_sm90_us, inline, where no bound is above the best."""
+def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
+    """Among the kernels of Hopper; None if none takes less than limit_us.
+
+    cost.decode_us and cost.gemm_sm90_us, inline, where no bound is above the best.
+    """
     m, k_padded, format, arch, sm_count = problem.m, problem.k_padded, problem.format, problem.arch, problem.sm_count
     per_channel, zeros = problem.per_channel, problem.zeros
     total_bytes = problem_bytes(problem)
-    best, best_us = None, float("inf")
+    best, best_us = None, limit_us
 
     if m <= _DECODE_MAX_M:
         columns, limit_bytes = tiled_columns(problem.n), machine(arch).smem_bytes
@@ -121,8 +121,8 @@ def select_tiled(problem: Problem) -> KernelConfig:
         group_size = k_padded if per_channel else problem.group_size
         group_step = 128 if group_size % 128 == 0 else 64 if group_size % 64 == 0 else 32
         for kernel in _decode_kernels(format, arch, sm_count, group_step, not per_channel, zeros):
-            splits, min_m, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
-            if not min_m <= m <= max_m:
+            splits, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
+            if m > max_m:
                 continue
             units = columns // block_n
             all_pieces = -(-k_padded // piece_k)
@@ -170,8 +170,6 @@ def select_tiled(problem: Problem) -> KernelConfig:
                 us += fixed_us + turns * end_us
                 if us < best_us:
                     best, best_us = config, us
-    if best is None:  # gemm_sm90 computes any other problem
-        raise ValueError(f"m: expected at most {max(c.max_m for c in CONFIGS if c.layout == 'tiled')}, got {m}")
     return best
 
 

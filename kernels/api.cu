@@ -8,32 +8,11 @@
 
 #include "cutlass_ext/numeric_conversion.h"
 #include "kernels/checks.h"
+#include "kernels/on_device.h"
 #include "kernels/registry.h"
 
 namespace weightonly {
 namespace {
-
-/// Makes `device` current for the life of the guard.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    error_ = cudaGetDevice(&previous_);
-    if (error_ != cudaSuccess || previous_ == device) return;
-    error_ = cudaSetDevice(device);
-    changed_ = error_ == cudaSuccess;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(DeviceGuard const&) = delete;
-  DeviceGuard& operator=(DeviceGuard const&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-  cudaError_t error_ = cudaSuccess;
-};
 
 template <class Element, class Source>
 void convert_host(unsigned const* packed, int words, unsigned short* out) {
@@ -71,17 +50,11 @@ int wo_gemm(int kernel, GemmParams const* params, int device, void* stream, char
   }
   KernelEntry const& entry = *kKernels[kernel];
   if (!check_params(entry, *params, message, message_bytes)) return 1;
-  DeviceGuard const guard(device);
-  cudaError_t error = guard.error();
-  if (error == cudaSuccess) {
+  return run_on_device(entry.name, device, message, message_bytes, [&] {
     GemmParams complete = *params;
     complete.group = GroupIndex::make(complete.k, complete.group_size);
-    error = entry.launch(complete, static_cast<cudaStream_t>(stream));
-  }
-  if (error == cudaSuccess) return 0;
-  std::snprintf(message, message_bytes, "%s on device %d: %s (%s); the library is built for %s", entry.name, device,
-                cudaGetErrorString(error), cudaGetErrorName(error), kArchs);
-  return 1;
+    return entry.launch(complete, static_cast<cudaStream_t>(stream));
+  });
 }
 
 int wo_convert_host(int bits, int bf16, unsigned const* packed, int words, unsigned short* out) {

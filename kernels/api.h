@@ -11,6 +11,8 @@ WEIGHTONLY_API int wo_kernel_count();
 WEIGHTONLY_API char const* wo_kernel_name(int kernel);
 WEIGHTONLY_API char const* wo_archs();
 
+/// A kernel for codes ("code4" in its name) is given their table in params->zeros: 16 numbers of the type of x.
+///
 /// Enqueues kernel number `kernel` on a stream of a device. Never synchronizes, never allocates. Returns 0, or nonzero
 /// with the reason in message.
 WEIGHTONLY_API int wo_gemm(int kernel, weightonly::GemmParams const* params, int device, void* stream, char* message,

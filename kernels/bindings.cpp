@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -9,6 +11,8 @@
 #include <vector>
 
 #include "kernels/api.h"
+#include "kernels/dequantize.h"
+#include "kernels/conversions.h"
 
 namespace {
 
@@ -61,6 +65,70 @@ class Plan {
   GemmParams params_ = {};
 };
 
+using Failure = char[512];
+
+void throw_if(int status, Failure const& message) {
+  if (status != 0) throw std::runtime_error(message);
+}
+
+void awq_dequantize(int device, int type, int path, int k, int n, int groups, uintptr_t qweight, uintptr_t scales,
+                    uintptr_t qzeros, uintptr_t w, uintptr_t stream) {
+  weightonly::AwqDequantizeParams params = {};
+  params.qweight = reinterpret_cast<void const*>(qweight);
+  params.scales = reinterpret_cast<void const*>(scales);
+  params.qzeros = reinterpret_cast<void const*>(qzeros);
+  params.w = reinterpret_cast<void*>(w);
+  params.k = k;
+  params.n = n;
+  params.groups = groups;
+  params.type = type;
+  params.path = path;
+  Failure message;
+  throw_if(wo_awq_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+/// wo_quantize_4bit or wo_dequantize_4bit.
+template <auto convert>
+void blocks_4bit(int device, int type, int64_t count, int blocksize, std::array<float, 16> const& table, uintptr_t w,
+                 uintptr_t packed, uintptr_t absmax, uintptr_t stream) {
+  weightonly::Blocks4bitParams params = {};
+  params.w = reinterpret_cast<void*>(w);
+  params.packed = reinterpret_cast<uint8_t*>(packed);
+  params.absmax = reinterpret_cast<float*>(absmax);
+  params.count = count;
+  params.blocksize = blocksize;
+  params.type = type;
+  std::copy(table.begin(), table.end(), params.table);
+  Failure message;
+  throw_if(convert(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+void dequantize(int device, int bits, int type, int layout, int k, int k_padded, int n_begin, int n_end, int n_padded,
+                int group_size, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t table, uintptr_t w,
+                int64_t ld_scales, int64_t ldw, uintptr_t stream) {
+  weightonly::DequantizeParams params = {};
+  params.weight = reinterpret_cast<void const*>(weight);
+  params.scales = reinterpret_cast<void const*>(scales);
+  params.zeros = reinterpret_cast<void const*>(zeros);
+  params.table = reinterpret_cast<float const*>(table);
+  params.w = reinterpret_cast<void*>(w);
+  params.ld_scales = ld_scales;
+  params.ldw = ldw;
+  params.k = k;
+  params.k_padded = k_padded;
+  params.n_begin = n_begin;
+  params.n_end = n_end;
+  params.n_padded = n_padded;
+  params.group_size = group_size;
+  params.bits = bits;
+  params.type = type;
+  params.layout = layout;
+  char message[512];
+  if (wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)) != 0) {
+    throw std::runtime_error(message);
+  }
+}
+
 std::vector<std::string> kernel_names() {
   std::vector<std::string> names;
   for (int i = 0; i < wo_kernel_count(); ++i) names.emplace_back(wo_kernel_name(i));
@@ -77,6 +145,21 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "set_launch_overlap", [](bool enabled) { launch_overlap.store(enabled, std::memory_order_relaxed); },
       py::arg("enabled"), "Whether later launches may start while the kernel before them in the stream still runs.");
+  module.def("awq_dequantize", &awq_dequantize, py::arg("device"), py::arg("type"), py::arg("path"), py::arg("k"),
+             py::arg("n"), py::arg("groups"), py::arg("qweight"), py::arg("scales"), py::arg("qzeros"), py::arg("w"),
+             py::arg("stream"),
+             "Enqueues kernels/awq_dequantize.cu; the numbers of type and path are conversions.h's.");
+  auto const def_blocks_4bit = [&](char const* name, auto function, char const* doc) {
+    module.def(name, function, py::arg("device"), py::arg("type"), py::arg("count"), py::arg("blocksize"),
+               py::arg("table"), py::arg("w"), py::arg("packed"), py::arg("absmax"), py::arg("stream"), doc);
+  };
+  def_blocks_4bit("quantize_4bit", &blocks_4bit<wo_quantize_4bit>, "Enqueues kernels/quantize_4bit.cu.");
+  def_blocks_4bit("dequantize_4bit", &blocks_4bit<wo_dequantize_4bit>, "Enqueues kernels/dequantize_4bit.cu.");
+  module.def("dequantize", &dequantize, py::kw_only(), py::arg("device"), py::arg("bits"), py::arg("type"),
+             py::arg("layout"), py::arg("k"), py::arg("k_padded"), py::arg("n_begin"), py::arg("n_end"),
+             py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
+             py::arg("table"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
+             "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   py::class_<Plan>(module, "Plan")
       .def(py::init<int, int, int, int, int, int, int, int, int, int, int>(), py::arg("kernel"), py::arg("device"),
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),

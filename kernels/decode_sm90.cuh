@@ -1,4 +1,4 @@
-// Decode on Hopper: 1 to 16 tokens, weights in the layout "tiled" as the A operand of mma.sync m16n8k16.
+// Decode on Hopper: 1 to 8 tokens, weights in the layout "tiled" as the A operand of mma.sync m16n8k16.
 //
 // Bound by memory, so everything serves the stream of weights: each SM gets the same number of them, they are asked for
 // kDepth pieces ahead (cutlass_ext/weight_ring.h) and used without arithmetic (cutlass_ext/unscaled_fragment.h).
@@ -7,11 +7,11 @@
 // that each holds only its own slice of x. In a CTA the warps take turns along K, a piece at a time:
 //
 //   K ->       CTA 0 of the cluster          CTA 1
-//   unit 0   | warp 0 | warp 1 | warp 0 .. | warp 0 | warp 1 | ..      with kWarpsN = 2, two warps share a cell's columns
+//   unit 0   | warp 0 | warp 1 | warp 0 .. | warp 0 | warp 1 | ..
 //   unit 1   | warp 0 | warp 1 | warp 0 .. | ..
 //
 // The copies of a warp run on over the end of a unit. x stays in shared memory; since a warp meets the same k in every
-// unit, it copies its own k of x with its first pieces, and no barrier stands between warps (but those of one cell) until a
+// unit, it copies its own k of x with its first pieces, and no barrier stands between warps until a
 // unit ends. Then the warps' sums meet in shared memory, those of the CTAs in the shared memory of the CTA that owns the
 // columns, each in a place of its own; they are added in the order of warps and CTAs, so the result does not depend on who
 // was first. A CTA looks for the others' sums of a unit after its products of the next one.
@@ -21,7 +21,7 @@
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cutlass_ext/decode_mma.h"
 #include "cutlass_ext/epilogue.h"
-#include "kernels/launch.h"
+#include "kernels/launch_sm90.h"
 #include "kernels/registry.h"
 
 namespace weightonly {
@@ -34,9 +34,10 @@ struct DecodeParams : GemmParams {
   int32_t pieces_per_cta;
   int32_t x_row_bytes;  // of x in shared memory
   int32_t groups_per_piece;
+  int32_t quads_per_cta;  // of a unit's columns, that a CTA of the cluster finishes; the last may have fewer
 };
 
-/// Config: Element, Weight, kScaleMode, kTokenTiles (of 8), kRowTiles (of 16 columns, of a warp), kWarpsN, kWarpsK, kDepth.
+/// Config: Element, Weight, kScaleMode, kTokenTiles (of 8), kRowTiles (of 16 columns), kWarpsK, kDepth.
 template <class Config>
 struct Decode {
   using Element = typename Config::Element;
@@ -44,7 +45,6 @@ struct Decode {
   using Layout = TiledLayout<Weight>;
   static constexpr int kTokenTiles = Config::kTokenTiles;
   static constexpr int kRowTiles = Config::kRowTiles;
-  static constexpr int kWarpsN = Config::kWarpsN;
   static constexpr int kWarpsK = Config::kWarpsK;
   static constexpr int kDepth = Config::kDepth;
   template <int kGroups>
@@ -55,17 +55,15 @@ struct Decode {
   static constexpr bool kHasScales = Ring<1>::kHasScales;
   static constexpr int kPieceK = Ring<1>::kPieceK;
   static constexpr int kMaxGroups = kHasScales ? kPieceK / 32 : 1;  // in a piece
-  static constexpr int kThreads = 32 * kWarpsN * kWarpsK;
-  static constexpr int kUnitTiles = kRowTiles * kWarpsN;
-  static constexpr int kUnitColumns = 16 * kUnitTiles;
-  static constexpr int kUnitsPerStripe = Layout::kPieces / kUnitTiles;
+  static constexpr int kThreads = 32 * kWarpsK;
+  static constexpr int kUnitColumns = 16 * kRowTiles;
+  static constexpr int kUnitsPerStripe = Layout::kPieces / kRowTiles;
   static constexpr int kQuads = kUnitColumns / 4;  // sums are finished by four neighbouring columns
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbours, too
-  static constexpr int kUnitLaneColumns = 2 * kUnitTiles;
   static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
-  static_assert(kUnitLaneColumns % 4 == 0, "a quad is made of neighbours");
+  static_assert(kLaneColumns % 4 == 0, "a quad is made of neighbours");
 
-  /// Shared memory: two barriers, the ring, the warps' sums [warp along K][token][column], two buffers of the CTAs' sums
+  /// Shared memory: two barriers, of codes their table, the ring, the warps' sums [warp along K][token][column], two buffers of the CTAs' sums
   /// [CTA][token][owned column], x [token][k of the CTA].
   struct Smem {
     static constexpr int kBarrierBytes = 128;
@@ -74,17 +72,19 @@ struct Decode {
     CUTLASS_HOST_DEVICE static constexpr int slot_bytes(int groups) {
       return groups == 4 ? Ring<4>::kSlotBytes : groups == 2 ? Ring<2>::kSlotBytes : Ring<1>::kSlotBytes;
     }
-    CUTLASS_HOST_DEVICE static int ring_bytes(int groups) { return kDepth * kWarpsN * kWarpsK * slot_bytes(groups); }
+    CUTLASS_HOST_DEVICE static int ring_bytes(int groups) { return kDepth * kWarpsK * slot_bytes(groups); }
     CUTLASS_HOST_DEVICE static int sums_bytes(int m) { return kWarpsK * m * kUnitColumns * int(sizeof(float)); }
     CUTLASS_HOST_DEVICE static int part_bytes(DecodeParams const& p) {
-      return p.split_k == 1 ? 0 : p.split_k * p.m * divide_up(kQuads, p.split_k) * int(sizeof(float4));
+      return p.split_k == 1 ? 0 : p.split_k * p.m * p.quads_per_cta * int(sizeof(float4));
     }
     CUTLASS_HOST_DEVICE static int bytes(DecodeParams const& p) {
-      return kBarrierBytes + ring_bytes(p.groups_per_piece) + sums_bytes(p.m) + 2 * part_bytes(p) + p.m * p.x_row_bytes;
+      return kBarrierBytes + kPairTableBytes<Weight> + ring_bytes(p.groups_per_piece) + sums_bytes(p.m) +
+             2 * part_bytes(p) + p.m * p.x_row_bytes;
     }
 
     CUTLASS_DEVICE uint64_t& barrier(int i) const { return reinterpret_cast<uint64_t*>(base)[i]; }
-    CUTLASS_DEVICE char* ring() const { return base + kBarrierBytes; }
+    CUTLASS_DEVICE char* pairs() const { return base + kBarrierBytes; }
+    CUTLASS_DEVICE char* ring() const { return pairs() + kPairTableBytes<Weight>; }
     CUTLASS_DEVICE float* sums(int groups) const { return reinterpret_cast<float*>(ring() + ring_bytes(groups)); }
     CUTLASS_DEVICE float4* part(DecodeParams const& p, int groups, int i) const {
       return reinterpret_cast<float4*>(ring() + ring_bytes(groups) + sums_bytes(p.m) + i * part_bytes(p));
@@ -96,15 +96,13 @@ struct Decode {
 
   /// What this CTA and this warp work on.
   struct Place {
-    int warp_n, warp_k, lane;
+    int warp, lane;
     int rank;  // in the cluster
     int first_piece, end_piece;  // of K, for the CTA
     int first_unit, end_unit;
 
     CUTLASS_DEVICE Place(DecodeParams const& p) {
-      int const warp = threadIdx.x / 32;
-      warp_n = warp % kWarpsN;
-      warp_k = warp / kWarpsN;
+      warp = threadIdx.x / 32;
       lane = threadIdx.x % 32;
       rank = blockIdx.x;
       first_piece = rank * p.pieces_per_cta;
@@ -114,7 +112,7 @@ struct Decode {
     }
   };
 
-  /// Copies x of one piece, half a row (16 chunks of 16 bytes at most) per half warp. The warps of a cell take turns.
+  /// Copies x of one piece, half a row (16 chunks of 16 bytes at most) per half warp.
   /// Beyond K it is zero, whatever the weights there are.
   CUTLASS_DEVICE static void fetch_x(uint32_t smem_x, DecodeParams const& p, Place const& place, int piece) {
     constexpr int kChunks = kPieceK / 8;
@@ -122,14 +120,14 @@ struct Decode {
     int const offset = place.lane % kChunks * 8;
     int const k = piece * kPieceK + offset;
     int const bytes = k < p.k ? 16 : 0;
-    int const first_token = kRows * place.warp_n + place.lane / kChunks;
+    int const first_token = place.lane / kChunks;
     uint32_t target =
         smem_x + first_token * p.x_row_bytes + ((piece - place.first_piece) * kPieceK + offset) * int(sizeof(Element));
     auto const* source = static_cast<Element const*>(p.x) + first_token * p.ldx + (bytes > 0 ? k : 0);
-    for (int token = first_token; token < p.m; token += kRows * kWarpsN) {
+    for (int token = first_token; token < p.m; token += kRows) {
       copy_async_or_zero(target, source, bytes);
-      target += kRows * kWarpsN * p.x_row_bytes;
-      source += kRows * kWarpsN * p.ldx;
+      target += kRows * p.x_row_bytes;
+      source += kRows * p.ldx;
     }
   }
 
@@ -148,12 +146,12 @@ struct Decode {
         : p(p),
           place(place),
           smem_x(smem_x),
-          first(place.first_piece + place.warp_k),
+          first(place.first_piece + place.warp),
           unit(first < place.end_piece ? place.first_unit : place.end_unit),
           piece(first),
           source(p, tile(place.first_unit), place.lane) {}
 
-    CUTLASS_DEVICE int tile(int of_unit) const { return of_unit * kUnitTiles + place.warp_n * kRowTiles; }
+    CUTLASS_DEVICE int tile(int of_unit) const { return of_unit * kRowTiles; }
 
     CUTLASS_DEVICE void prefetch() const {
       if (unit >= place.end_unit) return;
@@ -184,7 +182,7 @@ struct Decode {
   CUTLASS_DEVICE static void put(Sums const (&sums)[kRowTiles], DecodeParams const& p, Place const& place,
                                  float* buffer) {
     int const g = place.lane / 4, t = place.lane % 4;
-    float* const base = buffer + place.warp_k * p.m * kUnitColumns + g * kUnitLaneColumns + place.warp_n * kLaneColumns;
+    float* const base = buffer + place.warp * p.m * kUnitColumns + g * kLaneColumns;
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       CUTLASS_PRAGMA_UNROLL
@@ -202,8 +200,8 @@ struct Decode {
 
   CUTLASS_DEVICE static int column_of(int unit, int quad) {
     int const column = 4 * quad;  // in the order of the buffers: a lane's columns lie together
-    return unit / kUnitsPerStripe * Layout::kStripe + column / kUnitLaneColumns * 8 +
-           unit % kUnitsPerStripe * kUnitLaneColumns + column % kUnitLaneColumns;
+    return unit / kUnitsPerStripe * Layout::kStripe + column / kLaneColumns * 8 +
+           unit % kUnitsPerStripe * kLaneColumns + column % kLaneColumns;
   }
 
   CUTLASS_DEVICE static void add(float4& a, float4 const& b) {
@@ -219,8 +217,7 @@ struct Decode {
     Smem const smem{smem_base};
     Place const place(p);
     uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(p, kGroups));
-    uint32_t const first_slot =
-        cute::cast_smem_ptr_to_uint(smem.ring()) + (place.warp_k * kWarpsN + place.warp_n) * kDepth * R::kSlotBytes;
+    uint32_t const first_slot = cute::cast_smem_ptr_to_uint(smem.ring()) + place.warp * kDepth * R::kSlotBytes;
     uint32_t const last_slot = first_slot + (kDepth - 1) * R::kSlotBytes;
     Stream<kGroups> stream(p, place, smem_x);
     // Weights may be on their way to the L2 while the kernels before this one still run. Nothing may be used: a neighbour
@@ -240,6 +237,12 @@ struct Decode {
       cute::cluster_arrive_relaxed();  // a CTA writes into another one's memory once that has come this far
     }
 
+    if constexpr (kIsCode<Weight>) {
+      fill_pair_table<Element>(smem.pairs(), p.zeros, kThreads);
+      __syncthreads();
+    }
+    uint32_t const lane_pairs = cute::cast_smem_ptr_to_uint(smem.pairs()) + place.lane * int(sizeof(uint32_t));
+
     // Tokens from M on are given the row of M - 1: their sums are not stored.
     uint32_t x_rows[kTokenTiles];
     CUTLASS_PRAGMA_UNROLL
@@ -249,9 +252,9 @@ struct Decode {
     }
 
     // Quads of columns that this CTA stores.
-    int const quads_per_cta = kIsCluster ? divide_up(kQuads, p.split_k) : kQuads;
-    int const first_quad = kIsCluster ? place.rank * quads_per_cta : 0;
-    int const owned = kIsCluster ? max(0, min(quads_per_cta, kQuads - first_quad)) : kQuads;
+    int const quads_per_cta = p.quads_per_cta;
+    int const first_quad = place.rank * quads_per_cta;
+    int const owned = min(quads_per_cta, kQuads - first_quad);
     auto const finish = [&](int unit) {
       cute::wait_barrier(smem.barrier(unit % 2), (unit - place.first_unit) / 2 % 2);
       asm volatile("" ::: "memory");  // what follows is read after it
@@ -275,11 +278,8 @@ struct Decode {
       for (int piece = stream.first; piece < place.end_piece; piece += kWarpsK) {
         wait_for_copies<kDepth - 1>();
         __syncwarp();  // scales, and x in the first unit, were copied by other lanes
-        if (kWarpsN > 1 && u == place.first_unit) {  // x by the other warps of the cell, too
-          asm volatile("bar.sync %0, %1;" ::"r"(1 + place.warp_k), "n"(32 * kWarpsN) : "memory");
-        }
         Mma::template accumulate<kGroups>(sums, sum_x, slot, scale_offset, place.lane, x_rows,
-                                          (piece - place.first_piece) * (kPieceK * int(sizeof(Element))));
+                                          (piece - place.first_piece) * (kPieceK * int(sizeof(Element))), lane_pairs);
         stream.fetch_next(slot);
         slot = slot == last_slot ? first_slot : slot + R::kSlotBytes;
       }
@@ -340,6 +340,7 @@ struct Decode {
     d.x_row_bytes = d.pieces_per_cta * kPieceK * int(sizeof(Element)) + 16;
     int const group_k = !kHasScales || p.group_size % kPieceK == 0 ? kPieceK : p.group_size % 64 == 0 ? 64 : 32;
     d.groups_per_piece = kPieceK / group_k;
+    d.quads_per_cta = divide_up(kQuads, p.split_k);
     return d;
   }
 };
@@ -352,55 +353,41 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1) decode_kernel(__grid_cons
 
 /// Kernels of their own, because one for all cases would need the registers of all of them.
 template <class Kernel, int kGroups, bool kIsCluster>
-cudaError_t launch_decode_kernel(DecodeParams const& p, cudaLaunchConfig_t const& config) {
+cudaError_t launch_decode_kernel(DecodeParams const& p, cudaStream_t stream) {
   static std::atomic<uint64_t> devices_done{0};
-  auto* const kernel = decode_kernel<Kernel, kGroups, kIsCluster>;
-  if (cudaError_t const error = allow_shared_memory(kernel, kMaxSmemBytesSm90, devices_done); error != cudaSuccess) {
-    return error;
-  }
-  return cudaLaunchKernelEx(&config, kernel, p);
+  // More than half of an SM's: two CTAs on one, as the next kernel's come when launches overlap, leave others without.
+  constexpr int kLeastSmemBytes = 116 * 1024;
+  int const smem_bytes = Kernel::Smem::bytes(p);
+  return launch_clusters(decode_kernel<Kernel, kGroups, kIsCluster>, devices_done, p,
+                         dim3(p.split_k, divide_up(p.units, p.units_per_cluster)), Kernel::kThreads,
+                         smem_bytes > kLeastSmemBytes ? smem_bytes : kLeastSmemBytes, stream);
 }
 
 template <class Kernel, int kGroups>
-cudaError_t launch_decode_kernel(DecodeParams const& p, cudaLaunchConfig_t const& config) {
+cudaError_t launch_decode_kernel(DecodeParams const& p, cudaStream_t stream) {
   if constexpr (kGroups > Kernel::kMaxGroups) {
     return cudaErrorInvalidValue;
   } else {
-    return p.split_k > 1 ? launch_decode_kernel<Kernel, kGroups, true>(p, config)
-                         : launch_decode_kernel<Kernel, kGroups, false>(p, config);
+    return p.split_k > 1 ? launch_decode_kernel<Kernel, kGroups, true>(p, stream)
+                         : launch_decode_kernel<Kernel, kGroups, false>(p, stream);
   }
 }
-
-inline constexpr int kHalfSmemBytes = 116 * 1024;
 
 template <class Config>
 cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   using Kernel = Decode<Config>;
-  // Every CTA must own columns: see run.
-  if ((p.split_k - 1) * divide_up(Kernel::kQuads, p.split_k) >= Kernel::kQuads) return cudaErrorInvalidValue;
   DecodeParams const d = Kernel::prepare(p, p.clusters);
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = p.split_k;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(p.split_k, divide_up(d.units, d.units_per_cluster));
-  config.blockDim = dim3(Kernel::kThreads);
-  // More than half of an SM's: two CTAs on one, as the next kernel's come when launches overlap, leave others without.
-  config.dynamicSmemBytes = Kernel::Smem::bytes(d) > kHalfSmemBytes ? Kernel::Smem::bytes(d) : kHalfSmemBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = p.overlap ? 2 : 1;
+  // Every CTA must own columns: see run.
+  if ((p.split_k - 1) * d.quads_per_cta >= Kernel::kQuads) return cudaErrorInvalidValue;
+  constexpr bool kReadsZeros = Kernel::template Ring<1>::kHasZeros || kIsCode<typename Kernel::Weight>;
+  if (kReadsZeros && p.zeros == nullptr) return cudaErrorInvalidValue;
   switch (d.groups_per_piece) {
     case 1:
-      return launch_decode_kernel<Kernel, 1>(d, config);
+      return launch_decode_kernel<Kernel, 1>(d, stream);
     case 2:
-      return launch_decode_kernel<Kernel, 2>(d, config);
+      return launch_decode_kernel<Kernel, 2>(d, stream);
     default:
-      return launch_decode_kernel<Kernel, 4>(d, config);
+      return launch_decode_kernel<Kernel, 4>(d, stream);
   }
 }
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from heuristics.configs import CONFIGS, GEMV_PASS_K, KernelConfig, TypeConfig, kernel_types
 
 ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
-WEIGHTS = {"int4": "cutlass::uint4b_t", "int8": "uint8_t"}
+WEIGHTS = {"int4": "cutlass::uint4b_t", "int8": "uint8_t", "code4": "Code4"}
 SCALE_MODES = {"channel": "kChannel", "group": "kGroup", "group_zeros": "kGroupZeros"}
 COLUMNS_PER_LINE = {"int4": 4, "int8": 2}
 
@@ -82,15 +82,14 @@ class Kernel:
             return {
                 "kTokenTiles": c.block_m // 8,
                 "kRowTiles": c.warp_n // 16,
-                "kWarpsN": c.block_n // c.warp_n,
                 "kWarpsK": c.block_k // c.piece_k,
                 "kDepth": c.stages,
             }
         if c.family == "gemm_sm90":
             return {
                 "kTokens": c.block_m,
-                "kWarpgroups": c.block_n // c.warp_n,
-                "kDepth": c.weight_depth(self.types.format),
+                "kWarpgroupsN": c.block_n // c.warp_n,
+                "kWarpgroupsK": c.warpgroups_k,
                 "kStages": c.stages,
             }
         tile = {"kBlockM": c.block_m, "kBlockN": c.block_n, "kWarpM": c.warp_m, "kWarpN": c.warp_n}
@@ -145,7 +144,8 @@ def gencode(archs: list[str]) -> list[str]:
 
 
 def all_kernels() -> list[Kernel]:
-    return [Kernel(config, types) for config in CONFIGS for types in kernel_types(config)]
+    """Those of every configuration but the dense ones, which share kernels/dequantize.cu."""
+    return [Kernel(config, types) for config in CONFIGS if not config.is_dense for types in kernel_types(config)]
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
 _SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"
 _SEED = int(os.environ.get(_SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
@@ -39,3 +42,16 @@ def cuda_device() -> torch.device:
     if not cuda_built():
         pytest.skip("the CUDA kernels are not built")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def fp32_sums() -> Iterator[None]:
+    """cuBLAS may add the parts of a split K in 16 bits, unless it is told not to: then sums are exact on the grid."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(matmul, name, value)

@@ -35,8 +35,8 @@ GEMV = of_family("gemv", block_m=1, formats=("int4",))
 SM80 = of_family("gemm_sm80")
 SM75 = of_family("gemm_sm75")
 SM70 = of_family("gemm_sm70")
-DECODE = of_family("decode_sm90", block_m=8, formats=("int4",))
-SM90 = of_family("gemm_sm90", block_m=32)
+DECODE = of_family("decode_sm90", block_m=8, formats=("int4", "code4"))
+SM90 = of_family("gemm_sm90", block_m=32, block_n=256, formats=("int4", "code4"))
 SM90_TALL = of_family("gemm_sm90", block_m=256)
 DEEP = dataclasses.replace(SM80, stages=100)
 BAD_CONFIGS = {
@@ -88,8 +88,8 @@ BAD_CONFIGS = {
         DECODE, problem(90, m=9), "f16", "tiled", f"config: {DECODE} computes at most 8 rows, but x has 9"),
     "x of decode": (
         DECODE, problem(90, m=8, k=32768), "f16", "tiled",
-        f"config: {DECODE} needs {DECODE.decode_smem_bytes(8, 32768, 64, False)} bytes of shared memory for int4, "
-        "but the GPU has 232448"),
+        f"config: {DECODE} needs {DECODE.decode_smem_bytes('int4', 8, 32768, 64, False)} bytes of shared memory "
+        "for int4, but the GPU has 232448"),
     "cluster of 9": (
         DECODE.with_split_k(9), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 8, got 9"),
     "cluster of a tall tile": (
@@ -134,12 +134,19 @@ def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> Non
     assert read.startswith(repr(made))
 
 
+@pytest.mark.parametrize("arch", [70, 80, 100])
+def test_code_table_on_another_gpu(arch: int) -> None:
+    """There is no layout to pack it in."""
+    with pytest.raises(ValueError, match=r"^qweight: packed in layout 'tiled', but .* reads .*; dequantize it$"):
+        PLAN.choose(problem(arch, format="nf4"), TypeConfig("f16", "code4", "group"), None)
+
+
 @pytest.mark.parametrize("layout", ["tiled", "interleaved"])
 def test_hopper_reads_two_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that were packed for Ampere still run, with Ampere's kernels."""
     monkeypatch.setattr(KERNELS, "built_archs", lambda: ("80", "90a"))
     everything = {f"{c.kernel}_{t.name}": 0 for c in CONFIGS for t in kernel_types(c)}
-    monkeypatch.setattr(PLAN, "kernel_numbers", lambda: everything)
+    monkeypatch.setattr(KERNELS, "kernel_numbers", lambda: everything)
     for m in (1, 16, 100):
         asked = dataclasses.replace(problem(90, m=m), layout=layout)
         assert PLAN.choose(asked, TypeConfig("bf16", "int4", "group"), None).layout == layout

@@ -13,14 +13,23 @@ import pandas as pd
 import pytest
 
 from weightonly.bench.regret import regret
-from weightonly.heuristics import KernelConfig, Problem, candidates
+from weightonly.heuristics import KernelConfig, Problem, candidates, fit_dense
 from weightonly.heuristics import fit as fit_module
+from weightonly.heuristics.calibration_dense import DENSE, DenseCost
 from weightonly.heuristics.calibration_sm90 import DECODE_SM90, GEMM_SM90, KernelTimes
 from weightonly.heuristics.configs import CONFIGS
-from weightonly.heuristics.cost import decode_us, estimate_us, gemm_sm90_us
+from weightonly.heuristics.cost import decode_us, dense_us, estimate_us, gemm_sm90_us
 from weightonly.heuristics.fit_choices import Choices
-from weightonly.heuristics.fit_sm90 import as_costs, fit, from_file, least_error, prepare, source, without_one_shape
-from weightonly.heuristics.legal import worth_a_look
+from weightonly.heuristics.fit_sm90 import (
+    as_costs,
+    fit,
+    from_file,
+    least_error,
+    prepare,
+    source,
+    without_one_shape,
+)
+from weightonly.heuristics.legal import DENSE_MIN_M, worth_a_look
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192)]
 BATCH = [1, 4, 8, 9, 16, 17, 32, 64, 128, 512]
@@ -46,10 +55,20 @@ def true_costs() -> tuple[Any, Any]:
 DECODE, GEMM = true_costs()
 
 
-def true_us(config: KernelConfig, problem: Problem) -> float:
+DENSE_CONFIG = next(c for c in CONFIGS if c.family == "dequantize_cublas_sm90")
+DENSE_TRUE = DenseCost(slice_us=5.0, stream=0.7, sm_tflop_s=5.4, y_stream=0.6)
+
+
+def us_by(config: KernelConfig, problem: Problem, decode: Any, gemm: Any, dense: DenseCost) -> float:
+    if config.is_dense:
+        return dense_us(config, problem, dense)
     if config.family == "decode_sm90":
-        return decode_us(config, problem, DECODE)
-    return gemm_sm90_us(config, problem, GEMM)
+        return decode_us(config, problem, decode)
+    return gemm_sm90_us(config, problem, gemm)
+
+
+def true_us(config: KernelConfig, problem: Problem) -> float:
+    return us_by(config, problem, DECODE, GEMM, DENSE_TRUE)
 
 
 def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd.DataFrame:
@@ -116,7 +135,7 @@ def test_least_squares_recovers_the_times(measured: pd.DataFrame) -> None:
     for row in measured[~measured.coarse].itertuples():
         p = Problem(row.m, row.n, row.k, row.format, row.group_size, row.arch, row.sm_count, row.layout)
         config = configs[row.config]
-        us = decode_us(config, p, decode) if row.family == "decode_sm90" else gemm_sm90_us(config, p, gemm)
+        us = us_by(config, p, decode, gemm, DENSE_TRUE)
         errors.append(np.log(us / true_us(config, p)))
     assert np.sqrt(np.mean(np.square(errors))) < 0.03
 
@@ -126,7 +145,7 @@ def test_the_fit_recovers_the_choices(measured: pd.DataFrame) -> None:
     decode, gemm = as_costs(fit(prepare(measured), moves=1500))
 
     def fitted_us(config: KernelConfig, p: Problem) -> float:
-        return decode_us(config, p, decode) if config.family == "decode_sm90" else gemm_sm90_us(config, p, gemm)
+        return us_by(config, p, decode, gemm, DENSE_TRUE)
 
     exact = measurements(noise=0)
     configs = {c.name: c for c in (k.with_split_k(s) for k in CONFIGS for s in range(1, 9))}
@@ -145,21 +164,22 @@ def test_the_fit_is_deterministic_and_generalizes(measured: pd.DataFrame) -> Non
     assert left_out.mean() < 0.04
 
 
-def test_kernels_for_more_tokens_are_no_quicker() -> None:
-    """By a fit to times in which they are, and in the file."""
-    frame = measurements()
-    frame.loc[frame.config.str.contains("decode_sm90_16"), "us"] *= 0.7
-    for decode in (DECODE_SM90, as_costs(fit(prepare(frame), 200))[0]):
-        of = {c.kernel: c for c in CONFIGS}
-        pairs = [
-            (a, b)
-            for (a_name, a_format), a in decode.kernels.items()
-            for (b_name, b_format), b in decode.kernels.items()
-            if of[a_name].block_m < of[b_name].block_m
-            and (of[a_name].block_n, of[a_name].warp_n, a_format) == (of[b_name].block_n, of[b_name].warp_n, b_format)
-        ]
-        assert len(pairs) == 4
-        assert all(a.unit_us <= b.unit_us and a.end_us <= b.end_us for a, b in pairs)
+def test_the_dense_constants_are_recovered() -> None:
+    """From few problems, of which those with less than DENSE_MIN_M rows do not count."""
+    rows = []
+    for m in (64, 512, 1024, 4096, 16384):
+        for k, n in (*SHAPES, (28672, 8192)):
+            p = Problem(m, n, k, "int4", 128, 90, 132, "tiled", False)
+            us = dense_us(DENSE_CONFIG, p, DENSE_TRUE) * (1 if m >= DENSE_MIN_M else 3)
+            cell = {
+                f: getattr(p, f) for f in ("m", "n", "k", "format", "group_size", "arch", "sm_count", "layout", "zeros")
+            }
+            rows.append({**cell, "config": DENSE_CONFIG.name, "family": DENSE_CONFIG.family, "us": us})
+    frame = pd.DataFrame(rows)
+    usable = fit_dense.usable(frame)
+    assert usable.sum() == 20
+    fitted, expected = (dataclasses.astuple(cost) for cost in (fit_dense.fit(frame[usable]), DENSE_TRUE))
+    assert fitted == pytest.approx(expected, rel=0.05)
 
 
 def test_the_file_that_stands_is_what_would_be_written(tmp_path: Path) -> None:
@@ -168,6 +188,8 @@ def test_the_file_that_stands_is_what_would_be_written(tmp_path: Path) -> None:
     written = runpy.run_path(str(path))
     for name, cost in (("DECODE_SM90", DECODE_SM90), ("GEMM_SM90", GEMM_SM90)):
         assert dataclasses.asdict(written[name]) == dataclasses.asdict(cost)
+    path.write_text(fit_dense.source(DENSE, "as they are."))
+    assert dataclasses.asdict(runpy.run_path(str(path))["DENSE"]) == dataclasses.asdict(DENSE)
 
 
 def test_the_command(
@@ -184,6 +206,8 @@ def test_the_command(
     ]
     assert [line.split()[:2] for line in lines[2:]] == [[str(m), "4"] for m in BATCH] + [["all", "40"]]
     assert "int8" in printed.err and "int4" not in printed.err
+    dense = runpy.run_path(str(tmp_path / "calibration_dense.py"))["DENSE"]
+    assert dense.sm_tflop_s == pytest.approx(DENSE_TRUE.sm_tflop_s, rel=0.1)
     written = runpy.run_path(str(tmp_path / "calibration_sm90.py"))
     for name, cost in (("DECODE_SM90", DECODE_SM90), ("GEMM_SM90", GEMM_SM90)):
         kernels = {key: tuple(times) for key, times in written[name].kernels.items()}

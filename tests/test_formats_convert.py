@@ -13,7 +13,19 @@ from typing import Any
 import formats_reference as ref
 import pytest
 import torch
-from formats_layers import AWQ, BNB, GPTQ, awq_layer, bnb_layer, folder_of, gptq_layer, model, names
+from formats_layers import (
+    AWQ,
+    BNB,
+    GPTQ,
+    Layer,
+    awq_layer,
+    bnb_layer,
+    folder_of,
+    gptq_layer,
+    model,
+    names,
+    own_table_layer,
+)
 
 import weightonly as wo
 from weightonly import __main__ as command
@@ -40,7 +52,7 @@ def test_convert_and_inspect_from_the_command_line(tmp_path: Path, generator: to
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[0] == f"{target}: weightonly (from config.json)"
     config = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert config == {"quant_method": "weightonly", "format_version": 1, "arch": "sm90", "source": GPTQ}
+    assert config == {"quant_method": "weightonly", "format_version": 2, "arch": "sm90", "source": GPTQ}
     files = {file.name for file in target.iterdir()} - {"config.json", "model.safetensors.index.json"}
     assert files == {f"model-{i:05}.safetensors" for i in range(1, len(files) + 1)}
     assert len(files) > 1
@@ -48,12 +60,14 @@ def test_convert_and_inspect_from_the_command_line(tmp_path: Path, generator: to
     assert leftovers(tmp_path) == []
 
 
-# Bytes of a layer: 512 of weights, 16 of zero points and 64 of scales; 256 of g_idx; 128 and a JSON of 77.
+# Bytes of a layer: 512 of weights, 16 of zero points and 64 of scales; 256 of g_idx; 128 of absmax, or 88, 64 of a
+# table and a JSON of 77, or 78.
 INSPECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "awq": (awq_layer, AWQ, "2  int4  32  yes  no  64 x 16  -  1.16 KiB"),
     "gptq": (gptq_layer, GPTQ, "2  int4  32  yes  yes  64 x 16  -  1.66 KiB"),
     "gptq sym": (gptq_layer, GPTQ | {"sym": True}, "2  int4  32  none  yes  64 x 16  -  1.66 KiB"),
-    "bitsandbytes": (bnb_layer, BNB, "2  nf4  64  none  no  64 x 16  -  1.40 KiB"),
+    "bitsandbytes": (bnb_layer, BNB, "2  nf4  32  none  no  64 x 16  -  1.53 KiB"),
+    "own table": (own_table_layer, BNB, "2  code4  16  none  no  64 x 16  -  1.45 KiB"),
 }
 
 
@@ -124,16 +138,27 @@ def test_files_hold_about_as_much_as_asked(tmp_path: Path, generator: torch.Gene
     assert set(index["weight_map"].values()) == {f"model-{i:05}.safetensors" for i in range(1, 5)}
 
 
-def test_codes_are_converted_with_plain_statistics(tmp_path: Path, generator: torch.Generator) -> None:
-    source = folder_of(tmp_path, bnb_layer, BNB, generator)
-    convert(source, tmp_path / "packed")
-    assert open_checkpoint(tmp_path / "packed").methods == ("bitsandbytes",)
+@pytest.mark.parametrize("arch", [None, "sm80", "sm90"])
+@pytest.mark.parametrize(("layer", "format"), [(bnb_layer, "nf4"), (own_table_layer, "code4")])
+def test_codes_are_converted_exactly(
+    layer: Layer, format: str, arch: str | None, tmp_path: Path, generator: torch.Generator
+) -> None:
+    """Whatever the GPU, as they have one layout: the scales stay in fp32 and the table goes with the bytes."""
+    source = folder_of(tmp_path, layer, BNB, generator)
+    convert(source, tmp_path / "packed", arch=arch)
+    checkpoint = open_checkpoint(tmp_path / "packed")
+    assert checkpoint.methods == ("weightonly",)
+    assert {shape.layout for shape in checkpoint.shapes.values()} == {"tiled"}
     first = {r.name: r for r in wo.load_checkpoint(source)}
-    for record in wo.load_checkpoint(tmp_path / "packed"):
+    layers = [r for r in wo.load_checkpoint(tmp_path / "packed", arch="sm80") if isinstance(r, QuantizedLayer)]
+    assert len(layers) == 2
+    for record in layers:
         other = first[record.name]
-        if isinstance(record, QuantizedLayer):
-            assert isinstance(other, QuantizedLayer)
-            assert torch.equal(record.dequantize(), other.dequantize())
+        assert isinstance(other, QuantizedLayer)
+        assert (record.weight.format, record.weight.layout) == (format, "tiled")
+        assert record.weight.code == other.weight.code
+        assert torch.equal(record.weight.data, other.weight.data)
+        assert record.scales.dtype == torch.float32 and torch.equal(record.scales, other.scales)
 
 
 # --- runs that stop ----------------------------------------------------------------------------------------
@@ -209,13 +234,9 @@ convert.convert(source, target, shard_bytes=1, progress=False)
 """
 
 
-@pytest.mark.parametrize("layer", ["awq", "bitsandbytes"])
 @pytest.mark.parametrize("moment", ["shard", "index", "config", "marker", "rename"])
-def test_a_killed_run_leaves_nothing_that_loads(
-    moment: str, layer: str, tmp_path: Path, generator: torch.Generator
-) -> None:
-    """bitsandbytes' tensors are recognized by their names alone: a folder of some of them must be refused."""
-    source = folder_of(tmp_path, *{"awq": (awq_layer, AWQ), "bitsandbytes": (bnb_layer, BNB)}[layer], generator)
+def test_a_killed_run_leaves_nothing_that_loads(moment: str, tmp_path: Path, generator: torch.Generator) -> None:
+    source = folder_of(tmp_path, awq_layer, AWQ, generator)
     target = tmp_path / "packed"
     run = subprocess.run(
         [sys.executable, "-c", KILLED, moment, str(source), str(target)],

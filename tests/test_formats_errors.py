@@ -96,7 +96,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ct transforms": (CT | {"transform_config": {"config_groups": {"r": {}}}}, "transform_config: expected none, got"),
     "llm.int8": (BNB | {"load_in_8bit": True}, "load_in_8bit: expected 4-bit weights, got true"),
-    "converted": ({"quant_method": "weightonly", "format_version": 2}, "format_version: expected 1, got 2"),
+    "converted": ({"quant_method": "weightonly", "format_version": 1}, "format_version: expected 2, got 1"),
 }
 
 
@@ -297,6 +297,11 @@ BAD_TENSORS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         "bitsandbytes",
         lambda t: t["a.up.weight.quant_state.bitsandbytes__nf4"].fill_(0),
         "a.up.weight.quant_state.bitsandbytes__nf4: ",
+    ),
+    "bnb table": (
+        "bitsandbytes",
+        lambda t: t["a.up.weight.quant_map"].fill_(float("nan")),
+        "a.up.weight.quant_map: code: expected finite values within",
     ),
     "bnb weight": (
         "bitsandbytes",

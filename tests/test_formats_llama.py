@@ -11,7 +11,7 @@ import torch
 from formats_reference import write_checkpoint
 
 import weightonly as wo
-from weightonly.formats import CodeWeight, PlainTensor, QuantizedLayer, Record, convert, load_checkpoint
+from weightonly.formats import PlainTensor, QuantizedLayer, Record, convert, load_checkpoint
 
 TOKENS = torch.tensor([3, 14, 15, 92, 65, 35, 89, 79, 32, 38])
 
@@ -27,18 +27,13 @@ def by_name(records: list[Record]) -> tuple[dict[str, QuantizedLayer], dict[str,
 
 
 def run(layers: dict[str, QuantizedLayer], plain: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits in fp32, through `weightonly.gemm` where the weight is packed."""
+    """The logits in fp32, through `weightonly.gemm`."""
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         layer = layers[name]
         bias = None if layer.bias is None else layer.bias.float()
-        if isinstance(layer.weight, CodeWeight):
-            y = x @ layer.dequantize()
-            return y if bias is None else y + bias
-        assert layer.scales is not None
         zeros = None if layer.zeros is None else layer.zeros.float()
-        x = x if layer.perm is None else x[:, layer.perm]
-        return wo.gemm(x, layer.weight, layer.scales.float(), zeros=zeros, bias=bias)
+        return wo.gemm(x, layer.weight, layer.scales.float(), zeros=zeros, bias=bias, perm=layer.perm)
 
     return llama.logits(TOKENS, plain, linear)
 
@@ -72,17 +67,8 @@ def check_same_layer(layer: QuantizedLayer, other: QuantizedLayer) -> None:
         mine, its = getattr(layer, part), getattr(other, part)
         assert (mine is None) == (its is None), part
         assert mine is None or (mine.dtype == its.dtype and torch.equal(mine, its)), part
-    if isinstance(layer.weight, CodeWeight):
-        assert isinstance(other.weight, CodeWeight)
-        for part in ("codes", "table", "absmax"):
-            assert torch.equal(getattr(layer.weight, part), getattr(other.weight, part)), part
-        for part in ("blocksize", "format", "dtype"):
-            assert getattr(layer.weight, part) == getattr(other.weight, part)
-    else:
-        assert isinstance(other.weight, wo.PackedWeight)
-        for part in ("k", "n", "format", "layout"):
-            assert getattr(layer.weight, part) == getattr(other.weight, part)
-        assert torch.equal(layer.weight.data, other.weight.data)
+    assert layer.weight.fields == other.weight.fields
+    assert torch.equal(layer.weight.data, other.weight.data)
 
 
 @every_format

@@ -10,6 +10,7 @@ from gemm_cases import (
     Case,
     check_exact,
     check_random,
+    formats_of,
     make,
     own_layout,
     require,
@@ -24,13 +25,14 @@ from weightonly.heuristics.cost import cluster_slots
 from weightonly.heuristics.problem import layouts_of
 from weightonly.kernels import sm_count
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
 MODES = {"channel": (-1, False), "group128": (128, False), "group32zeros": (32, True), "channelzeros": (-1, True)}
 PAIRS = [
     pytest.param(config, format, dtype, id=f"{config.kernel}-{dtype}-{format}")
     for config in CONFIGS
     for format in config.formats
+    if format != "code4" or not config.is_dense  # test_dense_gpu.py
     for dtype in FAMILIES[config.family].dtypes
 ]
 
@@ -63,7 +65,7 @@ def test_every_kernel_is_as_accurate_as_cublas(
         check_random(m, case, split, generator, "silu")
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("format", ["int4", "int8", "code4"])
 def test_clusters_that_go_through_many_units(
     cuda_device: torch.device, generator: torch.Generator, format: str
 ) -> None:
@@ -85,8 +87,9 @@ def test_every_small_batch(cuda_device: torch.device, generator: torch.Generator
     read = layouts_of(this_gpu())
     if layout not in ("own", *read[1:]):
         pytest.skip("this GPU has one layout")
-    for format in ("int4", "int8"):
-        o = make(Case(k, n, format), generator, read[0] if layout == "own" else layout, exact=True)
+    layout = read[0] if layout == "own" else layout
+    for format in formats_of(layout):
+        o = make(Case(k, n, format), generator, layout, exact=True)
         x = torch.randint(-1, 2, (72, k), generator=generator).half().cuda()
         expected = (x.double() @ o.w64).half()
         for m in range(1, 73):
@@ -99,7 +102,7 @@ SHAPES = [(1, 1), (8, 1), (63, 65), (64, 64), (72, 31), (128, 4096), (200, 130),
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 9, 17, 64, 100, 129, 300])
 @pytest.mark.parametrize(("k", "n"), SHAPES, ids=[f"{k}x{n}" for k, n in SHAPES])
 def test_any_shape(cuda_device: torch.device, generator: torch.Generator, m: int, k: int, n: int) -> None:
-    for format in ("int4", "int8"):
+    for format in formats_of(own_layout()):
         for dtype in ("f16", "bf16"):
             check_exact(m, Case(k, n, format, dtype, group_size=-1), None, generator)
 
@@ -111,6 +114,8 @@ def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, grou
     for config in wo.kernels():
         if config.layout != "row_major":
             for format in config.formats if config.shares_cluster else config.formats[:1]:
+                if zeros and format == "code4":
+                    continue  # tables have none
                 case = Case(k, 100, format, "f16", group_size, zeros)
                 require(config, case)
                 check_exact(min(config.max_m, 20), case, config, generator)
@@ -204,11 +209,13 @@ def test_no_rows(cuda_device: torch.device, generator: torch.Generator) -> None:
 
 
 def test_cuda_graph_and_side_stream(cuda_device: torch.device, generator: torch.Generator) -> None:
-    o = make(Case(2048, 264), generator, own_layout(), exact=True)
+    case = Case(2048, 264)
+    o = make(case, generator, own_layout(), exact=True)
     for m in (1, 16, 128):
         x = torch.randint(-3, 4, (m, 2048), generator=generator).half().cuda()
         expected = (x.double() @ o.w64).half()
-        config = next(c for c in wo.kernels() if c.layout == own_layout() and c.max_m >= m).with_split_k(4)
+        readers = (c for c in wo.kernels() if c.layout == own_layout() and c.max_m >= m)
+        config = next(split for c in readers for split in splits(c, m, case, (4,)))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -25,19 +25,19 @@ def constants(symbol: str) -> dict[str, int]:
     [
         (
             "decode_sm90_8x32x2048_w8x32_s2_f16_int4_group",
-            {"kTokenTiles": 1, "kRowTiles": 2, "kWarpsN": 1, "kWarpsK": 16, "kDepth": 2},
+            {"kTokenTiles": 1, "kRowTiles": 2, "kWarpsK": 16, "kDepth": 2},
         ),
         (
-            "decode_sm90_16x64x512_w16x32_s2_bf16_int8_channel",
-            {"kTokenTiles": 2, "kRowTiles": 2, "kWarpsN": 2, "kWarpsK": 8, "kDepth": 2},
+            "decode_sm90_8x64x512_w8x64_s2_bf16_int8_channel",
+            {"kTokenTiles": 1, "kRowTiles": 4, "kWarpsK": 8, "kDepth": 2},
         ),
         (
             "gemm_sm90_32x256x128_w32x64_s6_f16_int4_group_zeros",
-            {"kTokens": 32, "kWarpgroups": 4, "kDepth": 4, "kStages": 6},
+            {"kTokens": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6},
         ),
         (
-            "gemm_sm90_256x128x128_w256x64_s5_bf16_int8_group",
-            {"kTokens": 256, "kWarpgroups": 2, "kDepth": 2, "kStages": 5},
+            "gemm_sm90_16x64x512_w16x64_s3_bf16_int8_group",
+            {"kTokens": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 3},
         ),
         (
             "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",
@@ -52,13 +52,13 @@ def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
 
 def test_a_unit_names_its_header_its_launch_and_its_limits() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels()}
-    decode = unit["decode_sm90_16x64x1024_w16x32_s2_bf16_int4_group_zeros"]
+    decode = unit["decode_sm90_8x64x1024_w8x64_s2_bf16_int4_group_zeros"]
     assert '#include "kernels/decode_sm90.cuh"' in decode
-    assert "&launch_decode_sm90<Config>, 16, 8};" in decode
+    assert "&launch_decode_sm90<Config>, 8, 8};" in decode
     assert "using Element = cutlass::bfloat16_t;" in decode
     assert "ScaleMode::kGroupZeros" in decode
     assert "&launch_gemm_sm90<Config>, 2097120, 8};" in unit["gemm_sm90_32x256x128_w32x64_s6_f16_int4_group"]
-    assert "&launch_gemm_sm90<Config>, 16776960, 1};" in unit["gemm_sm90_256x128x128_w256x64_s5_f16_int4_group"]
+    assert "&launch_gemm_sm90<Config>, 16776960, 1};" in unit["gemm_sm90_256x128x64_w256x64_s5_f16_int4_group"]
     assert "&launch_gemm_sm80<Config>, 2147483647, 0};" in unit["gemm_sm80_16x64x64_w16x32_s4_f16_int4_group"]
     assert "&launch_gemv<Config>, 1, 0};" in unit["gemv_1x16x1024_f16_int4_channel"]
 
@@ -83,7 +83,10 @@ def test_files_of_a_build(tmp_path: Path) -> None:
     stale.touch()
     kernels = generate.generate(tmp_path, ["80", "90a"])
     expected = {
-        f"{c.kernel}_{t.name}" for c in CONFIGS for t in kernel_types(c) if c.min_arch >= 80 or c.family == "gemv"
+        f"{c.kernel}_{t.name}"
+        for c in CONFIGS
+        for t in kernel_types(c)
+        if (c.min_arch >= 80 or c.family == "gemv") and not c.is_dense
     }
     assert {k.symbol for k in kernels} == expected
     assert {path.stem for path in tmp_path.glob("*.cu")} == expected | {"registry"}

@@ -25,7 +25,7 @@ from weightonly.heuristics.cost import (
     units,
     waves_us,
 )
-from weightonly.heuristics.legal import parts_of_k, smem_bytes, splits_evenly, worth_a_look
+from weightonly.heuristics.legal import DENSE_MIN_M, parts_of_k, smem_bytes, splits_evenly, worth_a_look
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
 from weightonly.heuristics.problem import layouts_of
 
@@ -89,7 +89,8 @@ def test_kernels_have_distinct_names() -> None:
 
 
 def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
-    for config in CONFIGS:
+    with_kernels = [c for c in CONFIGS if not c.is_dense]
+    for config in with_kernels:
         for format in config.formats:
             assert is_calibrated(config, format)
             if not config.shares_cluster:
@@ -97,7 +98,7 @@ def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
                 assert cost.unit_us > 0
                 assert cost.latency_us > 0
                 assert cost.fixed_us > 0
-    calibrated = {(c.kernel, f) for c in CONFIGS for f in c.formats}
+    calibrated = {(c.kernel, f) for c in with_kernels for f in c.formats}
     assert set(KERNELS) <= calibrated, "constants of kernels that no longer exist"
     hopper = {(c.kernel, f) for c in CONFIGS for f in c.formats if c.shares_cluster}
     assert set(DECODE_SM90.kernels) | set(GEMM_SM90.kernels) == hopper
@@ -105,7 +106,7 @@ def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
 
 
 def test_the_types_of_a_kernel() -> None:
-    assert len(TYPES) == 12
+    assert len(TYPES) == 14
     for config in CONFIGS:
         dtypes = {t.dtype for t in kernel_types(config)}
         assert dtypes == ({"f16"} if config.family in ("gemm_sm70", "gemm_sm75") else {"f16", "bf16"})
@@ -135,7 +136,9 @@ def test_the_choice_is_legal_and_the_cheapest(p: Problem) -> None:
     looked_at = [
         c
         for c in candidates(p)
-        if worth_a_look(c) and (c.shares_cluster or tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count)
+        if worth_a_look(c)
+        and (c.shares_cluster or tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count)
+        and (not c.is_dense or p.m >= DENSE_MIN_M)
     ]
     cheapest = min(estimate_us(c, p) for c in looked_at)
     assert estimate_us(choice, p) <= 1.0001 * cheapest
@@ -191,10 +194,12 @@ def test_clusters_that_fit_on_an_h200() -> None:
 def test_names_and_sizes_of_the_hopper_kernels() -> None:
     decode = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2")
     assert (decode.warps, decode.piece_k, decode.max_m, decode.max_split_k) == (16, 128, 8, 8)
-    assert decode.formats == ("int4",)
+    assert decode.formats == ("int4", "code4")
     assert [s for s in range(1, 9) if splits_evenly(decode.shared_sums, s)] == [1, 2, 3, 4, 8]
     gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
-    assert (gemm.warps, gemm.piece_k, gemm.max_split_k) == (16, 128, 8)
+    assert (gemm.warps, gemm.piece_k, gemm.max_split_k, gemm.warpgroups_k) == (16, 128, 8, 1)
+    shared = next(c for c in CONFIGS if c.kernel == "gemm_sm90_16x64x512_w16x64_s4")
+    assert (shared.warps, shared.piece_k, shared.formats, shared.warpgroups_k) == (16, 512, ("int4", "code4"), 4)
     assert {c.max_split_k for c in CONFIGS if c.family == "gemm_sm90" and c.block_m > 128} == {1}
     hopper = [c for c in CONFIGS if c.shares_cluster]
     assert {c.layout for c in hopper} == {"tiled"}
@@ -218,42 +223,44 @@ def test_shared_memory_of_decode(
     m: int, k_padded: int, group_size: int, zeros: bool, split_k: int, expected_bytes: int
 ) -> None:
     config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(split_k)
-    assert config.decode_smem_bytes(m, k_padded, group_size, zeros) == expected_bytes
+    assert config.decode_smem_bytes("int4", m, k_padded, group_size, zeros) == expected_bytes
+    assert config.decode_smem_bytes("code4", m, k_padded, group_size, zeros) == expected_bytes + 32 * 1024  # the table
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
 def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
-    """Every tile fits with the smallest groups and zero points; clusters cost what their sums take."""
+    """Every tile fits with the smallest groups and zero points; whoever shares K pays for the sums."""
     for config in CONFIGS:
-        if config.family != "gemm_sm90":
+        if config.family != "gemm_sm90" or format not in config.formats:
             continue
         needed = config.gemm_sm90_smem_bytes(format, per_channel=False, zeros=True)
         assert needed <= machine(90).smem_bytes
-        slot_bytes = 128 * 16 * problem(1, format=format).bits // 8
-        depth = config.weight_depth(format)
+        weight_bytes = config.block_n * config.block_k * problem(1, format=format).bits // 8
+        sum_bytes = config.block_m * config.block_n * 4
         bare = config.gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
-        x_bytes = config.stages * config.gemm_sm90_step_k * config.block_m * 2
-        assert bare == 2048 + x_bytes + config.warps * depth * slot_bytes
-        assert needed - bare == config.warps * depth * 8 * 128
-        assert config.block_n * (config.block_m + 8 * config.block_m // 64) * 2 <= x_bytes, "y takes the place of x"
+        stage_bytes = config.block_k * config.block_m * 2 + weight_bytes
+        parts = config.warpgroups_k
+        assert bare == 2048 + config.stages * stage_bytes + (parts * sum_bytes if parts > 1 else 0)
+        assert needed - bare == config.stages * config.block_k // 32 * config.block_n * 4
+        assert config.block_n * (config.block_m + 8 * config.block_m // 64) * 2 <= config.stages * stage_bytes
         in_two = config.with_split_k(2).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
-        assert in_two - bare == config.block_m * config.block_n * 4
+        assert in_two - bare == sum_bytes * (1 if parts == 1 else 0)
 
 
 def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
-    """x of decode_sm90 stays in shared memory: 16 rows of it do not fit on one SM, at last not on eight."""
+    """x of decode_sm90 stays in shared memory: 8 rows of it do not fit on one SM, at last not on eight."""
     assert select(8, 4096, 4096, "int4", 128, 90, 132).family == "decode_sm90"
-    decode = [c for c in candidates(problem(16, 28672, 8192)) if c.family == "decode_sm90"]
+    decode = [c for c in candidates(problem(8, 28672, 8192)) if c.family == "decode_sm90"]
     assert min(c.split_k for c in decode) >= 4
-    assert select(16, 4096, 131072, "int4", 128, 90, 132).family == "gemm_sm90"
+    assert select(8, 4096, 131072, "int4", 128, 90, 132).family == "gemm_sm90"
 
 
 def test_few_rows_are_decoded_and_many_multiplied() -> None:
     for m in (1, 2, 8):  # at 16 both are close
         assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "decode_sm90"
-    for m in (17, 64, 4096):
+    for m in (17, 64, 512):
         assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "gemm_sm90"
-    assert select(4096, 8192, 8192, "int4", 128, 90, 132).block_m >= 128
+    assert select(512, 8192, 8192, "int4", 128, 90, 132).block_m >= 128
 
 
 @pytest.mark.parametrize("layout", layouts_of(90))
@@ -312,7 +319,7 @@ def test_units_and_tiles() -> None:
 
 
 def test_residency_is_bounded_by_what_an_sm_has() -> None:
-    for config in (c for c in CONFIGS if not c.shares_cluster):
+    for config in (c for c in CONFIGS if not c.shares_cluster and not c.is_dense):
         for format in config.formats:
             for arch in ARCHS:
                 if config.smem_bytes(format) > machine(arch).smem_bytes:
@@ -373,10 +380,12 @@ def test_the_occupancy_rule() -> None:
                 assert 0 <= idle < 1
                 assert waves >= 1
     assert occupancy_rule(problem(16, 8192, 8192, layout="interleaved")).block_m == 16
-    assert occupancy_rule(problem(16, 8192, 8192)).block_m == 32
+    assert occupancy_rule(problem(16, 8192, 8192)).block_m == 16
 
 
 def test_more_tokens_than_a_grid_has_tiles() -> None:
-    assert select(65535 * 256, 64, 64, "int4", -1, 90, 132).block_m == 256
+    too_long = (1 << 19) + 64  # K, for slices of dense weights
+    assert select(65535 * 256, 64, too_long, "int4", -1, 90, 132).block_m == 256
     with pytest.raises(ValueError, match="m: expected at most 16776960, got 16776961"):
-        select(65535 * 256 + 1, 64, 64, "int4", -1, 90, 132)
+        select(65535 * 256 + 1, 64, too_long, "int4", -1, 90, 132)
+    assert select(65535 * 256 + 1, 64, too_long - 64, "int4", -1, 90, 132).is_dense

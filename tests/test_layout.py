@@ -24,6 +24,10 @@ def random_q(k: int, n: int, bits: int, generator: torch.Generator) -> torch.Ten
     return torch.randint(-limit, limit, (k, n), dtype=torch.int8, generator=generator)
 
 
+def random_codes(k: int, n: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 16, (k, n), dtype=torch.int8, generator=generator)
+
+
 def permuted_row(t: int, bits: int) -> int:
     """The row that permute_rows moves to place t of its block, in scalar form."""
     word = 32 // bits
@@ -77,6 +81,25 @@ def brute_force_tiled(q: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
+def brute_force_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The bytes of "tiled" for codes, one element of the bytes at a time: which (k, n) a nibble holds."""
+    values = codes.numpy()
+    k_size, n_size = values.shape
+    out = np.zeros(k_size * n_size // 2, dtype=np.uint8)
+    blocks = k_size // 64
+    for address in range(out.size):
+        piece, inside = divmod(address, 512)
+        stripe, block, w = piece // 4 // blocks, piece // 4 % blocks, piece % 4
+        lane, in_lane = divmod(inside, 16)
+        g, t = divmod(lane, 4)
+        j, byte = divmod(in_lane, 4)
+        i, h = divmod(byte, 2)
+        n = 64 * stripe + 8 * g + 2 * w + h
+        k = 64 * block + 16 * j + 8 * i + 2 * t
+        out[address] = int(values[k, n]) + 16 * int(values[k + 1, n])
+    return torch.from_numpy(out)
+
+
 @bits_4_and_8
 @pytest.mark.parametrize("shape", GOLDEN_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_interleaved_is_fastertransformer_byte_for_byte(bits: int, shape: tuple[int, int]) -> None:
@@ -94,6 +117,23 @@ def test_interleaved_is_fastertransformer_byte_for_byte(bits: int, shape: tuple[
 def test_closed_form(bits: int, name: str, shape: tuple[int, int], generator: torch.Generator) -> None:
     q = random_q(*shape, bits, generator)
     assert torch.equal(layout.pack_bytes(q, bits, name), brute_force(q, bits, name))
+
+
+@pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_closed_form_of_codes(shape: tuple[int, int], generator: torch.Generator) -> None:
+    codes = random_codes(*shape, generator)
+    data = layout.pack_bytes(codes, 4, layout.TILED, codes=True)
+    assert torch.equal(data, brute_force_codes(codes))
+    assert torch.equal(layout.unpack_bytes(data, *shape, 4, layout.TILED, codes=True), codes)
+
+
+def test_first_bytes_of_codes() -> None:
+    """Lane 0 of the first piece, by hand: bytes of rows (0, 1) and (8, 9) of columns 0 and 1, then 16 rows on."""
+    k, n = torch.arange(64)[:, None], torch.arange(64)[None, :]
+    data = layout.pack_bytes(((k + 5 * n) % 16).to(torch.int8), 4, layout.TILED, codes=True)
+    assert [f"{byte:02x}" for byte in data[:8].tolist()] == ["10", "65", "98", "ed", "10", "65", "98", "ed"]
+    # lane 1 begins at row 2, lane 4 at column 8, the next piece at column 2
+    assert [f"{int(data[at]):02x}" for at in (16, 64, 512)] == ["32", "98", "ba"]
 
 
 @bits_4_and_8
@@ -158,12 +198,30 @@ def test_bytes_of_an_int8_word_are_the_a_registers(generator: torch.Generator) -
         assert np.array_equal(masked, low + (high << 16))
 
 
+def test_bytes_of_a_word_of_codes_are_the_a_registers(generator: torch.Generator) -> None:
+    codes = random_codes(128, 192, generator)
+    data = layout.pack_bytes(codes, 4, layout.TILED, codes=True).numpy()
+    registers = data.reshape(3, 2, 4, 8, 4, 4, 4)  # (stripe, block, w, g, t, j, register)
+    for register, (low, high) in enumerate(a_registers(codes - 8, 4)):
+        assert np.array_equal(registers[..., register], low + 16 * high)
+
+
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_passes_leave_their_input_alone(name: str, generator: torch.Generator) -> None:
     q = random_q(64, 64, 4, generator)
     before = q.clone()
     layout.pack_bytes(q, 4, name)
     assert torch.equal(q, before)
+
+
+def test_packing_codes_leaves_them_alone(generator: torch.Generator) -> None:
+    codes = random_codes(64, 64, generator)
+    before = codes.clone()
+    layout.pack_bytes(codes, 4, layout.TILED, codes=True)
+    assert torch.equal(codes, before)
+    for view in (codes.t(), codes.repeat(1, 2)[:, 3:67], codes.repeat(2, 1)[::2]):
+        packed = layout.pack_bytes(view, 4, layout.TILED, codes=True)
+        assert torch.equal(packed, layout.pack_bytes(view.contiguous(), 4, layout.TILED, codes=True))
 
 
 @bits_4_and_8
@@ -187,6 +245,14 @@ def test_unpack_some_columns(bits: int, name: str, columns: tuple[int, int], gen
     q = random_q(128, 192, bits, generator)
     got = layout.unpack_bytes(layout.pack_bytes(q, bits, name), 128, 192, bits, name, columns)
     assert torch.equal(got, q[:, columns[0] : columns[1]])
+
+
+@pytest.mark.parametrize("columns", [(0, 64), (64, 192), (0, 192)], ids=str)
+def test_unpack_some_columns_of_codes(columns: tuple[int, int], generator: torch.Generator) -> None:
+    codes = random_codes(128, 192, generator)
+    data = layout.pack_bytes(codes, 4, layout.TILED, codes=True)
+    got = layout.unpack_bytes(data, 128, 192, 4, layout.TILED, columns, codes=True)
+    assert torch.equal(got, codes[:, columns[0] : columns[1]])
 
 
 BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], str]] = {
@@ -217,6 +283,24 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "line": (lambda q: layout.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
     "word": (lambda q: layout.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
     "bytes": (lambda q: layout.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
+    "odd codes": (lambda q: layout.pack_codes(q[:, :3]), ValueError, "columns of q: expected a multiple of 2, got 3"),
+    "large code": (lambda q: layout.pack_codes(q + 16), ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
+    "negative code": (
+        lambda q: layout.pack_bytes(q - 1, 4, "tiled", codes=True),
+        ValueError,
+        r"q: expected codes in 0\.\.15, got -1\.\.-1",
+    ),
+    "layout of codes": (
+        lambda q: layout.pack_bytes(q, 4, "interleaved", codes=True),
+        ValueError,
+        "layout: expected 'tiled', the one for the codes of a table, got 'interleaved'",
+    ),
+    "bits of codes": (
+        lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 8, "tiled", codes=True),
+        ValueError,
+        "bits: expected 4 for the codes of a table, got 8",
+    ),
+    "bytes of codes": (layout.unpack_codes, ValueError, r"data: expected uint8 \[rows, bytes\], got torch.int8"),
     "too large": (
         lambda q: layout.add_bias_and_interleave(q + 8, 4),
         ValueError,
@@ -277,3 +361,11 @@ def test_same_bytes_on_the_gpu(bits: int, name: str, cuda_device: torch.device, 
     assert data.device == cuda_device
     assert torch.equal(data.cpu(), layout.pack_bytes(q, bits, name))
     assert torch.equal(layout.unpack_bytes(data, 256, 320, bits, name).cpu(), q)
+
+
+@pytest.mark.gpu
+def test_same_bytes_of_codes_on_the_gpu(cuda_device: torch.device, generator: torch.Generator) -> None:
+    codes = random_codes(256, 320, generator)
+    data = layout.pack_bytes(codes.to(cuda_device), 4, layout.TILED, codes=True)
+    assert torch.equal(data.cpu(), layout.pack_bytes(codes, 4, layout.TILED, codes=True))
+    assert torch.equal(layout.unpack_bytes(data, 256, 320, 4, layout.TILED, codes=True).cpu(), codes)

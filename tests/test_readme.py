@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from weightonly.bench import PROVIDERS, shapes
+from weightonly.bench.report import GROUP_SIZES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,6 +71,7 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # What four bits cost: the weight that the example quantizes is still that weight.
     assert (namespace["w_used"] - namespace["w"]).float().norm() < 0.15 * namespace["w"].float().norm()
     assert namespace["hidden"].shape == (4, 512)
+    assert (namespace["restored"] - namespace["dense"]).float().norm() < 0.15 * namespace["dense"].float().norm()
     assert set(namespace["frame"]["m"]) == {1, 16}
 
 
@@ -90,14 +92,25 @@ def test_command_runs_on_a_cpu(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", module_lines(on_a_cpu=False), ids=name_of)
 def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert words[0] == "weightonly.bench"
+    if words[0] == "weightonly":
+        tuned = importlib.import_module("weightonly.__main__")._parser().parse_args(words[1:])
+        assert tuned.command == "tune" and shapes.resolve(tuned.shapes)
+        return
     command_line = importlib.import_module("weightonly.bench.__main__")
     asked: list[Any] = []
-    for command in ("_run_sweep", "_run_regret", "_run_chain"):
-        monkeypatch.setattr(command_line, command, lambda options, common: asked.append(options))
+
+    def run(options: Any) -> int:
+        asked.append(options)
+        return 0
+
+    for command in ("_run_sweep", "_run_regret", "_run_chain", "_run_report", "_run_conversions"):
+        monkeypatch.setattr(command_line, command, run)
     assert command_line.main(words[1:]) == 0
     (options,) = asked
-    assert shapes.resolve(options.model if options.command == "chain" else options.shapes)
+    named = {"chain": "model", "report": "models"}.get(options.command, "shapes")
+    assert shapes.resolve(getattr(options, named))
+    if options.command == "report":
+        assert set(options.formats) <= set(GROUP_SIZES)
     if options.command == "sweep":
         assert options.providers == "all" or set(options.providers) <= set(PROVIDERS)
 
@@ -105,7 +118,7 @@ def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pyte
 def test_the_commands_that_the_tests_above_run_are_there() -> None:
     assert ["weightonly", "info"] in module_lines(on_a_cpu=True)
     assert {words[0] for words in module_lines(on_a_cpu=True)} == {"weightonly", "weightonly.bench"}
-    assert {"regret", "chain"} <= {words[1] for words in module_lines(on_a_cpu=False)}
+    assert {"regret", "chain", "report", "tune", "conversions"} <= {words[1] for words in module_lines(on_a_cpu=False)}
 
 
 def test_make_targets_exist() -> None:
@@ -126,8 +139,9 @@ def test_layout_section_names_every_folder_of_code() -> None:
     assert {f"{path.parent.name}/" for path in code} - {"build/"} <= set(layout_paths())
 
 
-def test_build_variables_are_those_of_the_build() -> None:
+def test_variables_are_those_of_the_code() -> None:
     named = set(re.findall(r"`(WEIGHTONLY_\w+)`", README))
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.py"))
+    paths = [*(ROOT / "kernels").rglob("*.py"), ROOT / "weightonly" / "tuned.py"]
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
     assert named
     assert {name for name in named if f'"{name}"' not in sources} == set()

@@ -1,9 +1,67 @@
 # The compiled module (kernels/bindings.cpp): internal, use weightonly.gemm. Sizes in elements, addresses as
 # integers.
 
+from collections.abc import Sequence
+
 def kernel_names() -> list[str]: ...
 def archs() -> str: ...
 def set_launch_overlap(enabled: bool) -> None: ...
+def awq_dequantize(
+    device: int,
+    type: int,
+    path: int,
+    k: int,
+    n: int,
+    groups: int,
+    qweight: int,
+    scales: int,
+    qzeros: int,
+    w: int,
+    stream: int,
+) -> None: ...
+def quantize_4bit(
+    device: int,
+    type: int,
+    count: int,
+    blocksize: int,
+    table: Sequence[float],
+    w: int,
+    packed: int,
+    absmax: int,
+    stream: int,
+) -> None: ...
+def dequantize_4bit(
+    device: int,
+    type: int,
+    count: int,
+    blocksize: int,
+    table: Sequence[float],
+    w: int,
+    packed: int,
+    absmax: int,
+    stream: int,
+) -> None: ...
+def dequantize(
+    *,
+    device: int,
+    bits: int,
+    type: int,
+    layout: int,
+    k: int,
+    k_padded: int,
+    n_begin: int,
+    n_end: int,
+    n_padded: int,
+    group_size: int,
+    weight: int,
+    scales: int,
+    zeros: int,
+    table: int,
+    w: int,
+    ld_scales: int,
+    ldw: int,
+    stream: int,
+) -> None: ...
 
 class Plan:
     def __init__(

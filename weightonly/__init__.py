@@ -15,13 +15,16 @@ from types import ModuleType
 __path__ = [*__path__, str(Path(__file__).parents[1])]
 
 from . import formats, heuristics, nn
-from .cpu import dequantize
+from .awq import awq_dequantize
+from .blocks_4bit import dequantize_4bit, quantize_4bit
+from .dequantize import dequantize
 from .formats import load_checkpoint
 from .gemm import gemm
 from .kernels import cuda_built, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .packed import PackedWeight, load, preprocess, save, unpack
 from .quantize import quantize
+from .tuner import tune
 
 __version__ = "0.1.0"
 
@@ -35,8 +38,10 @@ def __getattr__(name: str) -> ModuleType:
 
 __all__ = [
     "PackedWeight",
+    "awq_dequantize",
     "cuda_built",
     "dequantize",
+    "dequantize_4bit",
     "formats",
     "gemm",
     "heuristics",
@@ -47,7 +52,9 @@ __all__ = [
     "nn",
     "preprocess",
     "quantize",
+    "quantize_4bit",
     "save",
     "set_launch_overlap",
+    "tune",
     "unpack",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .cpu import ACTIVATIONS
+from .cpu import ACTIVATIONS, check_zeros_fit
 from .heuristics.problem import check_group_size
 from .packed import PackedWeight
 
@@ -19,6 +21,15 @@ def require_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got one with layout {value.layout}")
 
 
+def require_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises TypeError unless `value` is a dense tensor of one of the dtypes."""
+    require_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    if value.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name}: expected dtype {expected}, got {value.dtype}")
+
+
 def check_operands(
     x: torch.Tensor,
     qweight: PackedWeight,
@@ -26,8 +37,9 @@ def check_operands(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: str | None,
+    perm: torch.Tensor | None = None,
 ) -> int:
-    """Checks everything but `out`; returns the group size in elements of K (-1: per channel)."""
+    """Checks all but `out` and the numbers in `perm`; returns the group size in elements of K (-1: per channel)."""
     if not isinstance(qweight, PackedWeight):
         raise TypeError(
             f"qweight: expected the PackedWeight that weightonly.preprocess(q, bits) returns, "
@@ -49,6 +61,7 @@ def check_operands(
 
     group_size = check_scales("scales", scales, x, qweight)
     if zeros is not None:
+        check_zeros_fit(zeros, qweight)
         check_scales("zeros", zeros, x, qweight)
         if zeros.shape != scales.shape:
             raise ValueError(f"zeros: expected shape {list(scales.shape)} as scales, got {list(zeros.shape)}")
@@ -60,14 +73,47 @@ def check_operands(
     if activation is not None and activation not in tuple(ACTIVATIONS):
         names = ", ".join(repr(a) for a in (None, *ACTIVATIONS))
         raise ValueError(f"activation: expected one of {names}, got {activation!r}")
+    if perm is not None:
+        check_perm(perm, qweight.k)
+        check_device("perm", perm, x)
     return group_size
+
+
+def check_perm(perm: torch.Tensor, k: int) -> None:
+    """Checks dtype and shape of a permutation of K, not its numbers."""
+    require_tensor("perm", perm)
+    if perm.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"perm: expected dtype torch.int32 or torch.int64, got {perm.dtype}")
+    if tuple(perm.shape) != (k,):
+        raise ValueError(f"perm: expected shape [K] = [{k}], got {list(perm.shape)}")
+
+
+def check_perm_range(perm: torch.Tensor) -> None:
+    """Raises ValueError unless the numbers of `perm` are within it; for the CPU, as it waits for them."""
+    low, high = torch.stack(torch.aminmax(perm)).tolist()
+    if low < 0 or high >= len(perm):
+        raise ValueError(f"perm: expected a permutation of 0..{len(perm) - 1}, got numbers in {low}..{high}")
 
 
 def check_like(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     if tensor.dtype != x.dtype:
         raise TypeError(f"{name}: expected dtype {x.dtype} as x has, got {tensor.dtype}")
+    check_device(name, tensor, x)
+
+
+def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     if tensor.device != x.device:
         raise ValueError(f"{name}: expected on {x.device} as x is, got {tensor.device}")
+
+
+def check_one_device(**tensors: torch.Tensor) -> None:
+    """Raises ValueError unless all are on the device of the first, which is a CPU or a CUDA GPU."""
+    (first, where), *others = ((name, tensor.device) for name, tensor in tensors.items())
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{first}: expected a CPU or CUDA tensor, got one on {where}")
+    for name, device in others:
+        if device != where:
+            raise ValueError(f"{name}: expected on {where} as {first} is, got {device}")
 
 
 def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor, qweight: PackedWeight) -> int:

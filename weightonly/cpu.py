@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .layout import column_step, unpack_bytes
-from .packed import PackedWeight
+from .code_tables import table_on
+from .layout import column_step
+from .packed import PackedWeight, unpack_columns
 from .quantize import WEIGHT_DTYPES
 
 _BLOCK_ELEMS = 1 << 22
@@ -53,27 +54,31 @@ def gemm(
 
 
 def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
-    """w = scales * (q - zeros), computed in fp32 and rounded once.
+    """`weightonly.dequantize` on any device, for arguments that it has checked."""
+    w = torch.empty(qweight.k, qweight.n, dtype=scales.dtype, device=qweight.device)
+    for begin, end in _column_blocks(qweight):
+        w[:, begin:end] = _dequantize_columns(qweight, scales, zeros, begin, end)
+    return w
 
-    qweight: a packed [K, N] weight; scales: [K / g, N] float16, bfloat16 or float32, any g that divides K;
-    zeros: None or like scales, fractions allowed. All on one device. Returns [K, N] in the dtype of scales.
 
-    Raises TypeError for a qweight that is not packed or a wrong dtype, ValueError for shapes that do not fit
-    or tensors on different devices.
-    """
+def check_dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    """Checks the arguments of `weightonly.dequantize`."""
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight (see preprocess), got {type(qweight).__name__}")
     _check_group_tensor("scales", scales, qweight)
     if zeros is not None:
+        check_zeros_fit(zeros, qweight)
         _check_group_tensor("zeros", zeros, qweight)
         if zeros.dtype != scales.dtype:
             raise TypeError(f"zeros: expected dtype {scales.dtype} as scales have, got {zeros.dtype}")
         if zeros.shape != scales.shape:
             raise ValueError(f"zeros: expected shape {list(scales.shape)} as scales, got {list(zeros.shape)}")
-    w = torch.empty(qweight.k, qweight.n, dtype=scales.dtype, device=qweight.device)
-    for begin, end in _column_blocks(qweight):
-        w[:, begin:end] = _dequantize_columns(qweight, scales, zeros, begin, end)
-    return w
+
+
+def check_zeros_fit(zeros: torch.Tensor, qweight: PackedWeight) -> None:
+    """Raises ValueError for zeros of a code table."""
+    if qweight.code is not None:
+        raise ValueError(f"zeros: expected None for a weight of format {qweight.format}, got {type(zeros).__name__}")
 
 
 def _check_group_tensor(name: str, tensor: torch.Tensor, qweight: PackedWeight) -> None:
@@ -102,13 +107,10 @@ def _dequantize_columns(
     qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, begin: int, end: int
 ) -> torch.Tensor:
     """Columns begin..end of the weight, fp32 [K, end - begin]."""
-    border = column_step(qweight.bits, qweight.layout)
-    padded_end = -(-end // border) * border  # N itself need not be at a border; the padded N is
-    q = unpack_bytes(
-        qweight.data, qweight.k_padded, qweight.n_padded, qweight.bits, qweight.layout, (begin, padded_end)
-    )
+    q, code = unpack_columns(qweight, begin, end), qweight.code
     groups = scales.shape[0]
-    w = q[: qweight.k, : end - begin].to(torch.float32).unflatten(0, (groups, qweight.k // groups))  # (G, g, block)
+    w = q.to(torch.float32) if code is None else table_on(code, q.device, torch.float32)[q.int()]
+    w = w.unflatten(0, (groups, qweight.k // groups))  # (G, g, block)
     if zeros is not None:
         w -= zeros[:, begin:end].unsqueeze(1)
     w *= scales[:, begin:end].unsqueeze(1)

@@ -6,12 +6,18 @@ import functools
 
 import torch
 
-from .heuristics.configs import CONFIGS, KernelConfig, kernel_types
+from .heuristics.configs import CONFIGS, KernelConfig, TypeConfig, kernel_types
 
 try:
     from . import _C
 except ImportError:  # built without CUDA: everything works on CPU tensors
     _C = None  # type: ignore[assignment]
+
+MAX_K = 1 << 20
+"""Padded K that the kernels' group arithmetic holds (kernels/params.h)."""
+
+FLOAT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""dtype -> enum FloatType of kernels/conversions.h."""
 
 HOW_TO_BUILD = "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS={archs} pip install ."
 
@@ -45,6 +51,12 @@ def sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def readable(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
+    """The tensor, or a contiguous copy, so that its elements follow each other from an aligned address on."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % alignment_bytes == 0 else tensor.clone()
+
+
 def arch_runs_on(built: str, device: int) -> bool:
     """Whether code built for an architecture runs on a device of compute capability `device`.
 
@@ -64,16 +76,24 @@ def runs_on(config: KernelConfig, device: int) -> bool:
     return any(config.compiled_for(a) and arch_runs_on(a, device) for a in built_archs())
 
 
-def is_compiled(config: KernelConfig) -> bool:
-    return any(f"{config.kernel}_{types.name}" in kernel_numbers() for types in kernel_types(config))
+def dequantizes_on(device: int) -> bool:
+    """Whether some architecture of the build has the kernel that dequantizes in a form that the device runs."""
+    return any(arch_runs_on(a, device) for a in built_archs())
+
+
+def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
+    """Whether the build has a configuration, for these types or for any."""
+    if config.is_dense:
+        return any(config.compiled_for(a) for a in built_archs())
+    return any(f"{config.kernel}_{t.name}" in kernel_numbers() for t in ([types] if types else kernel_types(config)))
 
 
 def kernels(device: int | None = None) -> list[KernelConfig]:
     """Every compiled configuration that runs on a CUDA device (default: the current one; without a GPU: all).
 
     Each has split_k = 1 and says by `layout`, `formats` and `max_m` what it computes;
-    `config.with_split_k(s)` is the same kernel with K in s parts. `gemm(..., config=c)` runs one. Empty when
-    the library was built without CUDA.
+    `config.with_split_k(s)` is the same kernel with K in s parts. `gemm(..., config=c)` runs one. The last ones
+    dequantize, and leave the product to cuBLAS. Empty when the library was built without CUDA.
     """
     compiled = [c for c in CONFIGS if is_compiled(c)]
     if not torch.cuda.is_available():

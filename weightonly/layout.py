@@ -1,11 +1,12 @@
 """The passes that bring a quantized weight into the byte order a kernel reads.
 
-The input is always `q`, int8 of shape [K, N], one signed value per byte. Each pass re-orders elements (the
-last one also packs them) and has an inverse; a layout is a composition of passes:
+The input is always `q`, int8 of shape [K, N], one signed value (or one code of a table) per byte. Each pass
+re-orders elements (the last one also packs them) and has an inverse; a layout is a composition of passes:
 
     row_major     add_bias_and_interleave                      words run along N, rows of K follow each other
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave
     tiled         tile_fragments -> add_bias_and_interleave    blocks of 64 x 64, in the order of MMA fragments
+    tiled, codes  tile_fragments -> pack_codes                 the same for codes of NF4, FP4 and other tables
 
 The order of "interleaved" is that of FasterTransformer's `preprocess_weights_for_mixed_gemm` for sm75 to
 sm89, byte for byte. With `b` bits per weight, I = 16 / b columns per line and k' the permuted row:
@@ -189,8 +190,18 @@ def tile_fragments(q: torch.Tensor, bits: int) -> torch.Tensor:
         bytes 0 and 2 are register 2i, bytes 1 and 3 register 2i + 1: a byte permute each, or a mask and a shift;
         512 = one 16-byte access of all lanes
 
+    codes of a table, after `pack_codes`: the word of step j where that of int4 is; nibble p = e + 2 h + 4 i
+
+        bits    31..28   27..24   23..20   19..16   15..12   11..8     7..4     3..0
+        n        c + 1    c + 1      c        c      c + 1    c + 1      c        c
+        k       2t + 9   2t + 8   2t + 9   2t + 8   2t + 1     2t     2t + 1     2t      + 16 j
+        A reg      3        3        2        2        1        1        0        0
+        half    31..16    15..0   31..16    15..0   31..16    15..0   31..16    15..0    of it
+
+        byte r is register r: a look-up by bytes gives the pair of values, neighbours along k, as the MMA takes it
+
     q: int8 [K, N], K and N multiples of 64. Returns int8 [N / 64, K * 64], a stripe in each row, the words still
-    in the order that `add_bias_and_interleave` expects. Raises ValueError for another shape.
+    in the order that `add_bias_and_interleave` and `pack_codes` expect. Raises ValueError for another shape.
     """
     k, n = matrix_shape(q, bits)
     blocks = k // _check_multiple("rows of q", k, TILE)
@@ -219,6 +230,22 @@ _FRAGMENT_ORDER = {
 """Bits per weight -> the digits of `_fragment_sizes` in the order of memory, from the outside in."""
 
 
+def pack_codes(q: torch.Tensor) -> torch.Tensor:
+    """Two codes in a byte, in their order, the even one in the low nibble; their values are left as they are.
+
+    q: int8 [rows, L], L even, values 0..15. Returns uint8 [rows, L / 2]. Raises ValueError for another shape or
+    for values out of range.
+    """
+    check_codes(q)
+    return _pack_codes(q)
+
+
+def unpack_codes(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_codes`: uint8 [rows, bytes] -> int8 [rows, 2 * bytes]."""
+    _check_bytes(data)
+    return torch.stack((data & 0x0F, data >> 4), dim=-1).view(torch.int8).flatten(1)
+
+
 def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
     """Make the values unsigned, re-order them inside each 32-bit word, and pack them.
 
@@ -238,9 +265,7 @@ def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
 def remove_bias_and_deinterleave(data: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `add_bias_and_interleave`: uint8 [rows, bytes] -> int8 [rows, bytes * 8 / bits]."""
     check_bits(bits)
-    if data.dtype != torch.uint8 or data.dim() != 2:
-        raise ValueError(f"data: expected uint8 [rows, bytes], got {data.dtype} {list(data.shape)}")
-    rows, length_bytes = data.shape
+    rows, length_bytes = _check_bytes(data)
     words = length_bytes // _check_multiple("bytes of a row", length_bytes, 4)
     if bits == 8:
         values = data.reshape(rows, words, 2, 2).transpose(2, 3).bitwise_xor(0x80)  # (rows, word, pair, parity)
@@ -256,16 +281,22 @@ def remove_bias_and_deinterleave(data: torch.Tensor, bits: int) -> torch.Tensor:
 # --- the layouts -------------------------------------------------------------------------------------------
 
 
-def pack_bytes(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
+def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
     """int8 [K, N] of a padded shape (see `padded_shape`) -> its bytes in `layout`, uint8 [K * N * bits / 8].
 
+    codes: the values are the 4-bit codes of a table, 0..15; for "tiled" alone.
     Raises ValueError for an unknown layout, a shape that is not padded, or values out of the range of `bits`.
     """
     check_layout(layout)
+    if codes:
+        check_code_layout(bits, layout)
     k, n = matrix_shape(q, bits)
     if (k, n) != padded_shape(k, n, bits, layout):
         align = column_align(bits, layout)
         raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
+    if codes:
+        check_codes(q)
+        return _pack_codes(tile_fragments(q, bits)).view(-1)
     check_range(q, bits)
     if layout == INTERLEAVED:
         q = permute_rows(q, bits)  # (K', N)
@@ -277,13 +308,22 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
 
 
 def unpack_bytes(
-    data: torch.Tensor, k: int, n: int, bits: int, layout: str, columns: tuple[int, int] | None = None
+    data: torch.Tensor,
+    k: int,
+    n: int,
+    bits: int,
+    layout: str,
+    columns: tuple[int, int] | None = None,
+    codes: bool = False,
 ) -> torch.Tensor:
     """The inverse of `pack_bytes`: uint8 [k * n * bits / 8] -> contiguous int8 [k, n].
 
     columns: (begin, end), multiples of `column_step(bits, layout)`: read these columns only, no other bytes.
+    codes: as for `pack_bytes`.
     """
     check_layout(layout)
+    if codes:
+        check_code_layout(bits, layout)
     begin, end = columns if columns is not None else (0, n)
     step = column_step(bits, layout)
     if begin % step or end % step or not 0 <= begin < end <= n:
@@ -293,7 +333,7 @@ def unpack_bytes(
         return remove_bias_and_deinterleave(rows, bits)
     if layout == TILED:
         stripes = data.view(n // TILE, k * TILE * bits // 8)[begin // TILE : end // TILE]
-        return untile_fragments(remove_bias_and_deinterleave(stripes, bits), bits)
+        return untile_fragments(unpack_codes(stripes) if codes else remove_bias_and_deinterleave(stripes, bits), bits)
     interleave = 16 // bits
     lines = data.view(n // interleave, k * interleave * bits // 8)[begin // interleave : end // interleave]
     q = remove_bias_and_deinterleave(lines, bits)  # (N / I, K' * I)
@@ -328,6 +368,24 @@ def check_range(q: torch.Tensor, bits: int) -> None:
         raise ValueError(f"q: expected values in {-limit}..{limit - 1} for bits={bits}, got {low}..{high}")
 
 
+def check_code_layout(bits: int, layout: str) -> None:
+    """Raise ValueError for what the codes of a table are not packed in."""
+    if bits != 4:
+        raise ValueError(f"bits: expected 4 for the codes of a table, got {bits}")
+    if layout != TILED:
+        raise ValueError(f"layout: expected {TILED!r}, the one for the codes of a table, got {layout!r}")
+
+
+def check_codes(q: torch.Tensor) -> None:
+    """Raise ValueError unless all of `q` is within 0..15 (the one host sync of packing)."""
+    matrix_shape(q)
+    if q.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(q)).tolist()
+    if low < 0 or high > 15:
+        raise ValueError(f"q: expected codes in 0..15, got {low}..{high}")
+
+
 def matrix_shape(q: torch.Tensor, bits: int | None = None) -> tuple[int, int]:
     """The shape of `q`. Raises TypeError unless it is int8, ValueError unless it has two dimensions."""
     if bits is not None:
@@ -343,6 +401,19 @@ def _check_multiple(what: str, size: int, multiple: int) -> int:
     if size % multiple:
         raise ValueError(f"{what}: expected a multiple of {multiple}, got {size}")
     return multiple
+
+
+def _check_bytes(data: torch.Tensor) -> tuple[int, int]:
+    if data.dtype != torch.uint8 or data.dim() != 2:
+        raise ValueError(f"data: expected uint8 [rows, bytes], got {data.dtype} {list(data.shape)}")
+    return data.shape[0], data.shape[1]
+
+
+def _pack_codes(q: torch.Tensor) -> torch.Tensor:
+    """`pack_codes` without its range check."""
+    rows, length = q.shape
+    pairs = q.contiguous().view(torch.uint8).view(rows, length // _check_multiple("columns of q", length, 2), 2)
+    return torch.add(pairs[..., 0], pairs[..., 1], alpha=16)
 
 
 def _bias_and_pack(q: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 
-from .cpu import ACTIVATIONS
+from .checks import check_perm
+from .cpu import ACTIVATIONS, check_zeros_fit
 from .gemm import gemm
-from .heuristics.problem import check_group_size
+from .heuristics.problem import CODE_FORMATS, check_group_size
 from .layout import INTERLEAVED, padded_shape
-from .packed import PackedWeight, layout_for_arch, preprocess
+from .packed import PackedWeight, code_layout, format_of, layout_for_arch, preprocess
 from .quantize import quantize_for, resolve_group_size
 
 
 class Linear(torch.nn.Module):
-    """y = act(x @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
+    """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
 
     The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`.
 
     Buffers (moved by `.to`, stored in the state dict): qweight, uint8, the bytes; scales [K / g, N]; zeros,
-    like scales, or None; bias [N] or None. Format and layout of the bytes travel as the extra state.
+    like scales, or None; bias [N] or None; perm [K] int32 or int64, the act-order permutation, or None. Format,
+    layout and code table of the bytes travel as the extra state.
     `.half()` and the like convert the scales, and with them the dtype of x that the module takes.
 
     The bytes keep their layout when the module moves: on a GPU whose kernels read another one, `forward`
@@ -34,6 +36,7 @@ class Linear(torch.nn.Module):
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bias: torch.Tensor | None
+    perm: torch.Tensor | None
 
     def __init__(
         self,
@@ -48,22 +51,32 @@ class Linear(torch.nn.Module):
         device: torch.device | str | None = None,
         arch: str | int | None = None,
         activation: str | None = None,
+        format: str | None = None,
+        act_order: bool = False,
     ) -> None:
         """An empty layer, of zeros, to load a state dict into; see `from_linear` for the arguments.
 
-        Raises ValueError for `bits`, a group size or an activation that does not exist.
+        format: None for the integers of `bits`, or "nf4", "fp4", "code4", whose table is zeros until one is loaded.
+        act_order: whether x is permuted; by the identity until a permutation is loaded.
+        Raises ValueError for `bits`, a format, a group size or an activation that does not exist, for zero points of a
+        code format, and for an `arch` that does not read one.
         """
-        layout = INTERLEAVED if arch is None else layout_for_arch(arch)
+        format = format_of(bits, format)
+        is_code = format in CODE_FORMATS
+        if is_code and not symmetric:
+            raise ValueError(f"symmetric: expected True for {format}, got False")
+        layout = code_layout(format, arch) if is_code else INTERLEAVED if arch is None else layout_for_arch(arch)
         k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
         groups = in_features // resolve_group_size(group_size, in_features)
         data = torch.zeros(k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
         scales = torch.zeros(groups, out_features, dtype=dtype, device=device)
         self._adopt(
-            PackedWeight(data, in_features, out_features, f"int{bits}", layout),
+            PackedWeight(data, in_features, out_features, format, layout, (0.0,) * 16 if format == "code4" else None),
             scales,
             None if symmetric else torch.zeros_like(scales),
             torch.zeros(out_features, dtype=dtype, device=device) if bias else None,
             activation,
+            torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None,
         )
 
     def _adopt(
@@ -73,6 +86,7 @@ class Linear(torch.nn.Module):
         zeros: torch.Tensor | None,
         bias: torch.Tensor | None,
         activation: str | None,
+        perm: torch.Tensor | None,
     ) -> None:
         super().__init__()
         _check_activation(activation)
@@ -85,6 +99,7 @@ class Linear(torch.nn.Module):
         self.register_buffer("scales", scales)
         self.register_buffer("zeros", zeros)
         self.register_buffer("bias", bias)
+        self.register_buffer("perm", perm)
 
     @classmethod
     def from_quantized(
@@ -94,23 +109,29 @@ class Linear(torch.nn.Module):
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
+        perm: torch.Tensor | None = None,
     ) -> Linear:
         """A layer on tensors that exist already; they are used as they are, not copied.
 
-        weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None. All on one device.
-        Raises TypeError for a weight that is not packed, ValueError for shapes that do not fit or a group
-        size that `gemm` does not take.
+        weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None; perm: [K] int32 or int64, the
+        order of the weight's rows (see `gemm`), or None. All on one device.
+        Raises TypeError for a weight that is not packed or another kind of perm, ValueError for shapes that do not
+        fit, zeros of a code format, or a group size that `gemm` does not take.
         """
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: expected a PackedWeight (see preprocess), got {type(weight).__name__}")
         if scales.dim() != 2 or scales.shape[1] != weight.n or not scales.shape[0] or weight.k % scales.shape[0]:
             raise ValueError(f"scales: expected [K / g, N] for K={weight.k}, N={weight.n}, got {list(scales.shape)}")
-        if zeros is not None and zeros.shape != scales.shape:
-            raise ValueError(f"zeros: expected {list(scales.shape)} like scales, got {list(zeros.shape)}")
+        if zeros is not None:
+            check_zeros_fit(zeros, weight)
+            if zeros.shape != scales.shape:
+                raise ValueError(f"zeros: expected {list(scales.shape)} like scales, got {list(zeros.shape)}")
         if bias is not None and bias.shape != (weight.n,):
             raise ValueError(f"bias: expected [{weight.n}], got {list(bias.shape)}")
+        if perm is not None:
+            check_perm(perm, weight.k)
         layer = cls.__new__(cls)
-        layer._adopt(weight, scales, zeros, bias, activation)
+        layer._adopt(weight, scales, zeros, bias, activation, perm)
         return layer
 
     @classmethod
@@ -148,13 +169,20 @@ class Linear(torch.nn.Module):
         """The weight as `gemm` takes it: the buffer `qweight` with its metadata."""
         data = self.qweight
         if self._packed.data is not data:  # the buffer was replaced: .to(), load_state_dict(assign=True)
-            old = self._packed
-            self._packed = PackedWeight(data, old.k, old.n, old.format, old.layout)
+            self._packed = PackedWeight(data, **self._packed.fields)
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] in the dtype of scales -> [..., out_features]; raises what `gemm` raises."""
-        return gemm(x, self.packed, self.scales, zeros=self.zeros, bias=self.bias, activation=self.activation)
+        return gemm(
+            x,
+            self.packed,
+            self.scales,
+            zeros=self.zeros,
+            bias=self.bias,
+            activation=self.activation,
+            perm=self.perm,
+        )
 
     def extra_repr(self) -> str:
         packed = self.packed
@@ -162,19 +190,18 @@ class Linear(torch.nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={packed.format}, "
             f"group_size={self.in_features // self.scales.shape[0]}, "
-            f"symmetric={self.zeros is None}, layout={packed.layout}, activation={self.activation}"
+            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, "
+            f"layout={packed.layout}, activation={self.activation}"
         )
 
     def get_extra_state(self) -> torch.Tensor:
         """The metadata of the bytes as JSON in a uint8 tensor: safetensors stores nothing but tensors."""
-        packed = self.packed
-        fields = {"k": packed.k, "n": packed.n, "format": packed.format, "layout": packed.layout}
-        return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(self.packed.fields).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take the layout of loaded bytes, and make room for them where it pads to another size.
+        """Take the layout and code table of loaded bytes, and make room for them where it pads to another size.
 
-        Raises ValueError if their shape or format is another, or the layout unknown.
+        Raises ValueError if their shape or format is another, or the layout or table is none.
         """
         fields = json.loads(bytes(state.tolist()))
         packed = self.packed
@@ -187,7 +214,7 @@ class Linear(torch.nn.Module):
         size_bytes = k_padded * n_padded * packed.bits // 8
         if self.qweight.numel() != size_bytes:
             self.qweight = self.qweight.new_empty(size_bytes)
-        self._packed = PackedWeight(self.qweight, packed.k, packed.n, packed.format, layout)
+        self._packed = PackedWeight(self.qweight, packed.k, packed.n, packed.format, layout, fields.get("code"))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # PyTorch loads the extra state last, but the layout in it decides how many bytes there are to load.

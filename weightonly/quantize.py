@@ -106,11 +106,17 @@ def _check_weight(w: torch.Tensor) -> None:
         raise ValueError(f"w: expected shape [K, N] with K, N >= 1, got {list(w.shape)}")
 
 
-def _check_values(w: torch.Tensor, dtype: torch.dtype) -> None:
+def finite_range(w: torch.Tensor) -> tuple[float, float]:
+    """The smallest and the largest value. Raises ValueError for NaN or Inf."""
     # aminmax lets NaN through to its results: one reduction, one sync and no temporary of the size of w
     low, high = torch.stack(torch.aminmax(w)).tolist()
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"w: expected finite values, got NaN or Inf (min {low}, max {high})")
+    return low, high
+
+
+def _check_values(w: torch.Tensor, dtype: torch.dtype) -> None:
+    low, high = finite_range(w)
     limit = torch.finfo(dtype).max
     if max(-low, high) > limit:
         raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {low:g}..{high:g}")

@@ -28,7 +28,7 @@ def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
     qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N], groups a divisor of K; qzeros:
     int32 [groups, N / 8]. On one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
     """
-    _shape(qweight, scales, qzeros)
+    awq_shape(qweight, scales, qzeros)
     zeros = signed_zeros(unpack_awq(qzeros), 4, scales.dtype)
     return IntWeight(to_signed(unpack_awq(qweight), 4), 4, scales, zeros, None)
 
@@ -57,7 +57,7 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
     group_size = option(options, "group_size", int, option(options, "q_group_size", int))
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        k, n, groups = _shape(tensors["qweight"], tensors["scales"], tensors["qzeros"])
+        k, n, groups = awq_shape(tensors["qweight"], tensors["scales"], tensors["qzeros"])
         check_bias(tensors, n)
         rows = k // groups
         if group_size not in (None, rows) and not (group_size == -1 and groups == 1):
@@ -79,7 +79,7 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
     )
 
 
-def _shape(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> tuple[int, int, int]:
+def awq_shape(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> tuple[int, int, int]:
     """(K, N, groups). Raises TensorError for tensors that do not fit together."""
     expect("qweight", qweight, torch.int32, ["K", "N / 8"])
     k, n = qweight.shape[0], qweight.shape[1] * _COLUMNS_PER_WORD

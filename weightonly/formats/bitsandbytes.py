@@ -10,6 +10,9 @@ weight.quant_state.bitsandbytes__nf4 or __fp4
 weight.nested_absmax   fp32 [ceil(blocks / nested_blocksize)]; weight.nested_quant_map  fp32 [256]
 
 w = quant_map[code] * absmax;  nested: absmax = nested_quant_map[absmax] * nested_absmax + nested_offset.
+A block runs along K, as the flattened weight does, so where blocksize divides K it is a group of the library and absmax
+its scales. Elsewhere blocks begin in one row of [N, K] and end in another; then the groups are the greatest common
+divisor of both, which cuts every block at the ends of rows, repeats some of absmax, and changes no weight.
 https://github.com/bitsandbytes-foundation/bitsandbytes has the definitions (functional.py, QuantState); QLoRA
 (https://arxiv.org/abs/2305.14314) the idea.
 """
@@ -24,14 +27,14 @@ from typing import Any
 
 import torch
 
+from ..code_tables import CODE_TABLES, code_table, table_values
 from .expect import FLOATS, TensorError, dtype_name, expect, option
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
-from .plain import CODE_TABLES, CodeWeight, code_table
-from .words import pack_nibbles, unpack_nibbles
+from .plain import CodeWeight
+from .words import unpack_nibbles
 
 _STATE = "weight.quant_state.bitsandbytes__"
-ANCHORS = tuple(f"{_STATE}{kind}" for kind in (*CODE_TABLES, "code4"))
-"""The first two are bitsandbytes' own; a converted checkpoint with another table has the third."""
+ANCHORS = tuple(f"{_STATE}{kind}" for kind in CODE_TABLES)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class QuantState:
     def blocks(self) -> int:
         return -(-self.n * self.k // self.blocksize)
 
+    @property
+    def group_size(self) -> int:
+        """Rows of K that share a scale in every column."""
+        return math.gcd(self.k, self.blocksize)
+
 
 def read_bitsandbytes(
     weight: torch.Tensor,
@@ -59,10 +67,12 @@ def read_bitsandbytes(
     nested_absmax: torch.Tensor | None = None,
     nested_quant_map: torch.Tensor | None = None,
 ) -> CodeWeight:
-    """One 4-bit layer: codes [K, N], the table, and absmax in fp32, nested statistics resolved.
+    """One 4-bit layer: codes [K, N], the table, and absmax as scales in fp32, nested statistics resolved.
 
     The tensors as above, the names without "weight."; on one device, CPU or CUDA. The table is the file's
     `quant_map`. absmax is bit-equal to what bitsandbytes computes: a product and a sum, each rounded to fp32.
+    bitsandbytes rounds table * absmax to its compute dtype; whoever rounds the scales to that of x before the product,
+    as `gemm` asks for, adds a rounding of the same size.
 
     Raises TensorError (a ValueError) for tensors that do not fit together or a state that is damaged.
     """
@@ -74,34 +84,26 @@ def read_bitsandbytes(
         scale = nested_absmax.repeat_interleave(state.nested_blocksize)[: state.blocks]
         absmax = nested_quant_map[absmax.int()] * scale
         absmax += torch.tensor(state.nested_offset, dtype=torch.float32)
-    standard = state.quant_type in CODE_TABLES and torch.equal(
-        quant_map, code_table(state.quant_type, quant_map.device)
-    )
+    groups = state.k // state.group_size
+    begins = torch.arange(state.n * groups, device=absmax.device) * state.group_size  # of the flattened [N, K]
     return CodeWeight(
         codes.view(state.n, state.k).t().contiguous(),
         quant_map,
-        absmax,
-        state.blocksize,
-        state.quant_type if standard else "code4",
+        absmax[begins // state.blocksize].view(state.n, groups).t().contiguous(),
+        _table_format(state.quant_type, quant_map),
         state.dtype,
     )
 
 
-def write_bitsandbytes(weight: CodeWeight) -> dict[str, torch.Tensor]:
-    """The inverse of `read_bitsandbytes`, without nesting: the tensors of a layer by their names inside it."""
-    k, n = weight.codes.shape
-    state = {
-        "quant_type": weight.format,
-        "blocksize": weight.blocksize,
-        "dtype": dtype_name(weight.dtype),
-        "shape": [n, k],
-    }
-    return {
-        "weight": pack_nibbles(weight.codes.t().reshape(-1)).unsqueeze(1),
-        "weight.absmax": weight.absmax,
-        "weight.quant_map": weight.table,
-        f"{_STATE}{weight.format}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
+def _table_format(quant_type: str, quant_map: torch.Tensor) -> str:
+    """The format of a weight with this table. Raises TensorError for a table that is none."""
+    if torch.equal(quant_map, code_table(quant_type, quant_map.device)):
+        return quant_type
+    try:
+        table_values(quant_map)
+    except ValueError as error:
+        raise TensorError("weight.quant_map", str(error)) from error
+    return "code4"
 
 
 def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
@@ -120,7 +122,8 @@ def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
             tensors.get("weight.nested_quant_map"),
         )
         check_bias(tensors, state.n)
-        return LayerShape(state.quant_type, state.k, state.n, state.blocksize, symmetric=True, act_order=False)
+        form = _table_format(state.quant_type, tensors["weight.quant_map"])
+        return LayerShape(form, state.k, state.n, state.group_size, symmetric=True, act_order=False)
 
     def read(layer: str, tensors: Tensors) -> CodeWeight:
         return read_bitsandbytes(
@@ -139,7 +142,7 @@ def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
         required=("weight", "weight.absmax", "weight.quant_map"),
         optional=(*nested, "bias"),
         owned=("weight.absmax", "weight.quant_map", *nested),
-        small=ANCHORS,
+        small=(*ANCHORS, "weight.quant_map"),
         describe=describe,
         read=read,
     )
@@ -156,7 +159,7 @@ def parse_state(quant_state: torch.Tensor, name: str = "weight.quant_state") -> 
         if len(shape) != 2 or not all(isinstance(size, int) and size >= 1 for size in shape):
             raise ValueError(f"shape: expected [N, K], got {shape}")
         quant_type = _required(fields, "quant_type", str)
-        if f"{_STATE}{quant_type}" not in ANCHORS:
+        if quant_type not in CODE_TABLES:
             raise ValueError(f"quant_type: expected nf4 or fp4, got {quant_type!r}")
         blocksize, dtype = _size(fields, "blocksize"), _float_dtype(fields, "dtype")
         nested_blocksize, nested_offset = _nested(fields)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from ..packed import PackedWeight
 from .expect import TensorError
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
 from .recognize import recognize
@@ -82,7 +81,6 @@ class Checkpoint:
         except TensorError as error:
             raise _located(error, layer, self.shards) from error
         if isinstance(weight, QuantizedLayer):
-            assert isinstance(weight.weight, PackedWeight)  # codes are read as a CodeWeight
             return dataclasses.replace(weight, weight=repack(weight.weight, arch))
         return pack(layer.name, weight, tensors.get("bias"), arch)
 
@@ -98,7 +96,7 @@ def load_checkpoint(
     folder: with safetensors files, sharded or not, and config.json, or the quantizer's quantize_config.json or
         quant_config.json. Without a config the names of the tensors decide where they can.
     arch: the GPU to pack for (see `weightonly.preprocess`). None: the visible one; a converted checkpoint keeps
-        the layout that it has.
+        the layout that it has. Code formats (bitsandbytes) have one layout, whatever the GPU.
     device: where the tensors go, and where they are unpacked and packed.
     progress: show a bar, on a terminal.
 

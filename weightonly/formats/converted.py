@@ -1,9 +1,9 @@
 """Checkpoints that `convert` wrote: packed weights in the files of `weightonly.save`, and what the config says.
 
-    x.qweight  the packed bytes, their fields in the file's metadata
-    x.scales, x.zeros  [groups, N]    x.bias  [N]    x.perm  int32 [K]
-
-A layer of codes (NF4, FP4) is stored as bitsandbytes stores it, its nested statistics resolved.
+x.qweight          the packed bytes, their fields in the file's metadata
+x.scales, x.zeros  [groups, N]
+x.bias             [N]
+x.perm             int32 [K]
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from typing import Any
 import torch
 
 from ..packed import PackedWeight
-from .bitsandbytes import write_bitsandbytes
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
-from .plain import CodeWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
 METHOD = "weightonly"
 """`quant_method` in the config of a converted checkpoint."""
 
-VERSION = 1
+VERSION = 2
 
 INCOMPLETE = "INCOMPLETE"
 """A file that is in the folder until everything else is: its folder is not read."""
@@ -88,11 +86,7 @@ def entries_of(record: Record) -> dict[str, PackedWeight | torch.Tensor]:
     """What `weightonly.save` is to write for a record: names of the checkpoint -> entries."""
     if isinstance(record, PlainTensor):
         return {record.name: record.tensor}
-    inside: dict[str, PackedWeight | torch.Tensor] = {}
-    if isinstance(record.weight, CodeWeight):
-        inside |= write_bitsandbytes(record.weight)
-    else:
-        inside["qweight"] = record.weight
+    inside: dict[str, PackedWeight | torch.Tensor] = {"qweight": record.weight}
     for name in ("scales", "zeros", "bias", "perm"):
         tensor = getattr(record, name)
         if tensor is not None:
@@ -117,6 +111,8 @@ def _check(weight: PackedWeight, tensors: Tensors) -> int:
     if weight.k % groups:
         raise TensorError("scales", f"expected a number of groups that divides K = {weight.k}, got {groups}")
     if "zeros" in tensors:
+        if weight.code is not None:
+            raise TensorError("zeros", f"expected none for a weight of format {weight.format}, got it")
         expect("zeros", tensors["zeros"], tensors["scales"].dtype, [groups, weight.n])
     if "perm" in tensors:
         expect("perm", tensors["perm"], torch.int32, [weight.k])

@@ -48,8 +48,7 @@ def readable(size_bytes: int) -> str:
 
 
 def _row(shape: LayerShape, count: int, size_bytes: int) -> tuple[str, ...]:
-    is_int = shape.format.startswith("int")  # a blocksize is no part of K
-    group = "per channel" if is_int and shape.group_size == shape.k else str(shape.group_size)
+    group = "per channel" if shape.group_size == shape.k else str(shape.group_size)
     zeros = {True: "none", False: "yes", None: "unknown"}[shape.symmetric]
     order = "yes" if shape.act_order else "no"
     size = f"{shape.k} x {shape.n}"

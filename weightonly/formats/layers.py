@@ -21,7 +21,7 @@ class LayerShape:
     """What is known of a layer without reading its weight.
 
     format: "int4", "int8", "nf4", "fp4", "code4".
-    group_size: rows of K that share a scale, for code tables the blocksize.
+    group_size: rows of K that share a scale.
     symmetric: no zero points; None: only the weight's zero points would tell.
     """
 

@@ -67,7 +67,7 @@ def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tup
     if method == "bitsandbytes":
         return (bitsandbytes_format(options),)
     if method == METHOD:
-        return converted_format(options, shards.metadata), bitsandbytes_format({})
+        return (converted_format(options, shards.metadata),)
     raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 

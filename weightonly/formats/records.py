@@ -8,35 +8,34 @@ from typing import TypeAlias
 
 import torch
 
+from ..dequantize import dequantize
+from ..layout import TILED
 from ..packed import PackedWeight, preprocess, unpack
-from .plain import CodeWeight, IntWeight, scale_rows, unsort_rows
+from .plain import CodeWeight, IntWeight, unsort_rows
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLayer:
-    """A linear layer: y = x[:, perm] @ w + bias, with w as `weightonly.gemm` defines it.
+    """A linear layer: y = x[..., perm] @ w + bias, with w as `weightonly.gemm` defines it.
 
     name: of the module, such as "model.layers.0.mlp.up_proj".
-    weight: the packed [K, N] weight. A CodeWeight (NF4, FP4, own tables), which holds its own scales: no kernel
-        reads these yet, so they come unpacked.
-    scales, zeros: [groups, N] in the dtype of the file; zeros None: symmetric; both None for a CodeWeight.
+    weight: the packed [K, N] weight.
+    scales, zeros: [groups, N] in the dtype of the file, fp32 for bitsandbytes; zeros None: symmetric, or a code table.
     bias: [N] in the dtype of the file, or None.
     perm: int32 [K], the act-order permutation of the columns of x, or None.
     """
 
     name: str
-    weight: PackedWeight | CodeWeight
-    scales: torch.Tensor | None = None
+    weight: PackedWeight
+    scales: torch.Tensor
     zeros: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     perm: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [K, N], its rows in the order of x: computed in fp32 and rounded once."""
-        if isinstance(self.weight, CodeWeight):
-            return self.weight.dequantize(dtype)
-        assert self.scales is not None
-        return unsort_rows(scale_rows(unpack(self.weight), self.scales, self.zeros), self.perm).to(dtype)
+        zeros = None if self.zeros is None else self.zeros.float()
+        return unsort_rows(dequantize(self.weight, self.scales.float(), zeros), self.perm).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +54,19 @@ def pack(
 ) -> QuantizedLayer:
     """A layer in the byte order of `arch` (see `weightonly.preprocess`), from its plain form.
 
-    Code tables pass through as they are: this is the place to pack them, once a layout for them exists.
+    Code formats have one layout, whatever `arch` is: kernels of other GPUs do not read them, but they dequantize.
     """
     if isinstance(weight, CodeWeight):
-        return QuantizedLayer(name, weight, bias=bias)
+        code = weight.table if weight.format == "code4" else None
+        packed = preprocess(weight.codes, layout=TILED, format=weight.format, code=code)
+        return QuantizedLayer(name, packed, weight.scales, bias=bias)
     packed = preprocess(weight.q, weight.bits, arch=arch)
     return QuantizedLayer(name, packed, weight.scales, weight.zeros, bias, weight.perm)
 
 
 def repack(weight: PackedWeight, arch: str | int | None) -> PackedWeight:
-    """`weight` in the byte order of `arch`; itself if it has that already, or if `arch` is None."""
-    if arch is None or weight.layout == target_layout(weight.bits, arch):
+    """`weight` in the byte order of `arch`; itself if it has that already or is a code format, or if `arch` is None."""
+    if arch is None or weight.code is not None or weight.layout == target_layout(weight.bits, arch):
         return weight
     return preprocess(unpack(weight), weight.bits, arch=arch)
 

@@ -1,0 +1,35 @@
+"""Times single configurations of `gemm` on one random weight: for the regret, the fit of the cost model, and `tune`."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+import weightonly as wo
+from weightonly.heuristics import KernelConfig
+
+from .providers import Weights, packed_copies
+from .timing import Timing, copies_beyond_l2, overlapping, time_calls
+
+
+class ConfigTimer:
+    """Copies of a packed weight beyond the L2 cache, and rows of x to multiply by them."""
+
+    def __init__(self, weights: Weights, max_m: int, layout: str | None = None) -> None:
+        """max_m: the most rows that will be asked for. layout: of the packed weight, None for the GPU's own."""
+        self.device = weights.q.device
+        self._ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=self.device), layout)
+        self._x = torch.randn(max_m, weights.k, device=self.device, dtype=weights.scales.dtype)  # [max_m, k]
+        self._out = torch.empty(max_m, weights.n, device=self.device, dtype=weights.scales.dtype)  # [max_m, n]
+
+    def __call__(self, m: int, config: KernelConfig, *, budget_ms: float, give_up_us: float = math.inf) -> Timing:
+        """`time_calls` of m rows, without overlap of launches."""
+        x, out = self._x[:m], self._out[:m]
+        calls = [
+            functools.partial(wo.gemm, x, w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
+            for w in self._ring
+        ]
+        with overlapping(False):
+            return time_calls(calls, self.device, budget_ms=budget_ms, give_up_us=give_up_us)

@@ -1,0 +1,244 @@
+"""The conversions of whole weights beside a copy of as many bytes: no kernel that reads and writes them is quicker.
+
+`python -m weightonly.bench conversions --shapes 8192x8192 --elements 67108864`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import weightonly as wo
+from weightonly.blocks_4bit import BLOCKSIZES
+from weightonly.code_tables import CODE_TABLES
+from weightonly.layout import INTERLEAVED, TILED
+
+from .providers import nbytes
+from .shapes import Shape, resolve
+from .sweep import default_device
+from .timing import copies_beyond_l2, time_calls
+
+SHAPES: tuple[str, ...] = ("8192x8192", "8192x28672")
+ELEMENTS: tuple[int, ...] = (64 << 20, 256 << 20)
+
+_SAMPLE_ELEMS = 1 << 16  # of a result, compared with the CPU's before anything is timed
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One conversion of random data."""
+
+    operation: str
+    size: str
+    block: int  # elements that share a scale
+    inputs: Tensors
+    convert: Callable[..., Tensors]
+    sample: Callable[[Tensors], tuple[Tensors, Tensors]]  # result -> (a part of it, the same part by the CPU)
+
+
+class _Call:
+    """Converts one copy of the inputs; keeps the result, so that the next copies write elsewhere."""
+
+    def __init__(self, case: _Case) -> None:
+        self.convert = case.convert
+        self.inputs = tuple(tensor.clone() for tensor in case.inputs)
+        self.result: Tensors = ()
+
+    def __call__(self) -> None:
+        self.result = self.convert(*self.inputs)
+
+
+def _awq_dequantize(shape: Shape, group_size: int, dtype: torch.dtype, device: torch.device) -> _Case:
+    k, n = shape
+    words = partial(torch.randint, -(2**31), 2**31 - 1, dtype=torch.int32, device=device)
+    scales = torch.rand(k // group_size, n, device=device).to(dtype)
+    inputs = (words(size=(k, n // 8)), scales, words(size=(k // group_size, n // 8)))
+
+    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
+        qweight, scales, qzeros = (tensor.cpu() for tensor in (inputs[0][-group_size:], inputs[1][-1:], inputs[2][-1:]))
+        return (result[0][-group_size:],), (wo.awq_dequantize(qweight, scales, qzeros),)
+
+    def convert(*tensors: torch.Tensor) -> Tensors:
+        return (wo.awq_dequantize(*tensors),)
+
+    return _Case("awq_dequantize", f"{k}x{n}", group_size, inputs, convert, sample)
+
+
+def _dequantize(
+    shape: Shape, bits: int, layout: str, group_size: int, dtype: torch.dtype, device: torch.device
+) -> _Case:
+    k, n = shape
+    limit = 1 << (bits - 1)
+    q = torch.randint(-limit, limit, (k, n), dtype=torch.int8, device=device)
+    scales = torch.rand(k // group_size, n, device=device).to(dtype)
+    qweight = wo.preprocess(q, bits=bits, layout=layout)
+
+    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
+        few = wo.preprocess(q[:, -8:].cpu(), bits=bits, layout=layout)
+        return (result[0][:, -8:],), (wo.dequantize(few, scales[:, -8:].cpu()),)
+
+    def convert(data: torch.Tensor, scales: torch.Tensor) -> Tensors:
+        return (wo.dequantize(wo.PackedWeight(data, **qweight.fields), scales),)
+
+    return _Case(f"dequantize int{bits} {layout}", f"{k}x{n}", group_size, (qweight.data, scales), convert, sample)
+
+
+def _quantize_4bit(count: int, blocksize: int, quant_type: str, dtype: torch.dtype, device: torch.device) -> _Case:
+    w = torch.randn(count, dtype=dtype, device=device)
+    part = min(count, _SAMPLE_ELEMS)
+
+    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
+        packed, absmax = result
+        mine = packed[: (part + 1) // 2], absmax[: -(-part // blocksize)]
+        return mine, wo.quantize_4bit(w[:part].cpu(), blocksize, quant_type)
+
+    def convert(w: torch.Tensor) -> Tensors:
+        return wo.quantize_4bit(w, blocksize, quant_type)
+
+    return _Case(f"quantize_4bit {quant_type}", str(count), blocksize, (w,), convert, sample)
+
+
+def _dequantize_4bit(count: int, blocksize: int, quant_type: str, dtype: torch.dtype, device: torch.device) -> _Case:
+    packed = torch.randint(0, 256, ((count + 1) // 2, 1), dtype=torch.uint8, device=device)
+    absmax = torch.rand(-(-count // blocksize), device=device)
+    part = min(count, _SAMPLE_ELEMS)
+
+    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
+        bytes_, scales = packed[: (part + 1) // 2].cpu(), absmax[: -(-part // blocksize)].cpu()
+        return (result[0][:part],), (wo.dequantize_4bit(bytes_, scales, blocksize, quant_type, (part,), dtype),)
+
+    def convert(packed: torch.Tensor, absmax: torch.Tensor) -> Tensors:
+        return (wo.dequantize_4bit(packed, absmax, blocksize, quant_type, (count,), dtype),)
+
+    return _Case(f"dequantize_4bit {quant_type}", str(count), blocksize, (packed, absmax), convert, sample)
+
+
+def _cases(
+    shapes: Sequence[Shape],
+    counts: Sequence[int],
+    group_size: int,
+    blocksize: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Callable[[], _Case]]:
+    """One after another, so that the data of one at a time is in memory."""
+    for shape in shapes:
+        group = shape[0] if group_size == -1 else group_size
+        yield partial(_awq_dequantize, shape, group, dtype, device)
+        for bits in (4, 8):
+            for layout in (TILED, INTERLEAVED):
+                yield partial(_dequantize, shape, bits, layout, group, dtype, device)
+    for make in (_quantize_4bit, _dequantize_4bit):
+        for count in counts:
+            for quant_type in CODE_TABLES:
+                yield partial(make, count, blocksize, quant_type, dtype, device)
+
+
+def conversions(
+    shapes: str | Iterable[str | Shape] = SHAPES,
+    elements: Iterable[int] = ELEMENTS,
+    *,
+    group_size: int = 128,
+    blocksize: int = 64,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str | None = None,
+    budget_ms: float = 50.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Time `awq_dequantize` and `dequantize` of [K, N] weights, and `quantize_4bit` and `dequantize_4bit`.
+
+    shapes: "KxN" or names (see `sweep`); N a multiple of 8. elements: of what is quantized in 4-bit blocks. group_size:
+    of the weights, -1 is all of K; blocksize: that of the blocks. dtype: of scales and results, of what is quantized.
+    device: the GPU where there is one, unless given.
+    A part of each result is compared with the CPU's first (RuntimeError). Inputs and results rotate beyond the L2.
+
+    Returns one row per conversion: `us` (median, with `us_min`), `bytes` (inputs and results, each moved once), `tb_s`
+    (10**12 bytes/s), `copy_us` and `copy_tb_s` of PyTorch's copy of half the bytes, which moves as many, in the same
+    run, and `share_of_copy`, their ratio. Raises ValueError naming the argument for sizes that do not fit.
+    """
+    pairs, counts = resolve(shapes), list(elements)
+    _check(pairs, counts, group_size, blocksize, budget_ms)
+    where = default_device(device)
+    rows: list[dict[str, object]] = []
+    makers = list(_cases(pairs, counts, group_size, blocksize, dtype, where))
+    for make in tqdm(makers, disable=not progress, unit="conversion"):
+        case = make()
+        result = case.convert(*case.inputs)
+        _check_sample(case, result)
+        moved = nbytes(*case.inputs, *result)
+        del result
+        calls = [_Call(case) for _ in range(copies_beyond_l2(moved, where))]
+        timing = time_calls(calls, where, budget_ms=budget_ms)
+        del calls
+        copy = time_calls(_copies(moved, where), where, budget_ms=budget_ms)
+        rows.append(
+            {
+                "operation": case.operation,
+                "size": case.size,
+                "block": case.block,
+                "dtype": str(dtype).removeprefix("torch."),
+                "us": timing.us,
+                "us_min": timing.min_us,
+                "bytes": moved,
+                "tb_s": moved / timing.us / 1e6,
+                "copy_us": copy.us,
+                "copy_tb_s": moved / copy.us / 1e6,
+                "share_of_copy": copy.us / timing.us,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _check(shapes: Sequence[Shape], counts: Sequence[int], group_size: int, blocksize: int, budget_ms: float) -> None:
+    for k, n in shapes:
+        if n % 8:
+            raise ValueError(f"shapes: expected N of a multiple of 8, got {k}x{n}")
+        if group_size != -1 and (group_size < 1 or k % group_size):
+            raise ValueError(f"group_size: expected -1 or a divisor of k = {k} (shape {k}x{n}), got {group_size}")
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ValueError(f"elements: expected positive integers, got {counts}")
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize: expected one of {', '.join(map(str, BLOCKSIZES))}, got {blocksize}")
+    if not budget_ms > 0:
+        raise ValueError(f"budget_ms: expected a positive number of milliseconds, got {budget_ms!r}")
+
+
+def _check_sample(case: _Case, result: Tensors) -> None:
+    for mine, expected in zip(*case.sample(result), strict=True):
+        if not torch.equal(mine.cpu(), expected):
+            raise RuntimeError(f"{case.operation} {case.size}: expected the CPU's result, got another one")
+
+
+def _copies(moved_bytes: int, device: torch.device) -> list[Callable[[], torch.Tensor]]:
+    """Copies that read and write `moved_bytes` together, on as many buffers as pass through the L2."""
+    half = math.ceil(moved_bytes / 2)
+    sources = [
+        torch.randint(0, 256, (half,), dtype=torch.uint8, device=device)
+        for _ in range(copies_beyond_l2(moved_bytes, device))
+    ]
+    return [partial(torch.empty_like(source).copy_, source) for source in sources]
+
+
+def conversions_table(frame: pd.DataFrame) -> str:
+    """The rows of `conversions` as a table. Needs the package tabulate."""
+    table = pd.DataFrame(
+        {
+            "conversion": frame["operation"],
+            "size": frame["size"],
+            "block": frame["block"],
+            "us": [f"{us:.1f}" for us in frame["us"]],
+            "MB": [f"{moved / 1e6:.1f}" for moved in frame["bytes"]],
+            "TB/s": [f"{rate:.3f}" for rate in frame["tb_s"]],
+            "copy TB/s": [f"{rate:.3f}" for rate in frame["copy_tb_s"]],
+            "of the copy": [f"{share:.1%}" for share in frame["share_of_copy"]],
+        }
+    )
+    return str(table.to_markdown(index=False, disable_numparse=True))

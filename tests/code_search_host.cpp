@@ -1,0 +1,17 @@
+// kernels/code_search.h as a shared object: its look-up table, and what the lanes of a warp do with it, one number at a time.
+#include <cmath>
+
+#include "kernels/code_search.h"
+
+/// The code of each x: `table` is [16], |x| is 1 at most. Returns the most thresholds of a cell.
+extern "C" int search_codes(float const* table, float const* x, long count, unsigned char* codes) {
+  using weightonly::CodeSearch;
+  CodeSearch const search = CodeSearch::make(table);
+  for (long i = 0; i < count; ++i) {
+    int const lane = CodeSearch::cell(x[i]) & 31;
+    int rank = search.below[lane];
+    for (int pass = 0; pass < search.passes; ++pass) rank += std::signbit(search.thresholds[pass][lane] - x[i]);
+    codes[i] = search.codes[rank / 4] >> (8 * (rank % 4));
+  }
+  return search.passes;
+}
