@@ -95,20 +95,29 @@ struct GemmSm90Epilogue {
     int const per_cta = p.items_per_cta;
     uint32_t const parts = cute::cast_smem_ptr_to_uint(smem.parts());
     uint32_t const barrier = cute::cast_smem_ptr_to_uint(&smem.parts_barrier());
-    if (p.split_k > 1) cute::cluster_wait();  // all CTAs have their barriers
+    bool const is_alone = Kernel::kWarpgroupsK > 1 && p.split_k == 1;  // only warpgroups of this CTA share K
+    if (!is_alone) cute::cluster_wait();  // all CTAs have their barriers
     int const part = place.rank * Kernel::kWarpgroupsK + warpgroup / Kernel::kWarpgroupsN;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
       int const item = warpgroup % Kernel::kWarpgroupsN * Kernel::kTokenTiles + i;
       int const owner = item / per_cta;
       int const place_there = (part * per_cta + item - owner * per_cta) * 128 + position;
+      if (is_alone) {
+        smem.parts()[place_there] = make_float4(sums(4 * i), sums(4 * i + 1), sums(4 * i + 2), sums(4 * i + 3));
+        continue;
+      }
       asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                        cute::set_block_rank(parts + place_there * int(sizeof(float4)), owner)),
                    "f"(sums(4 * i)), "f"(sums(4 * i + 1)), "f"(sums(4 * i + 2)), "f"(sums(4 * i + 3)),
                    "r"(cute::set_block_rank(barrier, owner))
                    : "memory");
     }
-    cute::wait_barrier(smem.parts_barrier(), 0);
+    if (is_alone) {
+      asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
+    } else {
+      cute::wait_barrier(smem.parts_barrier(), 0);
+    }
     asm volatile("" ::: "memory");  // what follows is read after it
     int const warp = position / 32, g = position % 32 / 4, t = position % 4;
     int const first_item = place.rank * per_cta;
