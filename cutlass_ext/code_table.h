@@ -4,8 +4,11 @@
 // table of 256 pairs. It lies in shared memory once for each lane: the lanes of a warp look up different bytes, and would
 // otherwise meet in the same banks.
 //
+// Where there is room for it the pairs of a byte are 256 bytes apart instead of 128. Half of that is empty, but then the
+// address of a pair is one permutation of bytes: the code's above the lane's.
+//
 // Instead, six byte permutations make the values of four codes without memory, but then two more interleave their halves
-// and three instructions make the selectors: 23 for a word of eight weights, all of them at half rate, against 12 here.
+// and three instructions make the selectors: 23 for a word of eight weights, all of them at half rate, against 12 here, or 8.
 #pragma once
 
 #include <cstdint>
@@ -24,36 +27,49 @@ inline constexpr bool kIsCode = false;
 template <>
 inline constexpr bool kIsCode<Code4> = true;
 
-/// Bytes of shared memory that a CTA needs for it, aligned to 128.
-template <class Weight>
-inline constexpr int kPairTableBytes = kIsCode<Weight> ? 256 * 32 * int(sizeof(uint32_t)) : 0;
+/// kIsWide: with rows of 256 bytes.
+template <bool kIsWide>
+struct PairTable {
+  static constexpr int kRowBytes = kIsWide ? 256 : 128;
+  static constexpr int kBytes = 256 * kRowBytes;  // of shared memory, aligned to 128
 
-/// All threads of the CTA. codes: Element [16], in global memory. A __syncthreads must follow.
-template <class Element>
-CUTLASS_DEVICE void fill_pair_table(char* pairs, void const* codes, int threads) {
-  auto const* const values = static_cast<uint16_t const*>(codes);
-  for (int i = threadIdx.x; i < 256 * 8; i += threads) {
-    uint32_t const pair = values[i / 8 % 16] | uint32_t(values[i / 128]) << 16;
-    reinterpret_cast<uint4*>(pairs)[i] = make_uint4(pair, pair, pair, pair);
+  uint32_t base;
+  uint32_t lane_bytes;
+
+  /// pairs: an address in shared memory.
+  CUTLASS_DEVICE PairTable(uint32_t pairs, int lane)
+      : base(kIsWide ? pairs : 0), lane_bytes(lane * int(sizeof(uint32_t)) + (kIsWide ? 0 : pairs)) {}
+
+  /// All threads of the CTA that look up, before a barrier. codes: 16 Elements, in global memory.
+  template <class Element>
+  CUTLASS_DEVICE static void fill(char* pairs, void const* codes, int threads) {
+    auto const* const values = static_cast<uint16_t const*>(codes);
+    for (int i = threadIdx.x; i < 256 * 8; i += threads) {
+      uint32_t const pair = values[i / 8 % 16] | uint32_t(values[i / 128]) << 16;
+      *reinterpret_cast<uint4*>(pairs + i / 8 * kRowBytes + i % 8 * 16) = make_uint4(pair, pair, pair, pair);
+    }
   }
-}
 
-/// The pair of byte kByte of a word. lane_pairs: the lane's column of the table, an address in shared memory.
-template <int kByte>
-CUTLASS_DEVICE uint32_t look_up_pair(uint32_t word, uint32_t lane_pairs) {
-  uint32_t pair;
-  // Not volatile: the table does not change, so the compiler may move it. The address takes a permute and a multiply-add.
-  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(__byte_perm(word, 0, 0x4440 + kByte) * 128 + lane_pairs));
-  return pair;
-}
+  /// The pair of byte kByte of a word.
+  template <int kByte>
+  CUTLASS_DEVICE uint32_t look_up(uint32_t word) const {
+    // Byte 4 is the low one of lane_bytes, byte 5 is zero.
+    uint32_t const offset = kIsWide ? __byte_perm(word, lane_bytes, 0x5504 + 16 * kByte)
+                                    : __byte_perm(word, 0, 0x4440 + kByte) * kRowBytes + lane_bytes;
+    uint32_t pair;
+    // Not volatile: the table does not change, so the compiler may move it.
+    asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(base + offset));
+    return pair;
+  }
 
-/// The four registers of a word: those of the A fragment of m16n8k16.
-CUTLASS_DEVICE void look_up_word(uint32_t word, uint32_t lane_pairs, uint32_t* a) {
-  a[0] = look_up_pair<0>(word, lane_pairs);
-  a[1] = look_up_pair<1>(word, lane_pairs);
-  a[2] = look_up_pair<2>(word, lane_pairs);
-  a[3] = look_up_pair<3>(word, lane_pairs);
-}
+  /// The four registers of a word: those of the A fragment of m16n8k16.
+  CUTLASS_DEVICE void look_up_word(uint32_t word, uint32_t* a) const {
+    a[0] = look_up<0>(word);
+    a[1] = look_up<1>(word);
+    a[2] = look_up<2>(word);
+    a[3] = look_up<3>(word);
+  }
+};
 
 }  // namespace weightonly
 

@@ -59,14 +59,14 @@ struct DecodeMma {
 
   /// products += w * x over k16 steps kFirst .. kFirst + kCount of one block, sum_x += x.
   template <int kFirst, int kCount>
-  CUTLASS_DEVICE static void multiply(Sums (&products)[kRowTiles], Sums& sum_x, Words const& words, uint32_t lane_pairs,
+  CUTLASS_DEVICE static void multiply(Sums (&products)[kRowTiles], Sums& sum_x, Words const& words,
                                       Activations const& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = kFirst; j < kFirst + kCount; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t a[4];
-        Fragment::load(words[i] + j * Fragment::kWords, lane_pairs, a);
+        Fragment::load(words[i] + j * Fragment::kWords, a);
         CUTLASS_PRAGMA_UNROLL
         for (int tile = 0; tile < kTokenTiles; ++tile) MmaSm80::k16<Element>(products[i][tile], a, x.values[tile][j]);
       }
@@ -108,11 +108,11 @@ struct DecodeMma {
   }
 
   /// sums += the products of one piece. Per channel the scale comes later, and `channel_sum_x` runs on.
-  /// scale_offset: WeightRing's, of the warp's first tile. lane_pairs: see unscaled_fragment.h.
+  /// scale_offset: WeightRing's, of the warp's first tile.
   template <int kGroups>
   CUTLASS_DEVICE static void accumulate(Sums (&sums)[kRowTiles], Sums& channel_sum_x, uint32_t slot,
                                         uint32_t scale_offset, int lane, uint32_t const (&x_rows)[kTokenTiles],
-                                        int x_offset_bytes, uint32_t lane_pairs) {
+                                        int x_offset_bytes) {
     using Ring = WeightRing<Element, Weight, kScaleMode, kRowTiles, kGroups, kDecodePieceBlocks<Weight>>;
     constexpr int kGroupBlocks = kGroups < Ring::kPieceBlocks ? Ring::kPieceBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < Ring::kPieceBlocks ? 1 : kGroups / Ring::kPieceBlocks;
@@ -128,7 +128,7 @@ struct DecodeMma {
       Activations x;
       x.load(x_rows, x_offset_bytes + block * Layout::kBlockK * int(sizeof(Element)));
       if constexpr (!kHasScales) {
-        multiply<0, 4>(sums, channel_sum_x, words, lane_pairs, x);
+        multiply<0, 4>(sums, channel_sum_x, words, x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int part = 0; part < kBlockGroups; ++part) {
@@ -137,9 +137,9 @@ struct DecodeMma {
             clear(sum_x);
           }
           if (part == 0) {
-            multiply<0, kSteps>(products, sum_x, words, lane_pairs, x);
+            multiply<0, kSteps>(products, sum_x, words, x);
           } else {
-            multiply<4 - kSteps, kSteps>(products, sum_x, words, lane_pairs, x);
+            multiply<4 - kSteps, kSteps>(products, sum_x, words, x);
           }
           if ((block + 1) % kGroupBlocks == 0) {
             int const group = block / kGroupBlocks * kBlockGroups + part;

@@ -1,6 +1,6 @@
 // Weights as the A operand of wgmma, dequantized in registers: (q - zero) * scale, or table[q] * scale, rounded to Element.
 //
-// For tiles of many tokens, where a second set of sums for unscaled products (unscaled_fragment.h) would not fit.
+// For few tokens the scale is left to the sums of a group, which are then fewer than the weights.
 #pragma once
 
 #include "cutlass_ext/numeric_conversion.h"
@@ -20,38 +20,42 @@ struct ScalePair {
       : scale{permute_bytes<0x1010>(scales, 0), permute_bytes<0x3232>(scales, 0)},
         zero{permute_bytes<0x1010>(zeros, 0), permute_bytes<0x3232>(zeros, 0)} {}
 
+  /// kScales: else the sums are multiplied by the scale, later.
+  template <bool kScales>
   CUTLASS_DEVICE uint32_t apply(uint32_t weights, int row) const {
     using Math = PackedMath<Element>;
     if constexpr (kScaleMode == ScaleMode::kChannel) return weights;
     if constexpr (kScaleMode == ScaleMode::kGroupZeros) weights = Math::sub(weights, zero[row]);
-    return Math::mul(weights, scale[row]);
+    return kScales ? Math::mul(weights, scale[row]) : weights;
   }
 };
 
-template <class Element, class Weight, ScaleMode kScaleMode>
+template <class Element, class Weight, ScaleMode kScaleMode, bool kScales>
 struct ScaledFragment {
   using Word = detail::ConvertWord<Element, Weight>;
   static constexpr int kWords = 8 / Word::kElements;  // of a lane for one k16 step
 
-  /// a: the four A registers: (g, k), (g + 8, k), (g, k + 8), (g + 8, k + 8). lane_pairs: of codes the lane's table.
-  CUTLASS_DEVICE static void load(uint32_t const* words, uint32_t, ScalePair<Element, kScaleMode> const& scales,
+  /// a: the four A registers: (g, k), (g + 8, k), (g, k + 8), (g + 8, k + 8). The table is that of codes.
+  template <class Table>
+  CUTLASS_DEVICE static void load(uint32_t const* words, Table const&, ScalePair<Element, kScaleMode> const& scales,
                                   uint32_t* a) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kWords; ++i) Word::apply(words[i], a + i * (4 / kWords));
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) a[i] = scales.apply(a[i], i % 2);
+    for (int i = 0; i < 4; ++i) a[i] = scales.template apply<kScales>(a[i], i % 2);
   }
 };
 
-template <class Element, ScaleMode kScaleMode>
-struct ScaledFragment<Element, Code4, kScaleMode> {
+template <class Element, ScaleMode kScaleMode, bool kScales>
+struct ScaledFragment<Element, Code4, kScaleMode, kScales> {
   static constexpr int kWords = 1;
 
-  CUTLASS_DEVICE static void load(uint32_t const* words, uint32_t lane_pairs,
+  template <class Table>
+  CUTLASS_DEVICE static void load(uint32_t const* words, Table const& table,
                                   ScalePair<Element, kScaleMode> const& scales, uint32_t* a) {
-    look_up_word(words[0], lane_pairs, a);
+    table.look_up_word(words[0], a);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) a[i] = scales.apply(a[i], i % 2);
+    for (int i = 0; i < 4; ++i) a[i] = scales.template apply<kScales>(a[i], i % 2);
   }
 };
 

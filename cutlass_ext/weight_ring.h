@@ -1,4 +1,4 @@
-// The stream of weights of a kernel on tiled weights: what one warp has in flight, and in what order it comes.
+// The stream of weights of decode_sm90: what one warp has in flight, and in what order it comes.
 //
 // A piece is what a warp multiplies at a time: kRowTiles tiles of 16 columns by kPieceK of k, with the scales (and zero
 // points) of its stripe for each group of k in it. They come by cp.async, 16 bytes a lane. A lane's weights are copied by
@@ -85,7 +85,7 @@ struct WeightRing {
 
   CUTLASS_DEVICE static void fetch(uint32_t slot, Source const& source, GemmParams const& p, int piece, int lane) {
     fetch_weights(slot, source, p, piece, lane);
-    if constexpr (kHasScales) fetch_scales(slot, source, p, piece, kGroups, kGroupK, lane);
+    if constexpr (kHasScales) fetch_scales(slot, source, p, piece, lane);
   }
 
   CUTLASS_DEVICE static void fetch_weights(uint32_t slot, Source const& source, GemmParams const& p, int piece,
@@ -103,13 +103,12 @@ struct WeightRing {
     }
   }
 
-  /// groups, group_k: as kGroups and kGroupK, or fewer and longer.
   CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int piece,
-                                          int groups, int group_k, int lane) {
+                                          int lane) {
     int const row = lane / 8;
-    if (row >= groups) return;
+    if (row >= kGroups) return;
     // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
-    int const k = piece * kPieceK + row * group_k;
+    int const k = piece * kPieceK + row * kGroupK;
     int const bytes = k < p.k ? 16 : 0;
     uint64_t const offset = uint64_t(uint32_t(p.group.of(k))) * uint32_t(p.ld_scales * int(sizeof(Element)));
     uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;

@@ -109,7 +109,7 @@ class KernelConfig:
             return 1
         if not self.shares_cluster:
             return MAX_SPLIT_K
-        return 1 if self.family == "gemm_sm90" and self.block_m > 128 else MAX_CLUSTER
+        return 1 if self.family == "gemm_sm90" and self.block_m * self.block_n > 128 * 128 else MAX_CLUSTER
 
     @property
     def warps(self) -> int:
@@ -167,7 +167,7 @@ class KernelConfig:
         stage = self.block_m * self.block_k * 2 + self.block_n * self.block_k * bits // 8 + scales_and_zeros
         return max(self.stages * stage, self.block_m * (self.block_n + 8) * 2)
 
-    def decode_smem_bytes(self, format: str, m: int, k_padded: int, group_size: int, zeros: bool) -> int:
+    def decode_smem_bytes(self, m: int, k_padded: int, group_size: int, zeros: bool) -> int:
         """Dynamic shared memory of one CTA of decode_sm90, bytes: struct Smem of kernels/decode_sm90.cuh.
 
         group_size: elements of K, -1 per channel. The result may be more than a GPU has: see heuristics/select.py.
@@ -175,7 +175,7 @@ class KernelConfig:
         pieces = -(-k_padded // self.piece_k)
         x_row_bytes = -(-pieces // self.split_k) * self.piece_k * 2 + 16
         ring_bytes = self.decode_ring_bytes(k_padded if group_size == -1 else group_size, group_size != -1, zeros)
-        return 128 + table_bytes(format) + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
+        return 128 + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
 
     def decode_ring_bytes(self, group_size: int, scales: bool, zeros: bool) -> int:
         """Weights in flight, with their scales (not per channel) and zero points."""
@@ -197,18 +197,15 @@ class KernelConfig:
         parts = self.split_k * self.warpgroups_k
         part_bytes = parts * -(-self.shared_sums // self.split_k) * 128 * 16 if parts > 1 else 0
         alignment_and_barriers = 2 * 1024
-        return alignment_and_barriers + self.stages * stage_bytes + table_bytes(format) + part_bytes
+        # Pairs of codes, for each lane (code_table.h).
+        table_bytes = 0 if format != "code4" else 256 * (256 if self.block_m <= 32 else 128)
+        return alignment_and_barriers + self.stages * stage_bytes + table_bytes + part_bytes
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
 
     def __str__(self) -> str:
         return self.name
-
-
-def table_bytes(format: str) -> int:
-    """Shared memory of Hopper's kernels for codes: a table of 256 pairs for each of 32 lanes (code_table.h)."""
-    return 256 * 32 * 4 if format == "code4" else 0
 
 
 def tiled_columns(n: int) -> int:
@@ -224,7 +221,7 @@ def _gemv(format: str, columns: int, warps: int, tokens: tuple[int, ...]) -> lis
     return [KernelConfig("gemv", t, columns, warps * GEMV_PASS_K, t, columns, 2, 1, (format,)) for t in tokens]
 
 
-def _decode(formats: tuple[str, ...], row_tiles: int, warps_k: int, depth: int) -> KernelConfig:
+def _decode(formats: tuple[str], row_tiles: int, warps_k: int, depth: int) -> KernelConfig:
     tokens, columns, piece_k = 8, 16 * row_tiles, 64 if "int8" in formats else 128
     return KernelConfig("decode_sm90", tokens, columns, piece_k * warps_k, tokens, columns, depth, 1, formats)
 
@@ -237,19 +234,29 @@ def _gemm_sm90(
 
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
-# Sixteen warps that multiply hide more than eight, until registers end; 256 tokens and a table spill them.
+# Sixteen warps that multiply hide more than eight, until registers end.
 _GEMM_SM90_SHAPES = (
     (16, 1, 4, 4, 4, 3),
-    (16, 4, 1, 7, 7, 5),
-    (32, 1, 4, 3, 3, 2),
-    (32, 2, 2, 4, 4, 3),
+    (16, 2, 2, 6, 5, 4),
+    (16, 3, 1, 9, 8, 6),
+    (16, 4, 1, 7, 6, 5),
+    (32, 1, 4, 3, 2, 2),
+    (32, 2, 2, 4, 3, 3),
     (32, 3, 1, 6, 6, 5),
-    (32, 4, 1, 6, 6, 4),
+    (32, 4, 1, 6, 4, 4),
+    (48, 2, 2, 4, 3, 2),
+    (48, 3, 1, 6, 5, 4),
+    (48, 4, 1, 5, 4, 3),
     (64, 2, 2, 3, 0, 2),
     (64, 3, 1, 4, 4, 3),
     (64, 4, 1, 4, 3, 3),
+    (96, 2, 1, 5, 4, 4),
+    (96, 3, 1, 5, 5, 4),
+    (96, 4, 1, 5, 4, 3),
     (128, 2, 1, 3, 3, 3),
-    (256, 2, 1, 5, 0, 5),
+    (128, 3, 1, 4, 4, 3),
+    (192, 2, 1, 7, 6, 6),
+    (256, 2, 1, 5, 5, 5),
 )
 
 
@@ -283,7 +290,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     *_sm80(64, 256, 64, 32, (3,)),
     *_sm80(128, 128, 128, 32, (2, 3, 4)),
     # Decode on Hopper. More warps along K hide more latency, more columns a unit read x less often.
-    *(_decode(formats, *shape) for formats in (("int4", "code4"), ("int8",)) for shape in ((2, 16, 2), (4, 8, 2))),
+    *(_decode((format,), *shape) for format in ("int4", "int8") for shape in ((2, 16, 2), (4, 8, 2))),
     # Hopper's tensor cores. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
     # N = 10240.
     *_gemms_sm90(),

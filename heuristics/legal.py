@@ -24,7 +24,7 @@ def smem_bytes(config: KernelConfig, problem: Problem) -> int:
     """Dynamic shared memory of one CTA, bytes."""
     if config.family == "decode_sm90":
         group_size = -1 if problem.per_channel else problem.group_size
-        return config.decode_smem_bytes(problem.format, problem.m, problem.k_padded, group_size, problem.zeros)
+        return config.decode_smem_bytes(problem.m, problem.k_padded, group_size, problem.zeros)
     if config.family == "gemm_sm90":
         return config.gemm_sm90_smem_bytes(problem.format, problem.per_channel, problem.zeros)
     return config.smem_bytes(problem.format)

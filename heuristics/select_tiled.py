@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
-from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, table_bytes, tiled_columns
+from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
 from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
 from .legal import CLUSTERS, runs_on, splits_evenly
 from .problem import Problem
@@ -69,7 +69,7 @@ def _decode_kernels(
                         c,
                         cluster_slots(sm_count, c.split_k),
                         cost.fixed_us + cluster_us(cost, c.split_k),
-                        128 + table_bytes(format) + ring_bytes,
+                        128 + ring_bytes,
                         c.decode_sum_bytes() + 16,
                     )
                     for c in splits

@@ -21,6 +21,12 @@ using weightonly::GemmParams;
 /// Whether launches may overlap (GemmParams::overlap); read by each launch, so that no plan is out of date.
 std::atomic<bool> launch_overlap{true};
 
+using Failure = char[512];
+
+void throw_if(int status, Failure const& message) {
+  if (status != 0) throw std::runtime_error(message);
+}
+
 /// One kernel with all sizes of a problem: what stays the same from call to call. Calling it with this call's addresses
 /// is the whole host-side work of a decode step, so it takes as few arguments as it can.
 class Plan {
@@ -53,10 +59,8 @@ class Plan {
     params.ldy = ldy;
     params.ld_scales = ld_scales;
     params.overlap = launch_overlap.load(std::memory_order_relaxed);
-    char message[512];
-    if (wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)) != 0) {
-      throw std::runtime_error(message);
-    }
+    Failure message;
+    throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
 
  private:
@@ -64,12 +68,6 @@ class Plan {
   int device_;
   GemmParams params_ = {};
 };
-
-using Failure = char[512];
-
-void throw_if(int status, Failure const& message) {
-  if (status != 0) throw std::runtime_error(message);
-}
 
 void awq_dequantize(int device, int type, int path, int k, int n, int groups, uintptr_t qweight, uintptr_t scales,
                     uintptr_t qzeros, uintptr_t w, uintptr_t stream) {
@@ -123,10 +121,8 @@ void dequantize(int device, int bits, int type, int layout, int k, int k_padded,
   params.bits = bits;
   params.type = type;
   params.layout = layout;
-  char message[512];
-  if (wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)) != 0) {
-    throw std::runtime_error(message);
-  }
+  Failure message;
+  throw_if(wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
 std::vector<std::string> kernel_names() {

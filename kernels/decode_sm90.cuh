@@ -63,7 +63,7 @@ struct Decode {
   static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
   static_assert(kLaneColumns % 4 == 0, "a quad is made of neighbours");
 
-  /// Shared memory: two barriers, of codes their table, the ring, the warps' sums [warp along K][token][column], two buffers of the CTAs' sums
+  /// Shared memory: two barriers, the ring, the warps' sums [warp along K][token][column], two buffers of the CTAs' sums
   /// [CTA][token][owned column], x [token][k of the CTA].
   struct Smem {
     static constexpr int kBarrierBytes = 128;
@@ -78,13 +78,11 @@ struct Decode {
       return p.split_k == 1 ? 0 : p.split_k * p.m * p.quads_per_cta * int(sizeof(float4));
     }
     CUTLASS_HOST_DEVICE static int bytes(DecodeParams const& p) {
-      return kBarrierBytes + kPairTableBytes<Weight> + ring_bytes(p.groups_per_piece) + sums_bytes(p.m) +
-             2 * part_bytes(p) + p.m * p.x_row_bytes;
+      return kBarrierBytes + ring_bytes(p.groups_per_piece) + sums_bytes(p.m) + 2 * part_bytes(p) + p.m * p.x_row_bytes;
     }
 
     CUTLASS_DEVICE uint64_t& barrier(int i) const { return reinterpret_cast<uint64_t*>(base)[i]; }
-    CUTLASS_DEVICE char* pairs() const { return base + kBarrierBytes; }
-    CUTLASS_DEVICE char* ring() const { return pairs() + kPairTableBytes<Weight>; }
+    CUTLASS_DEVICE char* ring() const { return base + kBarrierBytes; }
     CUTLASS_DEVICE float* sums(int groups) const { return reinterpret_cast<float*>(ring() + ring_bytes(groups)); }
     CUTLASS_DEVICE float4* part(DecodeParams const& p, int groups, int i) const {
       return reinterpret_cast<float4*>(ring() + ring_bytes(groups) + sums_bytes(p.m) + i * part_bytes(p));
@@ -237,12 +235,6 @@ struct Decode {
       cute::cluster_arrive_relaxed();  // a CTA writes into another one's memory once that has come this far
     }
 
-    if constexpr (kIsCode<Weight>) {
-      fill_pair_table<Element>(smem.pairs(), p.zeros, kThreads);
-      __syncthreads();
-    }
-    uint32_t const lane_pairs = cute::cast_smem_ptr_to_uint(smem.pairs()) + place.lane * int(sizeof(uint32_t));
-
     // Tokens from M on are given the row of M - 1: their sums are not stored.
     uint32_t x_rows[kTokenTiles];
     CUTLASS_PRAGMA_UNROLL
@@ -279,7 +271,7 @@ struct Decode {
         wait_for_copies<kDepth - 1>();
         __syncwarp();  // scales, and x in the first unit, were copied by other lanes
         Mma::template accumulate<kGroups>(sums, sum_x, slot, scale_offset, place.lane, x_rows,
-                                          (piece - place.first_piece) * (kPieceK * int(sizeof(Element))), lane_pairs);
+                                          (piece - place.first_piece) * (kPieceK * int(sizeof(Element))));
         stream.fetch_next(slot);
         slot = slot == last_slot ? first_slot : slot + R::kSlotBytes;
       }
@@ -379,8 +371,7 @@ cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   DecodeParams const d = Kernel::prepare(p, p.clusters);
   // Every CTA must own columns: see run.
   if ((p.split_k - 1) * d.quads_per_cta >= Kernel::kQuads) return cudaErrorInvalidValue;
-  constexpr bool kReadsZeros = Kernel::template Ring<1>::kHasZeros || kIsCode<typename Kernel::Weight>;
-  if (kReadsZeros && p.zeros == nullptr) return cudaErrorInvalidValue;
+  if (Kernel::template Ring<1>::kHasZeros && p.zeros == nullptr) return cudaErrorInvalidValue;
   switch (d.groups_per_piece) {
     case 1:
       return launch_decode_kernel<Kernel, 1>(d, stream);

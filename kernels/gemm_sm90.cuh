@@ -54,9 +54,13 @@ struct GemmSm90 {
   static constexpr int kConsumerRegisters =
       cutlass::const_min(240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
   static constexpr int kColumns = 64 * kWarpgroupsN;
+  static constexpr int kBandTokens = 4;  // token tiles
   static constexpr int kTokenTiles = kTokens / 8;
-  static constexpr bool kMaySplit = kTokens <= 128;  // more have no room for the sums of other CTAs
+  static constexpr bool kMaySplit = kTokens * kColumns <= 128 * 128;  // more have no room for the sums of other CTAs
   static_assert(kMaySplit || kWarpgroupsK == 1);
+
+  // A scale multiplies the sums of its group, of 128 at least, where they are fewer than the weights.
+  static constexpr bool kMayScaleSums = kHasScales && kTokens <= 32;
 
   // Blocks of 64 k that a warpgroup waits for at a time: the fewer tokens, the more each wait weighs.
   static constexpr int kWarpgroupBlocks = kTokens <= 128 ? 2 : 1;
@@ -76,6 +80,9 @@ struct GemmSm90 {
       decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
                                    cute::Shape<cute::Int<kTokens>, cute::_64, cute::Int<kStages * kStepBlocks>>{}));
 
+  using Table = PairTable<(kTokens <= 32)>;  // more x leaves no room for wide rows
+  static constexpr int kTableBytes = kIsCode<Weight> ? Table::kBytes : 0;
+
   /// Barriers, then for each stage x (1024-byte aligned, for the swizzle), the weights, their scales and zero points; of codes the table; with
   /// split-K the sums of the cluster's CTAs. When x has been used its place takes y.
   struct Smem {
@@ -89,7 +96,7 @@ struct GemmSm90 {
     static int bytes(GemmSm90Params const& p) {
       int const parts = p.parts == 1 ? 0 : p.parts * p.items_per_cta * 128 * int(sizeof(float4));
       // 1024: for the alignment
-      return 1024 + kBarrierBytes + kStages * (kXBytes + kWeightBytes + kScaleBytes) + kPairTableBytes<Weight> + parts;
+      return 1024 + kBarrierBytes + kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes + parts;
     }
     CUTLASS_DEVICE uint64_t* full() const { return reinterpret_cast<uint64_t*>(base); }
     CUTLASS_DEVICE uint64_t* empty() const { return full() + kStages; }
@@ -98,10 +105,11 @@ struct GemmSm90 {
     CUTLASS_DEVICE char* weights() const { return x() + kStages * kXBytes; }
     CUTLASS_DEVICE char* scales() const { return weights() + kStages * kWeightBytes; }
     CUTLASS_DEVICE char* pairs() const { return scales() + kStages * kScaleBytes; }
-    CUTLASS_DEVICE float4* parts() const { return reinterpret_cast<float4*>(pairs() + kPairTableBytes<Weight>); }
+    CUTLASS_DEVICE float4* parts() const { return reinterpret_cast<float4*>(pairs() + kTableBytes); }
   };
 
-  // Where K is shared an item is the sums of eight tokens and one warpgroup's columns: one float4 a thread.
+  // Where K is shared an item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted
+  // with the columns first: each warpgroup finishes some.
   static constexpr int kItems = kWarpgroupsN * kTokenTiles;
 
   struct Place {
@@ -112,8 +120,18 @@ struct GemmSm90 {
       rank = blockIdx.x;
       first_step = rank * p.steps_per_cta;
       end_step = min(p.steps, first_step + p.steps_per_cta);
-      first_column = blockIdx.y * kColumns;
-      first_token = blockIdx.z * kTokens;
+      int column_tile = blockIdx.y, token_tile = blockIdx.z;
+      if (p.band_tokens > 1) {
+        // Bands of a few token tiles, in each of them the tokens first: CTAs that run at a time share weights as well as x.
+        int const tile = blockIdx.z * gridDim.y + blockIdx.y;
+        int const band = tile / (p.band_tokens * gridDim.y);
+        int const in_band = tile - band * p.band_tokens * gridDim.y;
+        int const height = min(p.band_tokens, int(gridDim.z) - band * p.band_tokens);
+        column_tile = in_band / height;
+        token_tile = band * p.band_tokens + in_band % height;
+      }
+      first_column = column_tile * kColumns;
+      first_token = token_tile * kTokens;
     }
   };
 
@@ -188,12 +206,16 @@ struct GemmSm90 {
   struct Reader {
     uint32_t weights, scales, barriers;  // of stage 0
     uint32_t block_bytes;  // of scales, from a block to the next
-    uint32_t lane_pairs;  // of codes the lane's table
+    Table table;  // of codes
     int first_block;  // of a step
     int stage = 0, phase = 0;
 
-    CUTLASS_DEVICE Reader(GemmSm90Params const& p, Smem const& smem) {
-      int const warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    CUTLASS_DEVICE Reader(GemmSm90Params const& p, Smem const& smem)
+        : table(cute::cast_smem_ptr_to_uint(smem.pairs()), threadIdx.x % 32) {
+      // Broadcast: the compiler then knows it to be the same in all lanes, and keeps the descriptors of x, which depend on
+      // it, in uniform registers.
+      int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
+      int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
       int const warpgroup_n = warpgroup % kWarpgroupsN;
       first_block = warpgroup / kWarpgroupsN * kWarpgroupBlocks;
       weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
@@ -205,7 +227,6 @@ struct GemmSm90 {
       block_bytes = p.group_k <= 64 ? 64 / p.group_k * kScaleRowBytes : 0;
 
       barriers = cute::cast_smem_ptr_to_uint(smem.full());
-      lane_pairs = cute::cast_smem_ptr_to_uint(smem.pairs()) + lane * int(sizeof(uint32_t));
       // Without this the compiler computes them anew in every step.
       asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers));
     }
@@ -253,45 +274,61 @@ struct GemmSm90 {
     }
   };
 
+  /// The scales, and zero points, of a lane's columns for the group that starts at an offset into those of the stage.
+  CUTLASS_DEVICE static ScalePair<Element, kScaleMode> scale_pair(Reader const& reader, uint32_t offset) {
+    uint32_t scale[1] = {0}, zero[1] = {0};
+    reader.read_scales(scale, zero, offset);
+    return ScalePair<Element, kScaleMode>(scale[0], zero[0]);
+  }
+
+  /// sums += a block of w x, in place of what they were if kIsFirst. When it returns the tensor cores have read all blocks
+  /// but this one. kGroups: of the block; pairs(group): their scales; kScales: whether weights are multiplied by them.
+  template <int kGroups, bool kScales, bool kIsFirst, class Fragment, class XFragments, class Sums, class Pairs>
+  CUTLASS_DEVICE static void multiply_block(Reader const& reader, int block, Fragment& w, XFragments const& x,
+                                            Sums& sums, Pairs const& pairs) {
+    using namespace cute;
+    using Scaled = ScaledFragment<Element, Weight, kScaleMode, kScales>;
+    TiledMma mma;
+    uint32_t words[Layout::kLaneWords];
+    reader.read_words(words, block);
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      auto const pair = pairs(group);
+      CUTLASS_PRAGMA_UNROLL
+      for (int k16 = 4 / kGroups * group; k16 < 4 / kGroups * (group + 1); ++k16) {
+        Scaled::load(words + k16 * Scaled::kWords, reader.table, pair, reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
+      }
+    }
+    warpgroup_fence_operand(sums);
+    warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int k16 = 0; k16 < 4; ++k16) {
+      mma.accumulate_ = kIsFirst && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      gemm(mma, w(_, _, k16), x(_, _, k16, reader.stage * kStepBlocks + reader.first_block + block), sums);
+    }
+    warpgroup_commit_batch();
+    warpgroup_wait<1>();  // the block before has been multiplied
+    warpgroup_fence_operand(sums);
+  }
+
   /// sums = w x. While one block is converted, the tensor cores read the one before it. kGroups: of a block, 1 or 2.
   template <int kGroups, class XFragments, class Sums>
   CUTLASS_DEVICE static void multiply(Place const& place, Reader& reader, XFragments const& x, Sums& sums) {
     using namespace cute;
-    using Fragment = ScaledFragment<Element, Weight, kScaleMode>;
-    TiledMma mma;
-    Tensor w0 = make_tensor<Element>(partition_shape_A(mma, Shape<_64, _64>{}));  // (MMA, 1, k16)
+    Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, Shape<_64, _64>{}));  // (MMA, 1, k16)
     Tensor w1 = make_fragment_like(w0);  // (MMA, 1, k16)
-    auto const multiply_block = [&](auto& w, int block) {
-      uint32_t words[Layout::kLaneWords];
-      reader.read_words(words, block);
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
-        uint32_t scale[1] = {0}, zero[1] = {0};
-        reader.read_scales(scale, zero, block * reader.block_bytes + group * kScaleRowBytes);
-        ScalePair<Element, kScaleMode> const pair(scale[0], zero[0]);
-        CUTLASS_PRAGMA_UNROLL
-        for (int k16 = 4 / kGroups * group; k16 < 4 / kGroups * (group + 1); ++k16) {
-          Fragment::load(words + k16 * Fragment::kWords, reader.lane_pairs, pair,
-                         reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
-        }
-      }
-      warpgroup_fence_operand(sums);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k16 = 0; k16 < 4; ++k16) {
-        gemm(mma, w(_, _, k16), x(_, _, k16, reader.stage * kStepBlocks + reader.first_block + block), sums);
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();  // the block before has been multiplied
-      warpgroup_fence_operand(sums);
+    auto const block = [&](auto& w, int block) {
+      multiply_block<kGroups, true, false>(reader, block, w, x, sums, [&](int group) {
+        return scale_pair(reader, block * reader.block_bytes + group * kScaleRowBytes);
+      });
     };
     int previous_stage = 0;
     bool is_first = true;
     auto const step = [&](auto& w, auto& w_second) {
       reader.wait();
-      multiply_block(w, 0);
+      block(w, 0);
       if (!is_first) reader.release(previous_stage);
-      if constexpr (kWarpgroupBlocks == 2) multiply_block(w_second, 1);
+      if constexpr (kWarpgroupBlocks == 2) block(w_second, 1);
       is_first = false;
       previous_stage = reader.stage;
       reader.advance();
@@ -312,6 +349,62 @@ struct GemmSm90 {
     warpgroup_fence_operand(sums);
   }
 
+  /// sums += scales * part, the columns' sums of one group.
+  template <class Sums, class Part>
+  CUTLASS_DEVICE static void add_scaled(Sums& sums, float const (&scales)[2], Part& part) {
+    cute::warpgroup_fence_operand(part);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(sums); ++i) sums(i) += scales[i / 2 % 2] * part(i);
+  }
+
+  CUTLASS_DEVICE static void set_scales(float (&scales)[2], ScalePair<Element, kScaleMode> const& pair) {
+    for (int h = 0; h < 2; ++h) scales[h] = float(Element::bitcast(uint16_t(pair.scale[h])));
+  }
+
+  /// The same where all k of a warpgroup's step have one scale: it multiplies the sums of the step, while the tensor cores work
+  /// on the next one. (With groups of one block, and sums of blocks, nvcc 13.0 makes every wgmma wait for the one before.)
+  template <class XFragments, class Sums>
+  CUTLASS_DEVICE static void multiply_scaling_sums(Place const& place, Reader& reader, XFragments const& x,
+                                                   Sums& sums) {
+    using namespace cute;
+    static_assert(kWarpgroupBlocks == 2);
+    Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, Shape<_64, _64>{}));  // (MMA, 1, k16)
+    Tensor w1 = make_fragment_like(w0);  // (MMA, 1, k16)
+    Tensor even = make_fragment_like(sums), odd = make_fragment_like(sums);  // (MMA, 1, 1), of a step
+    float scales[2] = {0.f, 0.f};  // of the step before
+    clear(sums);
+    clear(odd);
+    int previous_stage = 0;
+    auto const step = [&](auto& mine, auto& before, bool is_first) {
+      reader.wait();
+      auto const pair = scale_pair(reader, 0);
+      auto const same = [&](int) { return pair; };
+      multiply_block<1, false, true>(reader, 0, w0, x, mine, same);
+      if (!is_first) reader.release(previous_stage);
+      add_scaled(sums, scales, before);
+      set_scales(scales, pair);
+      multiply_block<1, false, false>(reader, 1, w1, x, mine, same);
+      previous_stage = reader.stage;
+      reader.advance();
+    };
+    int i = place.first_step;
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (true) {
+      step(even, odd, i == place.first_step);
+      if (++i == place.end_step) {
+        warpgroup_wait<0>();
+        add_scaled(sums, scales, even);
+        break;
+      }
+      step(odd, even, false);
+      if (++i == place.end_step) {
+        warpgroup_wait<0>();
+        add_scaled(sums, scales, odd);
+        break;
+      }
+    }
+  }
+
   CUTLASS_DEVICE static void consume(GemmSm90Params const& p, Place const& place, Smem const& smem) {
     using namespace cute;
     TiledMma mma;
@@ -322,21 +415,21 @@ struct GemmSm90 {
     Tensor sums = partition_fragment_C(mma, Shape<_64, Int<kTokens>>{});  // (MMA, 1, 1)
     Reader reader(p, smem);
     if constexpr (kIsCode<Weight>) {
-      fill_pair_table<Element>(smem.pairs(), p.zeros, kConsumers);
+      Table::template fill<Element>(smem.pairs(), p.zeros, kConsumers);
       asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
     }
-    if constexpr (!kHasScales) {
-      multiply<1>(place, reader, x, sums);
-    } else if (p.group_k == 32) {
+    if (kHasScales && p.group_k == 32) {
       multiply<2>(place, reader, x, sums);
+    } else if constexpr (kMayScaleSums) {
+      if (p.group_k > 64) {
+        multiply_scaling_sums(place, reader, x, sums);
+      } else {
+        multiply<1>(place, reader, x, sums);
+      }
     } else {
       multiply<1>(place, reader, x, sums);
     }
-    if (kMaySplit && p.parts > 1) {
-      Epilogue::store_shared(p, place, smem, sums);
-    } else {
-      Epilogue::store(p, place, smem, sums);
-    }
+    Epilogue::store(p, place, smem, sums);
   }
 
   CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
@@ -344,15 +437,17 @@ struct GemmSm90 {
     uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
     Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
     Place const place(p);
-    if (threadIdx.x == kConsumers) {
-      for (int i = 0; i < kStages; ++i) {
+    static_assert(kStages < 32);
+    if (int const i = int(threadIdx.x) - kConsumers; i >= 0 && i <= kStages) {
+      if (i < kStages) {
         cute::initialize_barrier(smem.full()[i], kProducers);
         cute::initialize_barrier(smem.empty()[i], kConsumerWarps);
-      }
-      if (p.parts > 1) {
+      } else if (p.split_k > 1) {
+        // Sums come from the warpgroups of other CTAs.
         int const owned = max(0, min(p.items_per_cta, kItems - place.rank * p.items_per_cta));
         cute::initialize_barrier(smem.parts_barrier(), 1);
-        cute::set_barrier_transaction_bytes(smem.parts_barrier(), p.parts * owned * 128 * int(sizeof(float4)));
+        cute::set_barrier_transaction_bytes(smem.parts_barrier(),
+                                            (p.parts - kWarpgroupsK) * owned * 128 * int(sizeof(float4)));
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -407,6 +502,9 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   g.groups = divide_up(p.k, p.group_size);
   g.parts = p.split_k * Kernel::kWarpgroupsK;
   g.items_per_cta = divide_up(Kernel::kItems, p.split_k);
+  g.item_multiplier = divide_up(1 << 16, g.items_per_cta);
+  static_assert(Kernel::kItems <= 64);  // so that it is exact
+  g.band_tokens = min(divide_up(p.m, Kernel::kTokens), Kernel::kBandTokens);
   g.x_box_blocks = p.k % Layout::kBlockK == 0 ? Kernel::kStepBlocks : 1;
   g.scale_box_rows = Kernel::kStepK % p.group_size == 0 ? Kernel::kStepK / p.group_size : 1;
   cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, Kernel::kTokens, g.x_box_blocks);

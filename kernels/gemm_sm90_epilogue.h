@@ -1,7 +1,7 @@
 // The end of a tile of gemm_sm90: from sums in the registers of a wgmma to y.
 //
-// Where K is shared, by the CTAs of a cluster or by warpgroups of a CTA, the sums of all parts meet in shared memory at the
-// CTA that owns them, each in a place of its own, and are added in the order of the parts.
+// Where K is shared, by the CTAs of a cluster or by warpgroups of a CTA, each warpgroup finishes some of the sums. It gets the
+// others' parts of them in shared memory, each in a place of its own, and adds them to its own in the order of the parts.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -23,6 +23,8 @@ struct GemmSm90Params : GemmParams {
   int32_t scale_box_rows;  // rows that one copy brings: all of a step, or one where they do not lie side by side
   int32_t parts;  // of K, each summed by warpgroups of its own
   int32_t items_per_cta;  // of the sums that they exchange
+  int32_t item_multiplier;  // item / items_per_cta = item * item_multiplier >> 16
+  int32_t band_tokens;  // token tiles of a band (GemmSm90::Place)
 };
 
 /// Kernel: GemmSm90.
@@ -30,12 +32,16 @@ template <class Kernel>
 struct GemmSm90Epilogue {
   using Element = typename Kernel::Element;
 
+  /// Which of a warpgroup's tiles of eight tokens it finishes: a bit each.
+  using Owned = uint32_t;
+
   /// Finished values into shared memory. mine: the lane's first two columns and token.
   template <bool kIsIdentity, int kRowElements, class SumsTensor>
   CUTLASS_DEVICE static void stage(Element* mine, ColumnEpilogue const (&epilogue)[2], SumsTensor const& sums,
-                                   int activation) {
+                                   Owned owned, int activation) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
+      if (Kernel::kMaySplit && (owned >> i & 1) == 0) continue;
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < 2; ++e) {
         alignas(4) Element pair[2];
@@ -51,24 +57,30 @@ struct GemmSm90Epilogue {
 
   /// sums(4 i + 2 h + e): column h of the lane's two, token 8 i + 2 t + e.
   template <class Place, class Smem, class SumsTensor>
-  CUTLASS_DEVICE static void store(GemmSm90Params const& p, Place const& place, Smem const& smem,
-                                   SumsTensor const& sums) {
-    int const warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  CUTLASS_DEVICE static void store(GemmSm90Params const& p, Place const& place, Smem const& smem, SumsTensor& sums) {
+    int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
+    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int const g = lane / 4, t = lane % 4;
-    int const first_column = place.first_column + 64 * warpgroup;
+    int const first_column = place.first_column + 64 * (warpgroup % Kernel::kWarpgroupsN);
     int const column = 8 * g + 2 * warp;  // of the warpgroup
-    Element* const tile = reinterpret_cast<Element*>(smem.x()) + warpgroup * Kernel::kTokens * Smem::kYRowElements;
+    Element* const tile = reinterpret_cast<Element*>(smem.x()) +
+                          warpgroup % Kernel::kWarpgroupsN * (Kernel::kTokens * Smem::kYRowElements);
     ColumnEpilogue const epilogue[2] = {
         ColumnEpilogue::load<Element>(p, first_column + column, !Kernel::kHasScales),
         ColumnEpilogue::load<Element>(p, first_column + column + 1, !Kernel::kHasScales)};
-    asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");  // nobody uses x any more
+    Owned owned = ~Owned(0);
+    if (Kernel::kMaySplit && p.parts > 1) {
+      owned = add_parts(p, place.rank, warpgroup, smem, sums);
+    } else {
+      all_consumers();
+    }
     // Without an activation there is no switch in the loop, which would leave the taken path scattered over copies of all of
     // them. One loop for each activation would be as good, but so many erff at once spill with 256 tokens.
     Element* const mine = tile + 2 * t * Smem::kYRowElements + column;
     if (p.activation == int(Activation::kIdentity)) {
-      stage<true, Smem::kYRowElements>(mine, epilogue, sums, p.activation);
+      stage<true, Smem::kYRowElements>(mine, epilogue, sums, owned, p.activation);
     } else {
-      stage<false, Smem::kYRowElements>(mine, epilogue, sums, p.activation);
+      stage<false, Smem::kYRowElements>(mine, epilogue, sums, owned, p.activation);
     }
     asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");
     bool const is_vector = vector_stores(p);
@@ -77,6 +89,7 @@ struct GemmSm90Epilogue {
     for (int row = threadIdx.x % 128 / 8; row < Kernel::kTokens; row += 16) {
       int64_t const token = place.first_token + row;
       if (token >= p.m || n >= p.n) break;
+      if (Kernel::kMaySplit && (owned >> row / 8 & 1) == 0) continue;
       Element const* const source = tile + row * Smem::kYRowElements + chunk;
       Element* const y = static_cast<Element*>(p.y) + token * p.ldy + n;
       if (is_vector) {
@@ -87,68 +100,56 @@ struct GemmSm90Epilogue {
     }
   }
 
-  /// The same with the sums of the other CTAs of the cluster.
-  template <class Place, class Smem, class SumsTensor>
-  CUTLASS_DEVICE static void store_shared(GemmSm90Params const& p, Place const& place, Smem const& smem,
-                                          SumsTensor const& sums) {
-    int const warpgroup = threadIdx.x / 128, position = threadIdx.x % 128;
-    int const per_cta = p.items_per_cta;
+  /// Gives the sums that others finish to them, and adds theirs to those that this warpgroup finishes: which, it returns. When
+  /// it does, nobody uses the stages any more.
+  template <class Smem, class SumsTensor>
+  CUTLASS_DEVICE static Owned add_parts(GemmSm90Params const& p, int rank, int warpgroup, Smem const& smem,
+                                        SumsTensor& sums) {
+    int const position = threadIdx.x % 128, per_cta = p.items_per_cta;
+    int const warpgroup_n = warpgroup % Kernel::kWarpgroupsN, warpgroup_k = warpgroup / Kernel::kWarpgroupsN;
+    int const part = rank * Kernel::kWarpgroupsK + warpgroup_k;
     uint32_t const parts = cute::cast_smem_ptr_to_uint(smem.parts());
     uint32_t const barrier = cute::cast_smem_ptr_to_uint(&smem.parts_barrier());
-    bool const is_alone = Kernel::kWarpgroupsK > 1 && p.split_k == 1;  // only warpgroups of this CTA share K
-    if (!is_alone) cute::cluster_wait();  // all CTAs have their barriers
-    int const part = place.rank * Kernel::kWarpgroupsK + warpgroup / Kernel::kWarpgroupsN;
+    auto const owner_of = [&](int item) { return item * p.item_multiplier >> 16; };
+    if (p.split_k > 1) cute::cluster_wait();  // all CTAs have their barriers
+    Owned owned = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
-      int const item = warpgroup % Kernel::kWarpgroupsN * Kernel::kTokenTiles + i;
-      int const owner = item / per_cta;
-      int const place_there = (part * per_cta + item - owner * per_cta) * 128 + position;
-      if (is_alone) {
+      int const item = i * Kernel::kWarpgroupsN + warpgroup_n;
+      int const owner = owner_of(item), place = item - owner * per_cta;
+      int const place_there = (place * p.parts + part) * 128 + position;
+      if (owner != rank) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                         cute::set_block_rank(parts + place_there * int(sizeof(float4)), owner)),
+                     "f"(sums(4 * i)), "f"(sums(4 * i + 1)), "f"(sums(4 * i + 2)), "f"(sums(4 * i + 3)),
+                     "r"(cute::set_block_rank(barrier, owner))
+                     : "memory");
+      } else if (place / Kernel::kWarpgroupsN % Kernel::kWarpgroupsK == warpgroup_k) {
+        owned |= Owned(1) << i;
+      } else {
         smem.parts()[place_there] = make_float4(sums(4 * i), sums(4 * i + 1), sums(4 * i + 2), sums(4 * i + 3));
-        continue;
       }
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                       cute::set_block_rank(parts + place_there * int(sizeof(float4)), owner)),
-                   "f"(sums(4 * i)), "f"(sums(4 * i + 1)), "f"(sums(4 * i + 2)), "f"(sums(4 * i + 3)),
-                   "r"(cute::set_block_rank(barrier, owner))
-                   : "memory");
     }
-    if (is_alone) {
-      asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
-    } else {
-      cute::wait_barrier(smem.parts_barrier(), 0);
-    }
+    all_consumers();
+    if (p.split_k > 1) cute::wait_barrier(smem.parts_barrier(), 0);
     asm volatile("" ::: "memory");  // what follows is read after it
-    int const warp = position / 32, g = position % 32 / 4, t = position % 4;
-    int const first_item = place.rank * per_cta;
-    int const owned = max(0, min(per_cta, Kernel::kItems - first_item));
-    for (int i = warpgroup; i < owned; i += Kernel::kWarpgroups) {
-      float4 sum = smem.parts()[i * 128 + position];
-      for (int other = 1; other < p.parts; ++other) {
-        float4 const addend = smem.parts()[(other * per_cta + i) * 128 + position];
-        sum.x += addend.x;
-        sum.y += addend.y;
-        sum.z += addend.z;
-        sum.w += addend.w;
-      }
-      int const item = first_item + i;
-      int const column = place.first_column + item / Kernel::kTokenTiles * 64 + 8 * g + 2 * warp;
-      float const values[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};  // [column][token]
-      CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        if (column + h >= p.n) continue;
-        auto const epilogue = ColumnEpilogue::load<Element>(p, column + h, !Kernel::kHasScales);
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          int64_t const token = place.first_token + item % Kernel::kTokenTiles * 8 + 2 * t + e;
-          if (token < p.m) {
-            static_cast<Element*>(p.y)[token * p.ldy + column + h] =
-                Element(epilogue.apply(values[h][e], p.activation));
-          }
-        }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Kernel::kTokenTiles; ++i) {
+      if ((owned >> i & 1) == 0) continue;
+      int const place = i * Kernel::kWarpgroupsN + warpgroup_n - rank * per_cta;
+      for (int other = 0; other < p.parts; ++other) {
+        if (other == part) continue;
+        float4 const addend = smem.parts()[(place * p.parts + other) * 128 + position];
+        sums(4 * i) += addend.x;
+        sums(4 * i + 1) += addend.y;
+        sums(4 * i + 2) += addend.z;
+        sums(4 * i + 3) += addend.w;
       }
     }
+    return owned;
   }
+
+  CUTLASS_DEVICE static void all_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory"); }
 };
 
 }  // namespace weightonly

@@ -78,6 +78,14 @@ def awq_words(values: Ints) -> torch.Tensor:
     return words
 
 
+def random_awq_layer(k: int, n: int, groups: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "qweight": random_words(k, n // 8, g),
+        "scales": random_scales(groups, n, dtype, g),
+        "qzeros": random_words(groups, n // 8, g),
+    }
+
+
 def awq_weight(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
     k, groups = qweight.shape[0], scales.shape[0]
     return weights(awq_values(qweight), awq_values(qzeros), scales, np.arange(k) // (k // groups))

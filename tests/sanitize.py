@@ -21,14 +21,16 @@ from weightonly.kernels import is_compiled, sm_count
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
-def launch(config: KernelConfig, dtype: torch.dtype, format: str, mode: str, generator: torch.Generator) -> bool:
-    """One launch with ragged M, N and K; whether the result is the exact one."""
-    k, n = 480, 72
+def launch(
+    config: KernelConfig, dtype: torch.dtype, format: str, mode: str, group_size: int, generator: torch.Generator
+) -> bool:
+    """One launch with ragged M, N and, with groups of 32, K; whether the result is the exact one."""
+    k, n = (480 if group_size == 32 else 5 * group_size), 72
     if config.family == "decode_sm90" and config.split_k > 1:
         # Three units and a ragged one per cluster: every buffer and barrier is used a second time.
         n = 3 * cluster_slots(sm_count(torch.cuda.current_device()), config.split_k) * config.block_n + 8
     m = min(config.max_m, config.block_m + 1)
-    groups = 1 if mode == "channel" else k // 32
+    groups = 1 if mode == "channel" else k // group_size
     limit = 128 if format == "int8" else 8
     q = torch.randint(-limit, limit, (k, n), generator=generator, dtype=torch.int8)
     scales = torch.full((groups, n), 0.5)
@@ -80,10 +82,13 @@ def main() -> None:
             if is_compiled(config, types):
                 parts = (1, 2) if config.shares_cluster or config.is_dense else (2,)
                 units = -(-512 // config.piece_k) if config.shares_cluster else max(parts)
+                # gemm_sm90 has other loops for groups that are longer than a block.
+                sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
                 for split in (config.with_split_k(s) for s in parts if s <= min(config.max_split_k, units)):
-                    if not launch(split, DTYPES[types.dtype], types.format, types.scale_mode, generator):
-                        raise SystemExit(f"{split}_{types.name}: wrong result")
-                    launched += 1
+                    for size in sizes:
+                        if not launch(split, DTYPES[types.dtype], types.format, types.scale_mode, size, generator):
+                            raise SystemExit(f"{split}_{types.name}, groups of {size}: wrong result")
+                        launched += 1
     if not families or "conversions" in families:
         for name, dtype in DTYPES.items():
             if not convert(dtype, generator):

@@ -17,14 +17,6 @@ import weightonly as wo
 AWQ = sys.modules["weightonly.awq"]
 
 
-def random_layer(k: int, n: int, groups: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, torch.Tensor]:
-    return {
-        "qweight": ref.random_words(k, n // 8, g),
-        "scales": ref.random_scales(groups, n, dtype, g),
-        "qzeros": ref.random_words(groups, n // 8, g),
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -37,7 +29,7 @@ def test_weight_is_that_of_the_reference(
     seed: int, group_size: int, groups: int, words: int, dtype: torch.dtype
 ) -> None:
     k, n = group_size * groups, 8 * words
-    layer = random_layer(k, n, groups, dtype, torch.Generator().manual_seed(seed))
+    layer = ref.random_awq_layer(k, n, groups, dtype, torch.Generator().manual_seed(seed))
     w = wo.awq_dequantize(**layer)
     assert w.dtype == dtype and w.shape == (k, n) and w.is_contiguous()
     # The reference is exact in fp32, and rounding it is the one rounding.
@@ -45,7 +37,7 @@ def test_weight_is_that_of_the_reference(
 
 
 def test_arguments_go_by_place_and_may_be_views(generator: torch.Generator) -> None:
-    layer = random_layer(24, 32, 3, torch.float16, generator)
+    layer = ref.random_awq_layer(24, 32, 3, torch.float16, generator)
     wide = {name: torch.cat([tensor, tensor], dim=1) for name, tensor in layer.items()}
     views = [tensor[:, : layer[name].shape[1]] for name, tensor in wide.items()]
     assert not any(view.is_contiguous() for view in views)
@@ -53,7 +45,7 @@ def test_arguments_go_by_place_and_may_be_views(generator: torch.Generator) -> N
 
 
 def test_parameters_that_want_gradients_are_read(generator: torch.Generator) -> None:
-    layer = random_layer(8, 8, 1, torch.float16, generator)
+    layer = ref.random_awq_layer(8, 8, 1, torch.float16, generator)
     expected = wo.awq_dequantize(**layer)
     w = wo.awq_dequantize(layer["qweight"], layer["scales"].requires_grad_(), layer["qzeros"])
     assert torch.equal(w, expected) and not w.requires_grad
@@ -85,7 +77,7 @@ BAD: dict[str, tuple[str, Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_refused(case: str, generator: torch.Generator) -> None:
     name, value, error, message = BAD[case]
-    layer = random_layer(64, 16, 2, torch.float16, generator)
+    layer = ref.random_awq_layer(64, 16, 2, torch.float16, generator)
     wo.awq_dequantize(**layer)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         wo.awq_dequantize(**layer | {name: value})

@@ -43,6 +43,12 @@ ptxas info    : Function properties for _Z3bigPfi
     0 bytes stack frame, 784 bytes spill stores, 840 bytes spill loads
 """
 
+SERIALIZED_LOG = """\
+ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma \
+instructions reading accumulator registers of a wgmma in the function '_Z4waitv'
+ptxas info    : 0 bytes gmem
+"""
+
 NINJA_LOG = """\
 # ninja log v5
 0\t9000\t1770000000000000000\tunits/a.cu.o\t5d1f3b2a
@@ -218,7 +224,7 @@ def _build_folder(folder: Path) -> Path:
     (folder / "compile_commands.json").write_text(json.dumps(commands))
     (folder / ".ninja_log").write_text(NINJA_LOG)
     (folder / "units" / "a.cu.o.log").write_text(PTXAS_LOG)
-    (folder / "units" / "b.cu.o.log").write_text("ptxas info    : 0 bytes gmem\n")
+    (folder / "units" / "b.cu.o.log").write_text(SERIALIZED_LOG)
     return folder
 
 
@@ -231,6 +237,8 @@ def test_report_names_every_spilling_function_and_the_slowest_units(tmp_path: Pa
     assert "register spills: 2, and there should be none" in text
     assert "a sm_90a: 3384 bytes stored, 4064 bytes loaded (_Z6spillyILi64EEvPfi)" in text
     assert "a sm_80: 784 bytes stored, 840 bytes loaded (_Z3bigPfi)" in text
+    assert text.endswith("wgmma serialized: b (_Z4waitv)")
+    assert [unit.serialized for unit in units] == [(), ("_Z4waitv",)]
 
 
 def test_report_without_spills_says_none() -> None:

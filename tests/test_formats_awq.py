@@ -15,14 +15,6 @@ from weightonly.formats import read_awq
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def random_layer(k: int, n: int, groups: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, torch.Tensor]:
-    return {
-        "qweight": ref.random_words(k, n // 8, g),
-        "scales": ref.random_scales(groups, n, dtype, g),
-        "qzeros": ref.random_words(groups, n // 8, g),
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -35,7 +27,7 @@ def test_weight_is_that_of_the_reference(
     seed: int, group_size: int, groups: int, words: int, dtype: torch.dtype
 ) -> None:
     k, n = group_size * groups, 8 * words
-    layer = random_layer(k, n, groups, dtype, torch.Generator().manual_seed(seed))
+    layer = ref.random_awq_layer(k, n, groups, dtype, torch.Generator().manual_seed(seed))
     weight = read_awq(**layer)
     assert weight.q.dtype == torch.int8 and weight.q.shape == (k, n) and weight.q.is_contiguous()
     assert weight.bits == 4 and weight.perm is None
@@ -53,7 +45,7 @@ def test_reference_packs_what_it_unpacks(generator: torch.Generator) -> None:
 
 
 def test_zero_points_in_the_middle_are_none(generator: torch.Generator) -> None:
-    layer = random_layer(64, 16, 2, torch.float16, generator)
+    layer = ref.random_awq_layer(64, 16, 2, torch.float16, generator)
     layer["qzeros"] = torch.full((2, 2), ref.int32(0x88888888), dtype=torch.int32)
     weight = read_awq(**layer)
     assert weight.zeros is None
@@ -69,7 +61,7 @@ def test_compressed_tensors_converts_to_the_same_weight(
     quantization = pytest.importorskip("compressed_tensors.quantization")
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     k, n, groups = shape
-    layer = random_layer(k, n, groups, torch.float32, generator)
+    layer = ref.random_awq_layer(k, n, groups, torch.float32, generator)
     converter = autoawq.AutoAWQConverter(group_size=k // groups)
     converted = converter.process({f"layer.{name}": tensor for name, tensor in layer.items()})
     args = quantization.QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=k // groups)
@@ -93,7 +85,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_tensors_that_do_not_fit(case: str, generator: torch.Generator) -> None:
     name, tensor, message = BAD[case]
-    layer = random_layer(64, 16, 2, torch.float16, generator)
+    layer = ref.random_awq_layer(64, 16, 2, torch.float16, generator)
     read_awq(**layer)
     with pytest.raises(ValueError, match=message):
         read_awq(**layer | {name: tensor})
@@ -103,7 +95,7 @@ def test_tensors_that_do_not_fit(case: str, generator: torch.Generator) -> None:
 def test_on_the_gpu(generator: torch.Generator) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    layer = random_layer(128, 40, 4, torch.float16, generator)
+    layer = ref.random_awq_layer(128, 40, 4, torch.float16, generator)
     weight = read_awq(**{name: tensor.cuda() for name, tensor in layer.items()})
     assert weight.q.is_cuda and weight.scales.is_cuda
     assert torch.equal(weight.dequantize().cpu(), ref.awq_weight(**layer))

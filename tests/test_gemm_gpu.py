@@ -80,6 +80,16 @@ def test_clusters_that_go_through_many_units(
                 check_exact(config.max_m, case, split, generator)
 
 
+@pytest.mark.parametrize("n", [72, 1000])
+def test_bands_of_token_tiles(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
+    """Two bands of four token tiles and one of three: each tile is computed once, wherever it comes in the order."""
+    for config in wo.kernels():
+        if config.family == "gemm_sm90":
+            case = Case(256, n, config.formats[0], "f16", 128)
+            for split in splits(config, 1, case, (1, 2)):
+                check_exact(11 * config.block_m - 3, case, split, generator)
+
+
 @pytest.mark.parametrize("layout", ["own", "interleaved"])
 @pytest.mark.parametrize(("k", "n"), [(512, 328), (4096, 1000), (14336, 72)], ids=str)
 def test_every_small_batch(cuda_device: torch.device, generator: torch.Generator, k: int, n: int, layout: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _TARGET = re.compile(r"ptxas info\s*: Compiling entry function '(?P<entry>[^']+)' for 'sm_(?P<arch>\w+)'")
 _FUNCTION = re.compile(r"ptxas info\s*: Function properties for (?P<name>\S+)")
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .* in the function '(?P<name>[^']+)'")
 _SPILL = re.compile(r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads")
 
 
@@ -29,11 +30,15 @@ class Function:
 
 @dataclass(frozen=True)
 class Unit:
-    """One compiled .cu file: its name, the seconds its last compile took, and the functions in it."""
+    """One compiled .cu file: its name, the seconds its last compile took, and the functions in it.
+
+    serialized  (mangled) names of functions in which ptxas made each wgmma wait for the one before
+    """
 
     name: str
     seconds: float
     functions: tuple[Function, ...]
+    serialized: tuple[str, ...] = ()
 
 
 def parse_ptxas(log: str) -> list[Function]:
@@ -76,7 +81,8 @@ def read_units(build_dir: Path) -> list[Unit]:
         if source.suffix != ".cu":
             continue
         log = (build_dir / f"{output}.log").read_text(errors="replace")
-        units.append(Unit(source.stem, seconds.get(output, 0.0), tuple(parse_ptxas(log))))
+        serialized = tuple(found["name"] for found in _SERIALIZED.finditer(log))
+        units.append(Unit(source.stem, seconds.get(output, 0.0), tuple(parse_ptxas(log)), serialized))
     return units
 
 
@@ -86,7 +92,7 @@ def spills(units: list[Unit]) -> list[dict[str, object]]:
 
 
 def report(units: list[Unit], archs: list[str], kernel_count: int, wall_s: float, slowest: int = 10) -> str:
-    """The text printed at the end of a build: targets, count, times, and every kernel that spills."""
+    """The text printed at the end of a build: targets, count, times, every kernel that spills or whose wgmma wait."""
     total_s = sum(unit.seconds for unit in units)
     lines = [
         f"weightonly: {kernel_count} kernels for {', '.join(archs)} from {len(units)} units; "
@@ -103,4 +109,5 @@ def report(units: list[Unit], archs: list[str], kernel_count: int, wall_s: float
             f"  {unit.name} sm_{function.arch}: {function.spill_store_bytes} bytes stored, "
             f"{function.spill_load_bytes} bytes loaded ({function.name[:120]})"
         )
+    lines += [f"wgmma serialized: {unit.name} ({name[:120]})" for unit in units for name in unit.serialized]
     return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""The benchmark of a chain of linears."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import weightonly as wo
+from weightonly.bench.__main__ import main
+
+chain = importlib.import_module("weightonly.bench.chain")  # `weightonly.bench.chain` is the function
+
+
+def test_chain_goes_through_every_linear(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv = tmp_path / "chain.csv"
+    arguments = (
+        f"chain --model minilm --layers 2 --m 1 3 --device cpu --group-size 32 --budget-ms 1 --quiet --csv {csv}"
+    )
+    assert main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2  # a CPU has no launches that could overlap
+    for column in ("M", "overlap", "ms per pass", "us per linear", "TB/s"):
+        assert f" {column} " in lines[0]
+    assert "roofline" not in lines[0]
+    frame = pd.read_csv(csv)
+    assert list(frame["m"]) == [1, 3] and not frame["overlap"].any()
+    assert list(frame["us_per_linear"]) == pytest.approx(list(frame["ms"] * 1e3 / 6), rel=1e-2, abs=0.2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_long_chain_keeps_the_size_of_its_values(bits: int, symmetric: bool) -> None:
+    shapes_of_two = [(128, 256), (192, 128)]  # the second takes the first 192 of 256
+    linears = [
+        chain.Linear.random(shape, bits, 64, symmetric, torch.float16, torch.device("cpu"))
+        for _ in range(10)
+        for shape in shapes_of_two
+    ]
+    calls = chain.Chain(linears, 3)
+    calls.check()
+    assert 0.1 < calls.results[-1].float().std() < 10
+    assert wo.launch_overlap()
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("model: expected one of llama3-8b", {"model": "llama9-8b"}),
+        ("model: expected a chain", {"model": "table"}),
+        ("layers", {"layers": 0}),
+        ("batch", {"batch": ()}),
+        ("group_size", {"group_size": 100}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_chain_refuses(argument: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=argument):
+        wo.bench.chain(**{"model": "minilm", "layers": 1, "device": "cpu", "progress": False, **options})
+
+
+def test_a_broken_chain_raises() -> None:
+    linear = chain.Linear.random((64, 64), 4, 64, True, torch.float16, torch.device("cpu"))
+    linear.scales.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="chain: expected the same finite result"):
+        chain.Chain([linear], 1).check()
+
+
+@pytest.mark.gpu
+def test_chain_on_a_gpu(cuda_device: torch.device) -> None:
+    frame = wo.bench.chain("llama3-8b", 2, [1, 16], device=cuda_device, budget_ms=5, progress=False)
+    assert list(frame["overlap"]) == [False, True] * 2
+    assert (frame["x_roofline"] > 0.8).all()

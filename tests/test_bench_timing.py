@@ -1,0 +1,50 @@
+"""How the benchmark times calls: medians, the host's share, launch overlap, weights beyond the L2."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import weightonly as wo
+from weightonly.bench import timing
+
+
+def test_timing_is_the_median_and_goes_through_every_call() -> None:
+    seen: list[int] = []
+    result = timing.time_calls([functools.partial(seen.append, i) for i in range(4)], torch.device("cpu"), budget_ms=5)
+    assert set(seen) == {0, 1, 2, 3}
+    assert 0 < result.min_us <= result.p10_us <= result.us <= result.p90_us
+    assert not result.coarse
+    assert timing.Timing.of([3.0, 1.0, 2.0, 50.0, 4.0]) == timing.Timing(3.0, 1.0, 1.0, 50.0)
+
+
+def test_timing_gives_up_on_a_slow_call_after_one_measurement() -> None:
+    seen: list[int] = []
+    result = timing.time_calls([lambda: seen.append(1)], torch.device("cpu"), give_up_us=0.0)
+    assert result.coarse and len(seen) == 2  # the warm-up and the measurement
+
+
+def test_host_us_is_per_call() -> None:
+    seen: list[int] = []
+    assert 0 < timing.host_us(lambda: seen.append(1), torch.device("cpu"), calls=10, rounds=3) < 1e5
+    assert len(seen) == 10 + 3 * 10
+
+
+def test_overlap_is_what_it_was_after_a_measurement() -> None:
+    def fail() -> None:
+        with timing.overlapping(False):
+            assert not wo.launch_overlap()
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert wo.launch_overlap()
+
+
+@pytest.mark.gpu
+def test_rotated_weights_pass_the_l2(cuda_device: torch.device) -> None:
+    l2_bytes = torch.cuda.get_device_properties(cuda_device).L2_cache_size
+    assert (timing.copies_beyond_l2(1 << 20, cuda_device) - 1) << 20 >= 3 * l2_bytes
+    assert timing.copies_beyond_l2(1 << 32, cuda_device) == 2

@@ -1,0 +1,123 @@
+"""`preprocess`, `unpack` and slices of the codes of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from code_cases import DTYPES, FORMATS, OWN, formats, packed, random_codes, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weightonly as wo
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    k=st.integers(1, 300),
+    n=st.integers(1, 300),
+    format=st.sampled_from(FORMATS),
+    dtype=st.sampled_from([torch.int8, torch.uint8]),
+)
+def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, format: str, dtype: torch.dtype) -> None:
+    codes = random_codes(k, n, torch.Generator().manual_seed(seed))
+    weight = packed(codes.to(dtype), format)
+    assert (weight.k, weight.n, weight.format, weight.layout, weight.bits) == (k, n, format, "tiled", 4)
+    assert weight.code == tuple(table_of(format).tolist())
+    assert weight.data.shape == (-(-k // 64) * -(-n // 64) * 2048,)
+    unpacked = wo.unpack(weight)
+    assert unpacked.dtype == torch.int8 and unpacked.is_contiguous()
+    assert torch.equal(unpacked, codes.to(torch.int8))
+
+
+@formats
+def test_padding_is_code_0(format: str, generator: torch.Generator) -> None:
+    """A number of every table, and finite: zero times it is zero, which is all that padding must give."""
+    codes = random_codes(70, 65, generator)
+    full = torch.zeros(128, 128, dtype=torch.uint8)
+    full[:70, :65] = codes
+    assert torch.equal(packed(codes, format).data, packed(full, format).data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    k=st.integers(1, 300),
+    n=st.integers(1, 300),
+    format=st.sampled_from(FORMATS),
+    data=st.data(),
+)
+def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, format: str, data: st.DataObject) -> None:
+    codes = random_codes(k, n, torch.Generator().manual_seed(seed))
+    weight = packed(codes, format)
+    for size, cut, part in (
+        (n, weight.slice_n, lambda b, e: codes[:, b:e]),
+        (k, weight.slice_k, lambda b, e: codes[b:e]),
+    ):
+        begin = data.draw(st.integers(0, (size - 1) // 64)) * 64
+        end = data.draw(st.sampled_from([size, *range(begin + 64, size, 64)]))
+        got, expected = cut(begin, end), packed(part(begin, end), format)
+        assert got.fields == expected.fields and got.code == expected.code
+        assert torch.equal(got.data, expected.data)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm_90a", 90])
+def test_packed_for_hopper(arch: str | int, generator: torch.Generator) -> None:
+    codes = random_codes(64, 64, generator)
+    assert torch.equal(wo.preprocess(codes, arch=arch, format="nf4").data, packed(codes, "nf4").data)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0), (10, 0)], ids=str)
+def test_one_layout_whatever_gpu_is_visible(
+    capability: tuple[int, int], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert packed(random_codes(64, 64, generator), "fp4").layout == "tiled"
+
+
+CODES = torch.zeros(64, 64, dtype=torch.uint8)
+BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "arch": (CODES, {"format": "nf4", "arch": "sm80"}, ValueError, "arch: expected sm90 for nf4, .*got 'sm80'"),
+    "unknown arch": (CODES, {"format": "nf4", "arch": "sm50"}, ValueError, "arch: expected one of .*got 'sm50'"),
+    "layout": (CODES, {"format": "fp4", "layout": "interleaved"}, ValueError, "layout: expected 'tiled', .*got 'inter"),
+    "unknown layout": (CODES, {"format": "fp4", "layout": "t"}, ValueError, "layout: expected one of .*got 't'"),
+    "bits": (CODES, {"format": "nf4", "bits": 8}, ValueError, "bits: expected 4 for nf4, got 8"),
+    "bits of int8": (CODES.to(torch.int8), {"format": "int8"}, ValueError, "bits: expected 8 for int8, got 4"),
+    "format": (CODES.to(torch.int8), {"format": "nf5"}, ValueError, "format: expected one of int4, .*got 'nf5'"),
+    "large": (CODES + 16, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
+    "larger": (CODES + 200, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got -56"),
+    "negative": (CODES.to(torch.int8) - 1, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got -1"),
+    "dtype": (CODES.int(), {"format": "nf4"}, TypeError, "q: expected an int8 tensor, got torch.int32"),
+    "not a tensor": ([[1]], {"format": "nf4"}, TypeError, "q: expected an int8 tensor, got list"),
+    "uint8 of integers": (CODES, {}, TypeError, "q: expected an int8 tensor, got torch.uint8"),
+    "empty": (CODES[:0], {"format": "nf4"}, ValueError, r"q: expected shape .*got \[0, 64\]"),
+    "no table": (CODES, {"format": "code4"}, ValueError, "code: expected the table of a code4 weight, got None"),
+    "table of nf4": (CODES, {"format": "nf4", "code": OWN}, ValueError, "code: expected None for nf4, which has no"),
+    "table of int4": (CODES.to(torch.int8), {"code": OWN}, ValueError, "code: expected None for int4, which has no"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PREPROCESS)
+def test_preprocess_rejects(case: str) -> None:
+    q, arguments, error, message = BAD_PREPROCESS[case]
+    with pytest.raises(error, match=message):
+        wo.preprocess(q, **arguments)
+
+
+@pytest.mark.gpu
+@formats
+def test_packed_and_dequantized_on_the_gpu(format: str, cuda_device: torch.device, generator: torch.Generator) -> None:
+    codes = random_codes(200, 130, generator)
+    weight = packed(codes, format)
+    there = packed(codes.to(cuda_device), format)
+    assert there.device == cuda_device and there.fields == weight.fields
+    assert torch.equal(there.data.cpu(), weight.data)
+    assert torch.equal(weight.to(cuda_device).data, there.data)
+    assert torch.equal(wo.unpack(there).cpu(), codes.to(torch.int8))
+    scales = torch.rand(4, 130, generator=generator)
+    for dtype in DTYPES:
+        expected = wo.dequantize(weight, scales.to(dtype))
+        assert torch.equal(wo.dequantize(there, scales.to(cuda_device, dtype)).cpu(), expected)

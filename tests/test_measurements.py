@@ -1,0 +1,38 @@
+"""The committed measurements (bench/measurements): the constants of the cost model choose well on both files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from weightonly.bench.regret import regret
+
+FOLDER = Path(__file__).resolve().parent.parent / "bench" / "measurements"
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "worst"),
+    [
+        ("h200_fit", 0.005, 0.11),
+        (
+            "h200_held_out",
+            0.01,
+            0.17,
+        ),  # shapes, and for int8 and NF4 two more of the others', that nothing was fitted to
+    ],
+)
+def test_regret_of_the_choices(name: str, mean: float, worst: float) -> None:
+    frame = pd.read_csv(FOLDER / f"{name}.csv.xz")
+    found = regret(frame)
+    assert len(found.cells) > 300
+    assert found.mean <= mean
+    assert found.worst <= worst
+
+
+def test_held_out_shapes_are_not_those_of_the_fit() -> None:
+    frames = [pd.read_csv(FOLDER / f"{name}.csv.xz") for name in ("h200_fit", "h200_held_out")]
+    fitted, held_out = (set(zip(f.k, f.n, f.format, strict=True)) for f in frames)
+    assert not fitted & held_out
+    assert len({(k, n) for k, n, _ in held_out}) >= 12
