@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -127,18 +128,27 @@ def test_not_looked_at_for_few_rows() -> None:
     assert not select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count).is_dense
 
 
-def test_formats_without_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
+    tiled = sys.modules["weightonly.heuristics.select_tiled"]
+    caches = (select, tiled._decode_kernels, tiled._gemm_sm90_kernels)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_formats_without_another_kernel(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
     """It computes whatever dequantizes, for one row too, as long as no kernel of Hopper reads the format."""
     without = tuple(c for c in CONFIGS if c.is_dense or "code4" not in c.formats)
     for module in ("select", "select_tiled"):
         monkeypatch.setattr(sys.modules[f"weightonly.heuristics.{module}"], "CONFIGS", without)
-    for cached in ("_decode_kernels", "_gemm_sm90_kernels"):
-        getattr(sys.modules["weightonly.heuristics.select_tiled"], cached).cache_clear()
     for m in (1, 4, 100, 5000):
         assert select(m, 4032, 4096, "nf4", 64, 90, 132) == DENSE["tiled"]
         with pytest.raises(ValueError, match=f"^k: expected at most {LONGEST_K}, got {LONGEST_K + 64}$"):
             select(m, 64, LONGEST_K + 64, "nf4", 64, 90, 132)
-    select.cache_clear()
 
 
 def test_cost_grows_with_rows_and_slices() -> None:
