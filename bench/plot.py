@@ -118,7 +118,7 @@ def _logarithmic(panel: Axes, sizes: list[int]) -> None:
 
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 7)]))
+    panel.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 5)]))  # five labels do not touch
     low, high = panel.get_ylim()
     panel.yaxis.set_major_locator(
         LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high < 20 * low else (1.0, 2.0, 5.0))
