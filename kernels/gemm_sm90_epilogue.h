@@ -6,26 +6,9 @@
 
 #include "cute/arch/cluster_sm90.hpp"
 #include "cutlass_ext/epilogue.h"
-#include "kernels/tensor_map.h"
+#include "kernels/gemm_sm90_params.h"
 
 namespace weightonly {
-
-struct GemmSm90Params : GemmParams {
-  CUtensorMap x_map;
-  CUtensorMap weight_map;
-  CUtensorMap scale_map;
-  CUtensorMap zero_map;
-  int32_t steps;  // of K
-  int32_t steps_per_cta;
-  int32_t group_k;  // k of a step with scales of their own
-  int32_t groups;  // of K
-  int32_t x_box_blocks;  // blocks of 64 k that one copy brings: all of a step, or one where K ends within a block
-  int32_t scale_box_rows;  // rows that one copy brings: all of a step, or one where they do not lie side by side
-  int32_t parts;  // of K, each summed by warpgroups of its own
-  int32_t items_per_cta;  // of the sums that they exchange
-  int32_t item_multiplier;  // item / items_per_cta = item * item_multiplier >> 16
-  int32_t band_tokens;  // token tiles of a band (GemmSm90::Place)
-};
 
 /// Kernel: GemmSm90.
 template <class Kernel>
