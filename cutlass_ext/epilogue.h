@@ -29,6 +29,25 @@ CUTLASS_DEVICE float activate(float v, int activation) {
   }
 }
 
+/// All values alike, with one look at which.
+template <int kCount>
+CUTLASS_DEVICE void activate(float (&values)[kCount], int activation) {
+  auto const all = [&](auto const& apply) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) values[i] = apply(values[i]);
+  };
+  switch (static_cast<Activation>(activation)) {
+    case Activation::kRelu:
+      return all(activate<Activation::kRelu>);
+    case Activation::kGelu:
+      return all(activate<Activation::kGelu>);
+    case Activation::kSilu:
+      return all(activate<Activation::kSilu>);
+    default:
+      return;
+  }
+}
+
 /// The constants of one output column.
 struct ColumnEpilogue {
   float scale;

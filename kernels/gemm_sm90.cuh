@@ -23,7 +23,7 @@
 
 namespace weightonly {
 
-/// Config: Element, Weight, kScaleMode, kTokens (16 to 256), kWarpgroupsN (of 64 columns), kWarpgroupsK (which share a step's
+/// Config: Element, Weight, kScaleMode, kTokens (8 to 256), kWarpgroupsN (of 64 columns), kWarpgroupsK (which share a step's
 /// k), kStages (steps in shared memory).
 template <class Config>
 struct GemmSm90 {
@@ -83,8 +83,12 @@ struct GemmSm90 {
   /// split-K the sums of the cluster's CTAs. When x has been used its place takes y.
   struct Smem {
     static constexpr int kBarrierBytes = 1024;
-    static constexpr int kYRowElements = 64 + 8;
-    static constexpr int kYBytes = kWarpgroupsN * kTokens * kYRowElements * int(sizeof(Element));
+    /// 16 bytes more than 64 columns, for the banks.
+    template <class Value>
+    static constexpr int y_row_elements() {
+      return 64 + 16 / int(sizeof(Value));
+    }
+    static constexpr int kYBytes = kWarpgroupsN * kTokens * y_row_elements<float>() * int(sizeof(float));
     static_assert(kYBytes <= kStages * (kXBytes + kWeightBytes), "y takes the place of x and the weights");
     static_assert(8 * (2 * kStages + 1) <= kBarrierBytes);
 
@@ -112,6 +116,7 @@ struct GemmSm90 {
     int rank;
     int first_step, end_step;
     int first_column, first_token;
+    int known_tokens;  // of the tile: the tile before it stores them
     CUTLASS_DEVICE Place(GemmSm90Params const& p) {
       rank = blockIdx.x;
       first_step = rank * p.steps_per_cta;
@@ -127,7 +132,10 @@ struct GemmSm90 {
         token_tile = band * p.band_tokens + in_band % height;
       }
       first_column = column_tile * kColumns;
-      first_token = token_tile * kTokens;
+      // The last tile lies on the one before it rather than beyond M: rows that a TMA box has beyond M are slower than
+      // rows of x.
+      first_token = min(token_tile * kTokens, max(0, p.m - kTokens));
+      known_tokens = token_tile * kTokens - first_token;
     }
   };
 
@@ -217,9 +225,11 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   g.item_multiplier = divide_up(1 << 16, g.items_per_cta);
   static_assert(Kernel::kItems <= 64);  // so that it is exact
   g.band_tokens = min(divide_up(p.m, Kernel::kTokens), Kernel::kBandTokens);
-  g.x_box_blocks = p.k % Layout::kBlockK == 0 ? Kernel::kStepBlocks : 1;
+  // A request takes TMA as long as some 12 rows beyond M: with more of them, each block is asked for by itself.
+  g.x_box_rows = Kernel::kTokens - p.m > 12 ? p.m : Kernel::kTokens;
+  g.x_box_blocks = p.k % Layout::kBlockK == 0 && g.x_box_rows == Kernel::kTokens ? Kernel::kStepBlocks : 1;
   g.scale_box_rows = Kernel::kStepK % p.group_size == 0 ? Kernel::kStepK / p.group_size : 1;
-  cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, Kernel::kTokens, g.x_box_blocks);
+  cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, g.x_box_rows, g.x_box_blocks);
   if (error != cudaSuccess) return error;
   int const stripe_units = p.k_padded / Layout::kBlockK * (Layout::kBlockBytes / kTensorMapUnitBytes);
   error = map_units(&g.weight_map, p.weight, p.n_padded / 64, stripe_units, Kernel::kWarpgroupsN,

@@ -18,27 +18,30 @@ struct GemmSm90Epilogue {
   /// Which of a warpgroup's tiles of eight tokens it finishes: a bit each.
   using Owned = uint32_t;
 
-  /// Finished values into shared memory. mine: the lane's first two columns and token.
-  template <bool kIsIdentity, int kRowElements, class SumsTensor>
-  CUTLASS_DEVICE static void stage(Element* mine, ColumnEpilogue const (&epilogue)[2], SumsTensor const& sums,
-                                   Owned owned, int activation) {
+  /// The warpgroup's tile into shared memory, [token][kRowElements], of what it finishes. mine: the place of the lane's first two
+  /// columns and token. Finished is what all values are then but for an activation, in which case they stay fp32.
+  template <int kRowElements, class Value, class SumsTensor>
+  CUTLASS_DEVICE static void stage(Value* mine, ColumnEpilogue const (&epilogue)[2], SumsTensor const& sums,
+                                   Owned owned) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
       if (Kernel::kMaySplit && (owned >> i & 1) == 0) continue;
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < 2; ++e) {
-        alignas(4) Element pair[2];
+        struct alignas(2 * sizeof(Value)) Pair {
+          Value values[2];
+        } pair;
         CUTLASS_PRAGMA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          float v = epilogue[h].affine(sums(4 * i + 2 * h + e));
-          pair[h] = Element(kIsIdentity ? v : activate(v, activation));
-        }
-        *reinterpret_cast<uint32_t*>(mine + (8 * i + e) * kRowElements) = *reinterpret_cast<uint32_t const*>(pair);
+        for (int h = 0; h < 2; ++h) pair.values[h] = Value(epilogue[h].affine(sums(4 * i + 2 * h + e)));
+        *reinterpret_cast<Pair*>(mine + (8 * i + e) * kRowElements) = pair;
       }
     }
   }
 
   /// sums(4 i + 2 h + e): column h of the lane's two, token 8 i + 2 t + e.
+  ///
+  /// Loops over what lies in registers are unrolled, and run but once: their instructions come from the L2, and how many they
+  /// are is what they cost. So activations wait for the loop over shared memory.
   template <class Place, class Smem, class SumsTensor>
   CUTLASS_DEVICE static void store(GemmSm90Params const& p, Place const& place, Smem const& smem, SumsTensor& sums) {
     int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
@@ -46,8 +49,6 @@ struct GemmSm90Epilogue {
     int const g = lane / 4, t = lane % 4;
     int const first_column = place.first_column + 64 * (warpgroup % Kernel::kWarpgroupsN);
     int const column = 8 * g + 2 * warp;  // of the warpgroup
-    Element* const tile = reinterpret_cast<Element*>(smem.x()) +
-                          warpgroup % Kernel::kWarpgroupsN * (Kernel::kTokens * Smem::kYRowElements);
     ColumnEpilogue const epilogue[2] = {
         ColumnEpilogue::load<Element>(p, first_column + column, !Kernel::kHasScales),
         ColumnEpilogue::load<Element>(p, first_column + column + 1, !Kernel::kHasScales)};
@@ -57,28 +58,55 @@ struct GemmSm90Epilogue {
     } else {
       all_consumers();
     }
-    // Without an activation there is no switch in the loop, which would leave the taken path scattered over copies of all of
-    // them. One loop for each activation would be as good, but so many erff at once spill with 256 tokens.
-    Element* const mine = tile + 2 * t * Smem::kYRowElements + column;
     if (p.activation == int(Activation::kIdentity)) {
-      stage<true, Smem::kYRowElements>(mine, epilogue, sums, owned, p.activation);
+      finish<Element>(p, place, smem, sums, owned, warpgroup, first_column, 2 * t, column, epilogue);
     } else {
-      stage<false, Smem::kYRowElements>(mine, epilogue, sums, owned, p.activation);
+      finish<float>(p, place, smem, sums, owned, warpgroup, first_column, 2 * t, column, epilogue);
     }
+  }
+
+  /// From sums to y, through shared memory as Values.
+  template <class Value, class Place, class Smem, class SumsTensor>
+  CUTLASS_DEVICE static void finish(GemmSm90Params const& p, Place const& place, Smem const& smem,
+                                    SumsTensor const& sums, Owned owned, int warpgroup, int first_column, int token,
+                                    int column, ColumnEpilogue const (&epilogue)[2]) {
+    constexpr int kRowElements = Smem::template y_row_elements<Value>();
+    constexpr int kRowsPerThread = (Kernel::kTokens + 15) / 16;
+    Value* const tile =
+        reinterpret_cast<Value*>(smem.x()) + warpgroup % Kernel::kWarpgroupsN * (Kernel::kTokens * kRowElements);
+    stage<kRowElements>(tile + token * kRowElements + column, epilogue, sums, owned);
     asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");
-    bool const is_vector = vector_stores(p);
     int const chunk = threadIdx.x % 8 * 8;
     int const n = first_column + chunk;
-    for (int row = threadIdx.x % 128 / 8; row < Kernel::kTokens; row += 16) {
+    bool const is_vector = vector_stores(p);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      int const row = threadIdx.x % 128 / 8 + 16 * i;
       int64_t const token = place.first_token + row;
-      if (token >= p.m || n >= p.n) break;
-      if (Kernel::kMaySplit && (owned >> row / 8 & 1) == 0) continue;
-      Element const* const source = tile + row * Smem::kYRowElements + chunk;
+      if (token >= p.m || n >= p.n || row >= Kernel::kTokens) break;
+      if (row < place.known_tokens || (Kernel::kMaySplit && (owned >> row / 8 & 1) == 0)) continue;
+      Value const* const source = tile + row * kRowElements + chunk;
       Element* const y = static_cast<Element*>(p.y) + token * p.ldy + n;
-      if (is_vector) {
-        *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4 const*>(source);
+      alignas(16) Element values[8];
+      if constexpr (cutlass::platform::is_same<Value, Element>::value) {
+        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(source);
       } else {
-        for (int j = 0; j < 8 && n + j < p.n; ++j) y[j] = source[j];
+        alignas(16) float finished[8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          reinterpret_cast<float4*>(finished)[j] = reinterpret_cast<float4 const*>(source)[j];
+        }
+        activate(finished, p.activation);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 8; ++j) values[j] = Element(finished[j]);
+      }
+      if (is_vector) {
+        *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4 const*>(values);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          if (n + j < p.n) y[j] = values[j];
+        }
       }
     }
   }
@@ -88,41 +116,48 @@ struct GemmSm90Epilogue {
   template <class Smem, class SumsTensor>
   CUTLASS_DEVICE static Owned add_parts(GemmSm90Params const& p, int rank, int warpgroup, Smem const& smem,
                                         SumsTensor& sums) {
-    int const position = threadIdx.x % 128, per_cta = p.items_per_cta;
+    constexpr int kPartBytes = 128 * int(sizeof(float4));
+    constexpr int kUnroll = Kernel::kTokenTiles <= 8 ? 4 : 1;
+    int const per_cta = p.items_per_cta;
     int const warpgroup_n = warpgroup % Kernel::kWarpgroupsN, warpgroup_k = warpgroup / Kernel::kWarpgroupsN;
     int const part = rank * Kernel::kWarpgroupsK + warpgroup_k;
-    uint32_t const parts = cute::cast_smem_ptr_to_uint(smem.parts());
+    int const item_bytes = p.parts * kPartBytes;
+    uint32_t const parts = cute::cast_smem_ptr_to_uint(smem.parts()) + threadIdx.x % 128 * int(sizeof(float4));
+    uint32_t const mine = parts + part * kPartBytes;
     uint32_t const barrier = cute::cast_smem_ptr_to_uint(&smem.parts_barrier());
-    auto const owner_of = [&](int item) { return item * p.item_multiplier >> 16; };
     if (p.split_k > 1) cute::cluster_wait();  // all CTAs have their barriers
     Owned owned = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
       int const item = i * Kernel::kWarpgroupsN + warpgroup_n;
-      int const owner = owner_of(item), place = item - owner * per_cta;
-      int const place_there = (place * p.parts + part) * 128 + position;
+      int const owner = item * p.item_multiplier >> 16, place = item - owner * per_cta;
+      uint32_t const target = mine + place * item_bytes;
       if (owner != rank) {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                         cute::set_block_rank(parts + place_there * int(sizeof(float4)), owner)),
+                         cute::set_block_rank(target, owner)),
                      "f"(sums(4 * i)), "f"(sums(4 * i + 1)), "f"(sums(4 * i + 2)), "f"(sums(4 * i + 3)),
                      "r"(cute::set_block_rank(barrier, owner))
                      : "memory");
-      } else if (place / Kernel::kWarpgroupsN % Kernel::kWarpgroupsK == warpgroup_k) {
+      } else if (Kernel::kWarpgroupsK == 1 || place / Kernel::kWarpgroupsN % Kernel::kWarpgroupsK == warpgroup_k) {
         owned |= Owned(1) << i;
       } else {
-        smem.parts()[place_there] = make_float4(sums(4 * i), sums(4 * i + 1), sums(4 * i + 2), sums(4 * i + 3));
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(sums(4 * i)), "f"(sums(4 * i + 1)),
+                     "f"(sums(4 * i + 2)), "f"(sums(4 * i + 3))
+                     : "memory");
       }
     }
     all_consumers();
     if (p.split_k > 1) cute::wait_barrier(smem.parts_barrier(), 0);
     asm volatile("" ::: "memory");  // what follows is read after it
+    float4 const* const others = smem.parts() + threadIdx.x % 128;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kTokenTiles; ++i) {
       if ((owned >> i & 1) == 0) continue;
       int const place = i * Kernel::kWarpgroupsN + warpgroup_n - rank * per_cta;
+#pragma unroll kUnroll
       for (int other = 0; other < p.parts; ++other) {
         if (other == part) continue;
-        float4 const addend = smem.parts()[(place * p.parts + other) * 128 + position];
+        float4 const addend = others[(place * p.parts + other) * 128];
         sums(4 * i) += addend.x;
         sums(4 * i + 1) += addend.y;
         sums(4 * i + 2) += addend.z;

@@ -14,7 +14,9 @@ struct GemmSm90Params : GemmParams {
   int32_t steps_per_cta;
   int32_t group_k;  // k of a step with scales of their own
   int32_t groups;  // of K
-  int32_t x_box_blocks;  // blocks of 64 k that one copy brings: all of a step, or one where K ends within a block
+  int32_t x_box_rows;  // tokens that one copy brings: of a tile, or M where it is less
+  int32_t
+      x_box_blocks;  // blocks of 64 k that one copy brings: all of a step, or one where K ends within a block, or M in a tile
   int32_t scale_box_rows;  // rows that one copy brings: all of a step, or one where they do not lie side by side
   int32_t parts;  // of K, each summed by warpgroups of its own
   int32_t items_per_cta;  // of the sums that they exchange

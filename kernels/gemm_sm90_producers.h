@@ -60,7 +60,8 @@ struct GemmSm90Producers {
   CUTLASS_DEVICE static void produce_x(GemmSm90Params const& p, Place const& place, Smem const& smem) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.x_map));
     cudaGridDependencySynchronize();
-    produce(place, smem, kXBytes, [&](int step, int stage, uint64_t* full) {
+    int const bytes = kStepBlocks * p.x_box_rows * Layout::kBlockK * int(sizeof(typename Kernel::Element));
+    produce(place, smem, bytes, [&](int step, int stage, uint64_t* full) {
       for (int block = 0; block < kStepBlocks; block += p.x_box_blocks) {
         int const k_block = step * kStepBlocks + block;
         cute::SM90_TMA_LOAD_3D::copy(&p.x_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
