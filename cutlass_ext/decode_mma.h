@@ -12,7 +12,7 @@ namespace weightonly {
 template <class Weight>
 inline constexpr int kDecodePieceBlocks = 8 / TiledLayout<Weight>::kBits;
 
-template <class Element, class Weight, ScaleMode kScaleMode, int kTokenTiles, int kRowTiles>
+template <class Element, class Weight, ScaleMode kScaleMode, int kRowTiles>
 struct DecodeMma {
   using Layout = TiledLayout<Weight>;
   using Fragment = UnscaledFragment<Element, Weight>;
@@ -20,36 +20,59 @@ struct DecodeMma {
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
   static constexpr bool kCorrects = kHasZeros || Fragment::kBias != 0;  // whether the sums of x are needed
 
-  /// C fragments of the token tiles: (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1), g the column of w, t the token.
-  using Sums = float[kTokenTiles][4];
+  /// C fragment of 8 tokens: (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1), g the column of w, t the token.
+  using Sums = float[4];
   using Words = uint32_t[kRowTiles][Layout::kLaneWords];
+
+  /// One piece in registers, less x. kGroups: of it, with scales of their own.
+  template <int kGroups>
+  struct Piece {
+    using Ring = WeightRing<Element, Weight, kScaleMode, kRowTiles, kGroups, kDecodePieceBlocks<Weight>>;
+    /// Whether its slot is free once it is loaded. The scales of more groups have no room in registers.
+    static constexpr bool kFreesSlot = kGroups <= 2;
+    static constexpr int kKept = kFreesSlot ? kGroups : 1;
+    Words words[Ring::kPieceBlocks];
+    uint32_t scales;  // address
+    uint32_t scale[kKept][kRowTiles];  // of two columns each
+    uint32_t zero[kKept][kRowTiles];
+
+    /// scale_offset: WeightRing's, of the warp's first tile.
+    CUTLASS_DEVICE void load(uint32_t slot, uint32_t scale_offset, int lane) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < Ring::kPieceBlocks; ++block) Ring::read_block(words[block], slot, block, lane);
+      scales = slot + scale_offset;
+      if constexpr (kHasScales && kFreesSlot) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int group = 0; group < kGroups; ++group) read_scales(group, group);
+      }
+    }
+
+    CUTLASS_DEVICE void read_scales(int group, int place) {
+      read_shared(scale[place], scales + group * Ring::kScaleRowBytes);
+      if constexpr (kHasZeros) read_shared(zero[place], scales + (kGroups + group) * Ring::kScaleRowBytes);
+    }
+  };
 
   /// x of one block of K: the B fragments of four k16 steps.
   struct Activations {
-    uint32_t values[kTokenTiles][4][2];
+    uint32_t values[4][2];
 
-    /// rows: this lane's ldmatrix row of each token tile (lanes 0-7 the tokens of the first 8 k, 8-15 the next 8, ...).
-    CUTLASS_DEVICE void load(uint32_t const (&rows)[kTokenTiles], int offset_bytes) {
+    /// row: this lane's ldmatrix row (lanes 0-7 the tokens of the first 8 k, 8-15 the next 8, ...).
+    CUTLASS_DEVICE void load(uint32_t row) {
       CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          auto& v = values[tile];
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v[2 * half][0]), "=r"(v[2 * half][1]), "=r"(v[2 * half + 1][0]), "=r"(v[2 * half + 1][1])
-                       : "r"(rows[tile] + offset_bytes + half * 64)
-                       : "memory");
-        }
+      for (int half = 0; half < 2; ++half) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(values[2 * half][0]), "=r"(values[2 * half][1]), "=r"(values[2 * half + 1][0]),
+                       "=r"(values[2 * half + 1][1])
+                     : "r"(row + half * 64)
+                     : "memory");
       }
     }
   };
 
   CUTLASS_DEVICE static void clear(Sums& sums) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTokenTiles; ++i) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 4; ++j) sums[i][j] = 0.f;
-    }
+    for (int j = 0; j < 4; ++j) sums[j] = 0.f;
   }
 
   CUTLASS_DEVICE static void clear(Sums (&sums)[kRowTiles]) {
@@ -67,13 +90,11 @@ struct DecodeMma {
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t a[4];
         Fragment::load(words[i] + j * Fragment::kWords, a);
-        CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kTokenTiles; ++tile) MmaSm80::k16<Element>(products[i][tile], a, x.values[tile][j]);
+        MmaSm80::k16<Element>(products[i], a, x.values[j]);
       }
       if constexpr (kCorrects) {
         uint32_t const ones[4] = {Fragment::kOnes, Fragment::kOnes, Fragment::kOnes, Fragment::kOnes};
-        CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kTokenTiles; ++tile) MmaSm80::k16<Element>(sum_x[tile], ones, x.values[tile][j]);
+        MmaSm80::k16<Element>(sum_x, ones, x.values[j]);
       }
     }
   }
@@ -95,10 +116,7 @@ struct DecodeMma {
       for (int e = 0; e < 4; ++e) {
         float const s = half_of(scale[i], e / 2);
         float const z = kHasZeros ? half_of(zero[i], e / 2) : 0.f;
-        CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          sums[i][tile][e] = fmaf(s, correct(products[i][tile][e], e, z, sum_x[tile][e % 2]), sums[i][tile][e]);
-        }
+        sums[i][e] = fmaf(s, correct(products[i][e], e, z, sum_x[e % 2]), sums[i][e]);
       }
     }
   }
@@ -108,27 +126,21 @@ struct DecodeMma {
   }
 
   /// sums += the products of one piece. Per channel the scale comes later, and `channel_sum_x` runs on.
-  /// scale_offset: WeightRing's, of the warp's first tile.
   template <int kGroups>
-  CUTLASS_DEVICE static void accumulate(Sums (&sums)[kRowTiles], Sums& channel_sum_x, uint32_t slot,
-                                        uint32_t scale_offset, int lane, uint32_t const (&x_rows)[kTokenTiles],
-                                        int x_offset_bytes) {
-    using Ring = WeightRing<Element, Weight, kScaleMode, kRowTiles, kGroups, kDecodePieceBlocks<Weight>>;
-    constexpr int kGroupBlocks = kGroups < Ring::kPieceBlocks ? Ring::kPieceBlocks / kGroups : 1;
-    constexpr int kBlockGroups = kGroups < Ring::kPieceBlocks ? 1 : kGroups / Ring::kPieceBlocks;
+  CUTLASS_DEVICE static void accumulate(Sums (&sums)[kRowTiles], Sums& channel_sum_x, Piece<kGroups>& piece,
+                                        uint32_t x_row) {
+    constexpr int kBlocks = Piece<kGroups>::Ring::kPieceBlocks;
+    constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
+    constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
     constexpr int kSteps = 4 / kBlockGroups;
     static_assert(kBlockGroups <= 2, "a group is 32 k at least");
-    // Blocks with groups of their own share nothing; one at a time they need fewer registers.
-    constexpr int kUnroll = kGroups > 1 && kGroupBlocks == 1 ? 1 : Ring::kPieceBlocks;
     Sums products[kRowTiles], sum_x;
-#pragma unroll kUnroll
-    for (int block = 0; block < Ring::kPieceBlocks; ++block) {
-      Words words;
-      Ring::read_block(words, slot, block, lane);
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
       Activations x;
-      x.load(x_rows, x_offset_bytes + block * Layout::kBlockK * int(sizeof(Element)));
+      x.load(x_row + block * Layout::kBlockK * int(sizeof(Element)));
       if constexpr (!kHasScales) {
-        multiply<0, 4>(sums, channel_sum_x, words, x);
+        multiply<0, 4>(sums, channel_sum_x, piece.words[block], x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int part = 0; part < kBlockGroups; ++part) {
@@ -137,17 +149,15 @@ struct DecodeMma {
             clear(sum_x);
           }
           if (part == 0) {
-            multiply<0, kSteps>(products, sum_x, words, x);
+            multiply<0, kSteps>(products, sum_x, piece.words[block], x);
           } else {
-            multiply<4 - kSteps, kSteps>(products, sum_x, words, x);
+            multiply<4 - kSteps, kSteps>(products, sum_x, piece.words[block], x);
           }
           if ((block + 1) % kGroupBlocks == 0) {
             int const group = block / kGroupBlocks * kBlockGroups + part;
-            uint32_t scale[kRowTiles], zero[kRowTiles];
-            uint32_t const scales = slot + scale_offset + group * Ring::kScaleRowBytes;
-            read_shared(scale, scales);
-            if constexpr (kHasZeros) read_shared(zero, scales + kGroups * Ring::kScaleRowBytes);
-            scale_into(sums, products, sum_x, scale, zero);
+            if constexpr (!Piece<kGroups>::kFreesSlot) piece.read_scales(group, 0);
+            int const place = Piece<kGroups>::kFreesSlot ? group : 0;
+            scale_into(sums, products, sum_x, piece.scale[place], piece.zero[place]);
           }
         }
       }
@@ -159,10 +169,7 @@ struct DecodeMma {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowTiles; ++i) {
       CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 4; ++e) sums[i][tile][e] = correct(sums[i][tile][e], e, 0.f, sum_x[tile][e % 2]);
-      }
+      for (int e = 0; e < 4; ++e) sums[i][e] = correct(sums[i][e], e, 0.f, sum_x[e % 2]);
     }
   }
 };

@@ -56,25 +56,28 @@ struct WeightRing {
   static constexpr int kSlotBytes = kWeightsBytes + kScaleRows * kScaleRowBytes;
   static_assert(kGroups <= 4, "eight lanes copy a row, a warp four rows at once");
 
-  /// Where lies what one lane copies.
+  /// Where lies what one lane copies next, of one unit of columns.
   struct Source {
     char const* weight;
     char const* scales;
     char const* zeros;
+    uint32_t k;  // of the lane's row of scales, as GroupIndex counts: 2 (k / 32) + 1
 
     /// tile: of 16 columns, over all of N.
-    CUTLASS_DEVICE Source(GemmParams const& p, int tile, int lane) {
+    CUTLASS_DEVICE Source(GemmParams const& p, int tile, int piece, int lane) {
       int const stripe = tile / Layout::kPieces;
-      int const piece = tile % Layout::kPieces;
-      weight = static_cast<char const*>(p.weight) + Layout::block_offset(stripe, 0, p.k_padded / Layout::kBlockK) +
-               piece * Layout::kPieceBytes + lane * 16;
+      weight = static_cast<char const*>(p.weight) +
+               Layout::block_offset(stripe, piece * kPieceBlocks, p.k_padded / Layout::kBlockK) +
+               tile % Layout::kPieces * Layout::kPieceBytes + lane * 16;
       int64_t const row = stripe * kScaleRowBytes + lane % 8 * 16;
       scales = static_cast<char const*>(p.scales) + row;
       zeros = static_cast<char const*>(p.zeros) + row;
+      k = (piece * kPieceK + lane / 8 * kGroupK) / 32 * 2 + 1;
     }
 
-    CUTLASS_DEVICE char const* piece(int index) const {
-      return weight + int64_t(index) * (kPieceBlocks * Layout::kBlockBytes);
+    CUTLASS_DEVICE void advance(int pieces) {
+      weight += pieces * (kPieceBlocks * Layout::kBlockBytes);
+      k += pieces * (kPieceK / 16);
     }
   };
 
@@ -83,51 +86,44 @@ struct WeightRing {
     return kWeightsBytes + lane / 4 * 16 + tile % Layout::kPieces * 4;
   }
 
-  CUTLASS_DEVICE static void fetch(uint32_t slot, Source const& source, GemmParams const& p, int piece, int lane) {
-    fetch_weights(slot, source, p, piece, lane);
-    if constexpr (kHasScales) fetch_scales(slot, source, p, piece, lane);
-  }
-
-  CUTLASS_DEVICE static void fetch_weights(uint32_t slot, Source const& source, GemmParams const& p, int piece,
-                                           int lane) {
-    char const* const weight = source.piece(piece);
-    bool const is_whole = (piece + 1) * kPieceK <= p.k_padded;
+  /// is_whole: the half that a last piece may lack meets zeros of x, and scales of zero: any integers will do.
+  CUTLASS_DEVICE static void fetch(uint32_t slot, Source const& source, GemmParams const& p, bool is_whole, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kPieceBlocks; ++block) {
-      // The half that a last piece may lack meets zeros of x, and scales of zero: any integers will do.
       if (block > 0 && !is_whole) break;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowTiles * Layout::kLoads; ++i) {
-        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512, weight + block * Layout::kBlockBytes + i * 512);
+        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512,
+                   source.weight + block * Layout::kBlockBytes + i * 512);
       }
     }
+    if constexpr (kHasScales) fetch_scales(slot, source, p, lane);
   }
 
-  CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int piece,
-                                          int lane) {
+  CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int lane) {
     int const row = lane / 8;
     if (row >= kGroups) return;
     // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
-    int const k = piece * kPieceK + row * kGroupK;
-    int const bytes = k < p.k ? 16 : 0;
-    uint64_t const offset = uint64_t(uint32_t(p.group.of(k))) * uint32_t(p.ld_scales * int(sizeof(Element)));
+    bool const is_group = kGroups == 1 || int(source.k - 1) * 16 < p.k;
+    uint32_t const group = min(int(__umulhi(source.k, p.group.multiplier)), p.group.last);
+    uint64_t const offset = uint64_t(group) * uint32_t(p.ld_scales * int(sizeof(Element)));
     uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
-    copy_async_or_zero(target, source.scales + offset, bytes);
-    if constexpr (kHasZeros) copy_async_or_zero(target + kGroups * kScaleRowBytes, source.zeros + offset, bytes);
+    copy_async_or_zero(target, source.scales + offset, is_group ? 16 : 0);
+    if constexpr (kHasZeros) {
+      copy_async_or_zero(target + kGroups * kScaleRowBytes, source.zeros + offset, is_group ? 16 : 0);
+    }
   }
 
   /// Brings a piece into the L2 and nothing nearer: allowed before the kernels that precede this one have ended, even if
   /// one of them writes these bytes.
-  CUTLASS_DEVICE static void prefetch(Source const& source, GemmParams const& p, int piece, int lane) {
+  CUTLASS_DEVICE static void prefetch(Source const& source, bool is_whole, int lane) {
     constexpr int kLines = kRowTiles * Layout::kPieceBytes / 128;  // of a block
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPieceBlocks * kLines; i += 32) {
       int const line = i + lane;
       int const block = line / kLines;
-      char const* const address = source.piece(piece) - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
-      if (block < kPieceBlocks && (piece * kPieceBlocks + block) * Layout::kBlockK < p.k_padded) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-      }
+      char const* const address = source.weight - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
+      if (block < (is_whole ? kPieceBlocks : 1)) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
     }
   }
 

@@ -138,8 +138,8 @@ class KernelConfig:
 
     @property
     def shared_sums(self) -> int:
-        """What the CTAs of a cluster divide among them to finish: quads of columns, or 8 tokens of 64 columns."""
-        return self.block_n // 4 if self.family == "decode_sm90" else self.block_n // 64 * (self.block_m // 8)
+        """What the CTAs of a cluster of gemm_sm90 divide among them to finish, each some: 8 tokens of 64 columns."""
+        return self.block_n // 64 * (self.block_m // 8)
 
     @property
     def warpgroups_k(self) -> int:
@@ -167,13 +167,21 @@ class KernelConfig:
         stage = self.block_m * self.block_k * 2 + self.block_n * self.block_k * bits // 8 + scales_and_zeros
         return max(self.stages * stage, self.block_m * (self.block_n + 8) * 2)
 
-    def decode_smem_bytes(self, m: int, k_padded: int, group_size: int, zeros: bool) -> int:
+    def decode_run(self, n: int, k_padded: int, clusters: int) -> tuple[int, int]:
+        """How decode_sm90 divides its work: units of a cluster, and pieces of K in the run of each of its CTAs.
+
+        The pieces of a cluster's units, one unit after another, are cut into split_k runs. clusters: at once.
+        """
+        units = -(-tiled_columns(n) // self.block_n // clusters)
+        return units, -(-units * -(-k_padded // self.piece_k) // self.split_k)
+
+    def decode_smem_bytes(self, m: int, n: int, k_padded: int, group_size: int, zeros: bool, clusters: int) -> int:
         """Dynamic shared memory of one CTA of decode_sm90, bytes: struct Smem of kernels/decode_sm90.cuh.
 
         group_size: elements of K, -1 per channel. The result may be more than a GPU has: see heuristics/select.py.
         """
-        pieces = -(-k_padded // self.piece_k)
-        x_row_bytes = -(-pieces // self.split_k) * self.piece_k * 2 + 16
+        _, run_pieces = self.decode_run(n, k_padded, clusters)
+        x_row_bytes = min(run_pieces, -(-k_padded // self.piece_k)) * self.piece_k * 2 + 16
         ring_bytes = self.decode_ring_bytes(k_padded if group_size == -1 else group_size, group_size != -1, zeros)
         return 128 + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
 
@@ -185,9 +193,8 @@ class KernelConfig:
         return self.stages * self.warps * (self.warp_n // 16 * 1024 + scale_rows * 64 * 2)
 
     def decode_sum_bytes(self) -> int:
-        """fp32 sums of one token: those of the warps, and two buffers of those of the CTAs."""
-        of_warps = self.block_k // self.piece_k * self.block_n * 4
-        return of_warps + (2 * self.split_k * -(-self.shared_sums // self.split_k) * 16 if self.split_k > 1 else 0)
+        """fp32 sums of one token: two buffers of those of the warps, and those that other CTAs send."""
+        return (2 * (self.block_k // self.piece_k) + self.split_k - 1) * self.block_n * 4
 
     def gemm_sm90_smem_bytes(self, format: str, per_channel: bool, zeros: bool) -> int:
         """Dynamic shared memory of one CTA of gemm_sm90, bytes: struct Smem of kernels/gemm_sm90.cuh."""
@@ -234,8 +241,11 @@ def _gemm_sm90(
 
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
-# Sixteen warps that multiply hide more than eight, until registers end.
+# Sixteen warps that multiply hide more than eight, until registers end. Up to 8 tokens int4 and int8 have decode_sm90.
 _GEMM_SM90_SHAPES = (
+    (8, 1, 4, 0, 4, 0),
+    (8, 2, 2, 0, 6, 0),
+    (8, 4, 1, 0, 7, 0),
     (16, 1, 4, 4, 4, 3),
     (16, 2, 2, 6, 5, 4),
     (16, 3, 1, 9, 8, 6),

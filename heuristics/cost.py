@@ -20,9 +20,9 @@ Of the two limits below the longer counts in full, of the shorter the part that 
            work     decode_sm90   copy of x + the greater of an SM's products and its part of the stream of weights
                     gemm_sm90     waves of tiles * pieces of a CTA * unit
 
-`turns` are the units that a cluster of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
-gives every cluster the same number, so there is no last wave. In a wave that does not fill the GPU the SMs of gemm_sm90
-are quicker, by up to `idle` of their time.
+`turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
+gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
+gemm_sm90 are quicker, by up to `idle` of their time.
 
 Their constants are in calibration_sm90.py.
 
@@ -45,7 +45,7 @@ from typing import NamedTuple
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
 from .calibration_dense import DENSE, DenseCost
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost
-from .configs import KernelConfig, tiled_columns
+from .configs import KernelConfig
 from .problem import Problem
 from .slices import slice_columns
 
@@ -265,15 +265,14 @@ class DecodeWork(NamedTuple):
 
 def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
     """The part of a problem that falls to an SM."""
-    units = tiled_columns(problem.n) // config.block_n
-    turns = -(-units // cluster_slots(problem.sm_count, config.split_k))
+    clusters = cluster_slots(problem.sm_count, config.split_k)
+    _, run_pieces = config.decode_run(problem.n, problem.k_padded, clusters)
     pieces = -(-problem.k_padded // config.piece_k)
-    pieces = -(-pieces // config.split_k)  # along K, of one CTA
     warps_k = config.block_k // config.piece_k
-    rounds = -(-pieces // warps_k)
-    column_tiles = turns * config.block_n // 16
-    x_bytes = problem.m * pieces * config.piece_k * 2
-    return DecodeWork(turns, column_tiles * pieces, column_tiles * rounds * warps_k, x_bytes)
+    rounds = -(-run_pieces * -(-pieces // warps_k) // pieces)
+    tiles = config.block_n // 16
+    x_bytes = problem.m * min(run_pieces, pieces) * config.piece_k * 2
+    return DecodeWork(-(-run_pieces // pieces), tiles * run_pieces, tiles * rounds * warps_k, x_bytes)
 
 
 def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_SM90) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .configs import CONFIGS, KernelConfig
-from .cost import machine
+from .cost import cluster_slots, machine
 from .problem import Problem, layouts_of
 from .slices import longest_k
 
@@ -24,7 +24,8 @@ def smem_bytes(config: KernelConfig, problem: Problem) -> int:
     """Dynamic shared memory of one CTA, bytes."""
     if config.family == "decode_sm90":
         group_size = -1 if problem.per_channel else problem.group_size
-        return config.decode_smem_bytes(problem.m, problem.k_padded, group_size, problem.zeros)
+        clusters = cluster_slots(problem.sm_count, config.split_k)
+        return config.decode_smem_bytes(problem.m, problem.n, problem.k_padded, group_size, problem.zeros, clusters)
     if config.family == "gemm_sm90":
         return config.gemm_sm90_smem_bytes(problem.format, problem.per_channel, problem.zeros)
     return config.smem_bytes(problem.format)
@@ -48,6 +49,11 @@ def splits_evenly(parts: int, split_k: int) -> bool:
     return (split_k - 1) * -(-parts // split_k) < parts
 
 
+def all_finish(config: KernelConfig) -> bool:
+    """Whether each CTA of a cluster of gemm_sm90 has sums to finish: with one that has none it would wait for ever."""
+    return config.family != "gemm_sm90" or splits_evenly(config.shared_sums, config.split_k)
+
+
 def legal(config: KernelConfig, problem: Problem) -> bool:
     """Whether the configuration computes this problem on this architecture, in the layout of its weight."""
     if problem.format not in config.formats or problem.m > config.max_m:
@@ -56,10 +62,7 @@ def legal(config: KernelConfig, problem: Problem) -> bool:
         return False
     if not runs_on(config, problem.arch, problem.layout) or not 1 <= config.split_k <= config.max_split_k:
         return False
-    # No part of K may be empty, and no CTA of a cluster without sums to finish.
-    if not splits_evenly(parts_of_k(config, problem), config.split_k):
-        return False
-    if config.shares_cluster and not splits_evenly(config.shared_sums, config.split_k):
+    if not splits_evenly(parts_of_k(config, problem), config.split_k) or not all_finish(config):
         return False
     return smem_bytes(config, problem) <= machine(problem.arch).smem_bytes
 

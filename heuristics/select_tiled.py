@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
 from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
 from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
-from .legal import CLUSTERS, runs_on, splits_evenly
+from .legal import CLUSTERS, all_finish, runs_on
 from .problem import Problem
 
 
@@ -59,7 +59,7 @@ def _decode_kernels(
         row_tiles = config.block_n // 16
         warps_k = config.block_k // config.piece_k
         ring_bytes = config.decode_ring_bytes(group_step, scales, zeros)
-        splits = [config.with_split_k(s) for s in CLUSTERS if splits_evenly(config.shared_sums, s)]
+        splits = [config.with_split_k(s) for s in CLUSTERS]
         times = cost.kernels[config.kernel, format]
         found.append(
             _Decode(
@@ -97,7 +97,7 @@ def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool,
             splits = []
             for c in (config.with_split_k(s) for s in CLUSTERS if s <= config.max_split_k):
                 smem_bytes = c.gemm_sm90_smem_bytes(format, per_channel, zeros)
-                if splits_evenly(c.shared_sums, c.split_k) and smem_bytes <= limit_bytes:
+                if all_finish(c) and smem_bytes <= limit_bytes:
                     fixed_us = cost.fixed_us + cluster_us(cost, c.split_k)
                     splits.append(_Split(c.split_k, c, cluster_slots(sm_count, c.split_k), fixed_us, smem_bytes, 0))
             times = cost.kernels[config.kernel, format]
@@ -126,20 +126,22 @@ def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
                 continue
             units = columns // block_n
             all_pieces = -(-k_padded // piece_k)
+            rounds = -(-all_pieces // warps_k)
             x_us *= m
             # No split reads less than an SM's share of the columns.
             bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
             for split_k, config, slots, fixed_us, smem, token_bytes in splits:
                 if fixed_us + bound_us >= best_us:
                     break
-                pieces = -(-all_pieces // split_k)
-                if (split_k - 1) * pieces < all_pieces:
-                    turns = -(-units // slots)
-                    us, stream = -(-pieces // warps_k) * round_us, pieces * stream_us
-                    us = turns * (us if us > stream else stream) + pieces * x_us
+                if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
+                    run_pieces = -(-(-(-units // slots) * all_pieces) // split_k)
+                    turns = -(-run_pieces // all_pieces)
+                    x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
+                    us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
+                    us = (us if us > stream else stream) + x_pieces * x_us
                     us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
                     us += fixed_us + turns * end_us
-                    if us < best_us and smem + m * (token_bytes + pieces * piece_k * 2) <= limit_bytes:
+                    if us < best_us and smem + m * (token_bytes + x_pieces * piece_k * 2) <= limit_bytes:
                         best, best_us = config, us
 
     idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)

@@ -3,18 +3,20 @@
 // Bound by memory, so everything serves the stream of weights: each SM gets the same number of them, they are asked for
 // kDepth pieces ahead (cutlass_ext/weight_ring.h) and used without arithmetic (cutlass_ext/unscaled_fragment.h).
 //
-// Partition. A cluster of `split_k` CTAs computes a run of consecutive units of kUnitColumns columns; its CTAs share K, so
-// that each holds only its own slice of x. In a CTA the warps take turns along K, a piece at a time:
+// Partition. The work is units of kUnitColumns columns by pieces of K. A cluster of `split_k` CTAs takes consecutive units,
+// and cuts their pieces, one unit after another, into runs of the same length, one for each of its CTAs. So a CTA computes
+// whole units but for the first and the last of its run, which it may share with its neighbours. Three units, two CTAs:
 //
-//   K ->       CTA 0 of the cluster          CTA 1
-//   unit 0   | warp 0 | warp 1 | warp 0 .. | warp 0 | warp 1 | ..
-//   unit 1   | warp 0 | warp 1 | warp 0 .. | ..
+//   K ->
+//   unit 0   | CTA 0: warp 0 | warp 1 | warp 0 | warp 1 |
+//   unit 1   | CTA 0: warp 0 | warp 1 | CTA 1: 0 | 1    |     CTA 1 sends its sums of unit 1 to CTA 0
+//   unit 2   | CTA 1: warp 0 | warp 1 | warp 0 | warp 1 |
 //
-// The copies of a warp run on over the end of a unit. x stays in shared memory; since a warp meets the same k in every
-// unit, it copies its own k of x with its first pieces, and no barrier stands between warps until a
-// unit ends. Then the warps' sums meet in shared memory, those of the CTAs in the shared memory of the CTA that owns the
-// columns, each in a place of its own; they are added in the order of warps and CTAs, so the result does not depend on who
-// was first. A CTA looks for the others' sums of a unit after its products of the next one.
+// In a CTA the warps take turns along K, a piece at a time. The copies of a warp run on over the end of a unit. x stays in
+// shared memory; a warp meets the same k in every unit, so it copies its own k of x with the first pieces that need them.
+// When a unit ends its warps leave their sums in shared memory and go on; they are added after the products of the next
+// unit, when all are there. A unit that is shared is finished by the CTA that began it, which the others send their sums
+// to, each to a place of its own. All are added in the order of warps and CTAs: the result does not depend on who was first.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -26,30 +28,34 @@
 
 namespace weightonly {
 
-/// GemmParams and what the host works out once, so that no thread divides.
+/// GemmParams and what the host works out once, so that threads divide no more than they must.
 struct DecodeParams : GemmParams {
   int32_t units;
   int32_t units_per_cluster;
   int32_t pieces;  // of K
-  int32_t pieces_per_cta;
+  int32_t run_pieces;  // of a CTA's run, at most
+  uint32_t pieces_multiplier;  // i / pieces = i * pieces_multiplier / 2^32, for all i that there are
   int32_t x_row_bytes;  // of x in shared memory
   int32_t groups_per_piece;
-  int32_t quads_per_cta;  // of a unit's columns, that a CTA of the cluster finishes; the last may have fewer
+
+#if defined(__CUDACC__)
+  /// Whole units in so many pieces.
+  __device__ int units_in(int i) const { return pieces == 1 ? i : int(__umulhi(uint32_t(i), pieces_multiplier)); }
+#endif
 };
 
-/// Config: Element, Weight, kScaleMode, kTokenTiles (of 8), kRowTiles (of 16 columns), kWarpsK, kDepth.
+/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK, kDepth.
 template <class Config>
 struct Decode {
   using Element = typename Config::Element;
   using Weight = typename Config::Weight;
   using Layout = TiledLayout<Weight>;
-  static constexpr int kTokenTiles = Config::kTokenTiles;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kWarpsK = Config::kWarpsK;
   static constexpr int kDepth = Config::kDepth;
   template <int kGroups>
   using Ring = WeightRing<Element, Weight, Config::kScaleMode, kRowTiles, kGroups, kDecodePieceBlocks<Weight>>;
-  using Mma = DecodeMma<Element, Weight, Config::kScaleMode, kTokenTiles, kRowTiles>;
+  using Mma = DecodeMma<Element, Weight, Config::kScaleMode, kRowTiles>;
   using Sums = typename Mma::Sums;
 
   static constexpr bool kHasScales = Ring<1>::kHasScales;
@@ -62,9 +68,10 @@ struct Decode {
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbours, too
   static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
   static_assert(kLaneColumns % 4 == 0, "a quad is made of neighbours");
+  static_assert((kWarpsK & (kWarpsK - 1)) == 0, "a warp's pieces are found by a mask");
 
-  /// Shared memory: two barriers, the ring, the warps' sums [warp along K][token][column], two buffers of the CTAs' sums
-  /// [CTA][token][owned column], x [token][k of the CTA].
+  /// Shared memory: two barriers, the ring, x [token][k], the sums that other CTAs send [CTA][token][column], two buffers of
+  /// the warps' sums [warp][token][column].
   struct Smem {
     static constexpr int kBarrierBytes = 128;
     char* base;
@@ -73,55 +80,95 @@ struct Decode {
       return groups == 4 ? Ring<4>::kSlotBytes : groups == 2 ? Ring<2>::kSlotBytes : Ring<1>::kSlotBytes;
     }
     CUTLASS_HOST_DEVICE static int ring_bytes(int groups) { return kDepth * kWarpsK * slot_bytes(groups); }
-    CUTLASS_HOST_DEVICE static int sums_bytes(int m) { return kWarpsK * m * kUnitColumns * int(sizeof(float)); }
-    CUTLASS_HOST_DEVICE static int part_bytes(DecodeParams const& p) {
-      return p.split_k == 1 ? 0 : p.split_k * p.m * p.quads_per_cta * int(sizeof(float4));
-    }
+    CUTLASS_HOST_DEVICE static int part_bytes(int m) { return m * kUnitColumns * int(sizeof(float)); }
+    CUTLASS_HOST_DEVICE static int sums_bytes(int m) { return kWarpsK * part_bytes(m); }  // of a unit
     CUTLASS_HOST_DEVICE static int bytes(DecodeParams const& p) {
-      return kBarrierBytes + ring_bytes(p.groups_per_piece) + sums_bytes(p.m) + 2 * part_bytes(p) + p.m * p.x_row_bytes;
+      return kBarrierBytes + ring_bytes(p.groups_per_piece) + p.m * p.x_row_bytes + (p.split_k - 1) * part_bytes(p.m) +
+             2 * sums_bytes(p.m);
     }
 
-    CUTLASS_DEVICE uint64_t& barrier(int i) const { return reinterpret_cast<uint64_t*>(base)[i]; }
+    CUTLASS_DEVICE uint64_t& sums_barrier() const { return reinterpret_cast<uint64_t*>(base)[0]; }
+    CUTLASS_DEVICE uint64_t& parts_barrier() const { return reinterpret_cast<uint64_t*>(base)[1]; }
     CUTLASS_DEVICE char* ring() const { return base + kBarrierBytes; }
-    CUTLASS_DEVICE float* sums(int groups) const { return reinterpret_cast<float*>(ring() + ring_bytes(groups)); }
-    CUTLASS_DEVICE float4* part(DecodeParams const& p, int groups, int i) const {
-      return reinterpret_cast<float4*>(ring() + ring_bytes(groups) + sums_bytes(p.m) + i * part_bytes(p));
+    CUTLASS_DEVICE char* x(int groups) const { return ring() + ring_bytes(groups); }
+    CUTLASS_DEVICE float4* parts(DecodeParams const& p, int groups) const {
+      return reinterpret_cast<float4*>(x(groups) + p.m * p.x_row_bytes);
     }
-    CUTLASS_DEVICE char* x(DecodeParams const& p, int groups) const {
-      return reinterpret_cast<char*>(part(p, groups, 2));
+    CUTLASS_DEVICE float* sums(DecodeParams const& p, int groups, int buffer) const {
+      char* const first = x(groups) + p.m * p.x_row_bytes + (p.split_k - 1) * part_bytes(p.m);
+      return reinterpret_cast<float*>(first + buffer * sums_bytes(p.m));
     }
   };
 
   /// What this CTA and this warp work on.
+  template <bool kIsCluster>
   struct Place {
     int warp, lane;
     int rank;  // in the cluster
-    int first_piece, end_piece;  // of K, for the CTA
-    int first_unit, end_unit;
+    int first_unit, last_unit;  // of the run; without one the last comes before the first
+    int first_piece, end_piece;  // of the first unit, of the last
+    int owner;  // CTA that began the first unit: this one, or where the sums of it are sent
+    int senders;  // CTAs that send this one their sums of the last unit
 
     CUTLASS_DEVICE Place(DecodeParams const& p) {
       warp = threadIdx.x / 32;
       lane = threadIdx.x % 32;
-      rank = blockIdx.x;
-      first_piece = rank * p.pieces_per_cta;
-      end_piece = min(p.pieces, first_piece + p.pieces_per_cta);
-      first_unit = blockIdx.y * p.units_per_cluster;
-      end_unit = min(p.units, first_unit + p.units_per_cluster);
+      rank = owner = blockIdx.x;
+      senders = 0;
+      int const unit = blockIdx.y * p.units_per_cluster;  // the cluster's first
+      int const units = min(p.units - unit, p.units_per_cluster);
+      if constexpr (!kIsCluster) {
+        first_unit = unit;
+        last_unit = unit + units - 1;
+        first_piece = 0;
+        end_piece = p.pieces;
+        return;
+      }
+      int const all = units * p.pieces;
+      int const begin = min(all, rank * p.run_pieces), end = min(all, begin + p.run_pieces);
+      first_unit = p.units_in(begin);
+      last_unit = begin < end ? p.units_in(end - 1) : first_unit - 1;
+      first_piece = begin - first_unit * p.pieces;
+      end_piece = end - last_unit * p.pieces;
+      while (owner * p.run_pieces > first_unit * p.pieces) --owner;
+      if (owner == rank || first_unit < last_unit) {
+        int const end_of_last = (last_unit + 1) * p.pieces;
+        for (int other = end; other < end_of_last; other += p.run_pieces) ++senders;
+      }
+      first_unit += unit;
+      last_unit += unit;
+    }
+
+    CUTLASS_DEVICE bool sends() const { return kIsCluster && owner != rank; }
+
+    /// The warp's first piece of a unit, and how many it has.
+    CUTLASS_DEVICE int first(int unit) const {
+      return kIsCluster && unit == first_unit ? first_piece + ((warp - first_piece) & (kWarpsK - 1)) : warp;
+    }
+    CUTLASS_DEVICE int count(DecodeParams const& p, int unit) const {
+      int const end = kIsCluster && unit == last_unit ? end_piece : p.pieces;
+      return max(0, end - first(unit) + kWarpsK - 1) / kWarpsK;
+    }
+
+    /// Where x of a unit's piece 0 lies, in pieces: all of x is there, or that of a run shorter than K.
+    CUTLASS_DEVICE int x_base(DecodeParams const& p, int unit) const {
+      if (!kIsCluster || p.run_pieces >= p.pieces) return 0;
+      return (unit == first_unit ? 0 : p.pieces) - first_piece;
     }
   };
 
   /// Copies x of one piece, half a row (16 chunks of 16 bytes at most) per half warp.
-  /// Beyond K it is zero, whatever the weights there are.
-  CUTLASS_DEVICE static void fetch_x(uint32_t smem_x, DecodeParams const& p, Place const& place, int piece) {
+  /// Beyond K it is zero, whatever the weights there are. target: of the piece's first token and k.
+  CUTLASS_DEVICE static void fetch_x(uint32_t target, DecodeParams const& p, int piece, int lane) {
     constexpr int kChunks = kPieceK / 8;
     constexpr int kRows = 32 / kChunks;  // per copy of a warp
-    int const offset = place.lane % kChunks * 8;
+    int const offset = lane % kChunks * 8;
     int const k = piece * kPieceK + offset;
     int const bytes = k < p.k ? 16 : 0;
-    int const first_token = place.lane / kChunks;
-    uint32_t target =
-        smem_x + first_token * p.x_row_bytes + ((piece - place.first_piece) * kPieceK + offset) * int(sizeof(Element));
+    int const first_token = lane / kChunks;
+    target += first_token * p.x_row_bytes + offset * int(sizeof(Element));
     auto const* source = static_cast<Element const*>(p.x) + first_token * p.ldx + (bytes > 0 ? k : 0);
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int token = first_token; token < p.m; token += kRows) {
       copy_async_or_zero(target, source, bytes);
       target += kRows * p.x_row_bytes;
@@ -130,68 +177,87 @@ struct Decode {
   }
 
   /// The warp's copies, kDepth pieces ahead of its products.
-  template <int kGroups>
+  template <int kGroups, bool kIsCluster>
   struct Stream {
     using R = Ring<kGroups>;
     DecodeParams const& p;
-    Place const& place;
-    uint32_t smem_x;
-    int first;  // piece of K, in every unit
-    int unit, piece;
+    Place<kIsCluster> const& place;
+    int unit, piece;  // next
+    int left;  // pieces of the unit; 0 when all is fetched
+    int x_left;  // pieces that need their x: the first ones
     typename R::Source source;
 
-    CUTLASS_DEVICE Stream(DecodeParams const& p, Place const& place, uint32_t smem_x)
-        : p(p),
-          place(place),
-          smem_x(smem_x),
-          first(place.first_piece + place.warp),
-          unit(first < place.end_piece ? place.first_unit : place.end_unit),
-          piece(first),
-          source(p, tile(place.first_unit), place.lane) {}
+    CUTLASS_DEVICE Stream(DecodeParams const& p, Place<kIsCluster> const& place)
+        : p(p), place(place), source(p, tile(place.first_unit), place.first(place.first_unit), place.lane) {
+      unit = place.first_unit;
+      piece = place.first(unit);
+      left = unit <= place.last_unit ? place.count(p, unit) : 0;
+      x_left = left;
+      if (kIsCluster && unit < place.last_unit) {
+        // Of the next unit those before this one's.
+        int const end = min(place.first_piece, unit + 1 == place.last_unit ? place.end_piece : p.pieces);
+        x_left += max(0, end - place.warp + kWarpsK - 1) / kWarpsK;
+      }
+      if (left == 0) begin_next_unit();
+    }
 
-    CUTLASS_DEVICE int tile(int of_unit) const { return of_unit * kRowTiles; }
+    CUTLASS_DEVICE static int tile(int of_unit) { return of_unit * kRowTiles; }
+    CUTLASS_DEVICE bool is_whole() const { return (piece + 1) * kPieceK <= p.k_padded; }
 
+    /// The next one that has pieces for this warp.
+    CUTLASS_DEVICE void begin_next_unit() {
+      while (left == 0 && unit < place.last_unit) {
+        ++unit;
+        piece = place.warp;
+        left = place.count(p, unit);
+      }
+      source = typename R::Source(p, tile(unit), piece, place.lane);
+    }
+
+    CUTLASS_DEVICE void advance() {
+      piece += kWarpsK;
+      source.advance(kWarpsK);
+      if (--left == 0) begin_next_unit();
+    }
+
+    /// What is fetched first, into the L2.
     CUTLASS_DEVICE void prefetch() const {
-      if (unit >= place.end_unit) return;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kDepth; ++i) {
-        if (first + i * kWarpsK < place.end_piece) R::prefetch(source, p, first + i * kWarpsK, place.lane);
+      Stream ahead = *this;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < kDepth && ahead.left > 0; ++i) {
+        R::prefetch(ahead.source, ahead.is_whole(), place.lane);
+        ahead.advance();
       }
     }
 
-    /// One commit, of the next piece or of nothing.
-    CUTLASS_DEVICE void fetch_next(uint32_t slot) {
-      __syncwarp();  // all lanes have read what was there
-      if (unit < place.end_unit) {
-        if (unit == place.first_unit) fetch_x(smem_x, p, place, piece);
-        R::fetch(slot, source, p, piece, place.lane);
-        piece += kWarpsK;
-        if (piece >= place.end_piece) {
-          piece = first;
-          ++unit;
-          source = typename R::Source(p, tile(min(unit, place.end_unit - 1)), place.lane);
+    /// One commit, of the next piece or of nothing. All lanes have read what was in the slot.
+    CUTLASS_DEVICE void fetch_next(uint32_t slot, uint32_t smem_x) {
+      if (left > 0) {
+        if (x_left > 0) {
+          --x_left;
+          int const position = piece + place.x_base(p, unit);
+          fetch_x(smem_x + position * (kPieceK * int(sizeof(Element))), p, piece, place.lane);
         }
+        R::fetch(slot, source, p, is_whole(), place.lane);
+        advance();
       }
       commit_copies();
     }
   };
 
   /// This warp's sums of a unit.
-  CUTLASS_DEVICE static void put(Sums const (&sums)[kRowTiles], DecodeParams const& p, Place const& place,
+  CUTLASS_DEVICE static void put(Sums const (&sums)[kRowTiles], DecodeParams const& p, int warp, int lane,
                                  float* buffer) {
-    int const g = place.lane / 4, t = place.lane % 4;
-    float* const base = buffer + place.warp * p.m * kUnitColumns + g * kLaneColumns;
+    int const g = lane / 4, t = lane % 4;
+    float* const base = buffer + warp * p.m * kUnitColumns + g * kLaneColumns;
     CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
+    for (int e = 0; e < 2; ++e) {
+      int const token = 2 * t + e;
+      if (token >= p.m) continue;
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        int const token = 8 * tile + 2 * t + e;
-        if (token >= p.m) continue;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kRowTiles; ++i) {
-          float2 const pair = {sums[i][tile][e], sums[i][tile][e + 2]};
-          *reinterpret_cast<float2*>(base + token * kUnitColumns + 2 * i) = pair;
-        }
+      for (int i = 0; i < kRowTiles; ++i) {
+        float2 const pair = {sums[i][e], sums[i][e + 2]};
+        *reinterpret_cast<float2*>(base + token * kUnitColumns + 2 * i) = pair;
       }
     }
   }
@@ -209,108 +275,108 @@ struct Decode {
     a.w += b.w;
   }
 
+  /// Adds the warps' sums of a unit and, if they began it, those of the CTAs that share it, and stores or sends them. Warps take
+  /// turns at it: `turn` counts the units of the run.
+  template <int kGroups, bool kIsCluster>
+  CUTLASS_DEVICE static void finish(DecodeParams const& p, Place<kIsCluster> const& place, Smem const& smem, int turn) {
+    int const count = p.m * kQuads;
+    int const i = ((place.warp - turn * divide_up(count, 32)) & (kWarpsK - 1)) * 32 + place.lane;
+    if (i - place.lane >= count) return;
+    bool const is_sent = place.sends() && turn == 0;
+    bool const is_shared = kIsCluster && place.first_unit + turn == place.last_unit && place.senders > 0;
+    cute::wait_barrier(smem.sums_barrier(), turn % 2);
+    if (is_shared) cute::wait_barrier(smem.parts_barrier(), 0);
+    asm volatile("" ::: "memory");  // what follows is read after it
+    if (i >= count) return;
+    float4 const* const sums = reinterpret_cast<float4 const*>(smem.sums(p, kGroups, turn % 2));
+    float4* const parts = smem.parts(p, kGroups);
+    float4 sum = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < kWarpsK; ++w) add(sum, sums[w * count + i]);
+    if (is_sent) {
+      send(parts + (place.rank - place.owner - 1) * count + i, smem.parts_barrier(), place.owner, sum);
+    } else {
+      if (is_shared) {
+        for (int part = 0; part < place.senders; ++part) add(sum, parts[part * count + i]);
+      }
+      store_quad<Element>(p, i / kQuads, column_of(place.first_unit + turn, i % kQuads), sum, !kHasScales);
+    }
+  }
+
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static void run(DecodeParams const& p, char* smem_base) {
     using R = Ring<kGroups>;
     Smem const smem{smem_base};
-    Place const place(p);
-    uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(p, kGroups));
+    Place<kIsCluster> const place(p);
+    uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(kGroups));
     uint32_t const first_slot = cute::cast_smem_ptr_to_uint(smem.ring()) + place.warp * kDepth * R::kSlotBytes;
     uint32_t const last_slot = first_slot + (kDepth - 1) * R::kSlotBytes;
-    Stream<kGroups> stream(p, place, smem_x);
+    Stream<kGroups, kIsCluster> stream(p, place);
     // Weights may be on their way to the L2 while the kernels before this one still run. Nothing may be used: a neighbour
     // may be writing x, or the weights themselves.
     if (p.overlap) stream.prefetch();
     cudaGridDependencySynchronize();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot);
+    for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot, smem_x);
     cudaTriggerProgrammaticLaunchCompletion();
-    if constexpr (kIsCluster) {
-      if (threadIdx.x == 0) {
-        cute::initialize_barrier(smem.barrier(0), 1);
-        cute::initialize_barrier(smem.barrier(1), 1);
+    if (threadIdx.x == 0) {
+      cute::initialize_barrier(smem.sums_barrier(), kWarpsK);
+      if constexpr (kIsCluster) {
+        cute::initialize_barrier(smem.parts_barrier(), 1);
+        cute::set_barrier_transaction_bytes(smem.parts_barrier(), place.senders * Smem::part_bytes(p.m));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
-      __syncwarp();
-      cute::cluster_arrive_relaxed();  // a CTA writes into another one's memory once that has come this far
     }
+    __syncthreads();
+    if constexpr (kIsCluster) cute::cluster_arrive_relaxed();  // others may write here once all have come this far
 
     // Tokens from M on are given the row of M - 1: their sums are not stored.
-    uint32_t x_rows[kTokenTiles];
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-      int const token = min(8 * tile + place.lane % 8, p.m - 1);
-      x_rows[tile] = smem_x + token * p.x_row_bytes + place.lane / 8 * 16;
-    }
-
-    // Quads of columns that this CTA stores.
-    int const quads_per_cta = p.quads_per_cta;
-    int const first_quad = place.rank * quads_per_cta;
-    int const owned = min(quads_per_cta, kQuads - first_quad);
-    auto const finish = [&](int unit) {
-      cute::wait_barrier(smem.barrier(unit % 2), (unit - place.first_unit) / 2 % 2);
-      asm volatile("" ::: "memory");  // what follows is read after it
-      float4 const* const parts = smem.part(p, kGroups, unit % 2);
-      for (int i = threadIdx.x; i < p.m * owned; i += kThreads) {
-        int const token = i / owned, quad = i % owned;
-        float4 sum = {};
-        for (int rank = 0; rank < p.split_k; ++rank) add(sum, parts[(rank * p.m + token) * quads_per_cta + quad]);
-        store_quad<Element>(p, token, column_of(unit, first_quad + quad), sum, !kHasScales);
-      }
-    };
+    uint32_t x_row = smem_x + min(place.lane % 8, p.m - 1) * p.x_row_bytes + place.lane / 8 * 16;
+    asm volatile("" : "+r"(x_row));  // not to be computed anew for every piece
 
     uint32_t slot = first_slot;
+    int turn = 0;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int u = place.first_unit; u < place.end_unit; ++u) {
-      uint32_t const scale_offset = R::scale_offset(stream.tile(u), place.lane);
+    for (int unit = place.first_unit; unit <= place.last_unit; ++unit, ++turn) {
+      uint32_t const scale_offset = R::scale_offset(stream.tile(unit), place.lane);
+      uint32_t x = x_row + (place.first(unit) + place.x_base(p, unit)) * (kPieceK * int(sizeof(Element)));
       Sums sums[kRowTiles], sum_x;
       Mma::clear(sums);
       Mma::clear(sum_x);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int piece = stream.first; piece < place.end_piece; piece += kWarpsK) {
+      for (int left = place.count(p, unit); left > 0; --left) {
         wait_for_copies<kDepth - 1>();
-        __syncwarp();  // scales, and x in the first unit, were copied by other lanes
-        Mma::template accumulate<kGroups>(sums, sum_x, slot, scale_offset, place.lane, x_rows,
-                                          (piece - place.first_piece) * (kPieceK * int(sizeof(Element))));
-        stream.fetch_next(slot);
+        __syncwarp();  // scales and x were copied by other lanes
+        using Piece = typename Mma::template Piece<kGroups>;
+        Piece piece;
+        piece.load(slot, scale_offset, place.lane);
+        auto const refill = [&] {
+          __syncwarp();  // all lanes have read the slot
+          stream.fetch_next(slot, smem_x);
+        };
+        if constexpr (Piece::kFreesSlot) refill();
+        Mma::template accumulate<kGroups>(sums, sum_x, piece, x);
+        if constexpr (!Piece::kFreesSlot) refill();
         slot = slot == last_slot ? first_slot : slot + R::kSlotBytes;
+        x += kWarpsK * kPieceK * int(sizeof(Element));
       }
       if constexpr (!kHasScales) Mma::correct_channel(sums, sum_x);
-
-      if constexpr (kIsCluster) {
-        if (threadIdx.x == 0) {
-          cute::set_barrier_transaction_bytes(smem.barrier(u % 2), p.split_k * p.m * owned * int(sizeof(float4)));
-        }
-        // After this, nobody here reads the parts that the others are about to write: those of two units ago. And they do
-        // not write them sooner, because each waits for this CTA's sums of the last unit: hence every CTA owns some columns.
-        if (u == place.first_unit) {
-          __syncwarp();
-          cute::cluster_wait();
-        } else {
-          finish(u - 1);
-        }
+      if (turn > 0) {
+        // With this the buffer of two units ago is free: it has been read before the sums of the last unit were left.
+        cute::wait_barrier(smem.sums_barrier(), (turn - 1) % 2);
+        if (!(place.sends() && turn == 1)) finish<kGroups>(p, place, smem, turn - 1);
       }
-      float* const buffer = smem.sums(kGroups);
-      put(sums, p, place, buffer);
-      __syncthreads();
-      int const count = p.m * kQuads;
-      for (int i = threadIdx.x; i < count; i += kThreads) {
-        int const token = i / kQuads, quad = i % kQuads;
-        float4 sum = {};
-        CUTLASS_PRAGMA_UNROLL
-        for (int w = 0; w < kWarpsK; ++w) add(sum, reinterpret_cast<float4 const*>(buffer)[w * count + i]);
-        if constexpr (kIsCluster) {
-          int const owner = quad / quads_per_cta;
-          float4* const part = smem.part(p, kGroups, u % 2) + (place.rank * p.m + token) * quads_per_cta +
-                               (quad - owner * quads_per_cta);
-          send(part, smem.barrier(u % 2), owner, sum);
-        } else {
-          store_quad<Element>(p, token, column_of(u, quad), sum, !kHasScales);
-        }
+      put(sums, p, place.warp, place.lane, smem.sums(p, kGroups, turn % 2));
+      // Orders the sums of all lanes before the arrival of one. (racecheck does not follow that, and reports them.)
+      __syncwarp();
+      if (place.lane == 0) cute::arrive_barrier(smem.sums_barrier());
+      if (kIsCluster && turn == 0) {
+        cute::cluster_wait();
+        if (place.sends()) finish<kGroups>(p, place, smem, 0);  // another CTA waits for it
       }
-      if (u + 1 < place.end_unit) __syncthreads();  // the buffer is free again
     }
-    if constexpr (kIsCluster) finish(place.end_unit - 1);
+    if (turn > (place.sends() ? 1 : 0)) finish<kGroups>(p, place, smem, turn - 1);
+    if (kIsCluster && turn == 0) cute::cluster_wait();
   }
 
   /// Writes to the same address in another CTA of the cluster, and counts the bytes on its barrier.
@@ -327,12 +393,12 @@ struct Decode {
     d.units = divide_up(p.n_padded, kUnitColumns);
     d.units_per_cluster = divide_up(d.units, clusters);
     d.pieces = divide_up(p.k_padded, kPieceK);
-    d.pieces_per_cta = divide_up(d.pieces, p.split_k);
+    d.pieces_multiplier = uint32_t(((uint64_t(1) << 32) + d.pieces - 1) / d.pieces);
+    d.run_pieces = divide_up(d.units_per_cluster * d.pieces, p.split_k);
     // 16 bytes more than a multiple of 128: the rows that ldmatrix reads together fall into different banks.
-    d.x_row_bytes = d.pieces_per_cta * kPieceK * int(sizeof(Element)) + 16;
+    d.x_row_bytes = min(d.pieces, d.run_pieces) * kPieceK * int(sizeof(Element)) + 16;
     int const group_k = !kHasScales || p.group_size % kPieceK == 0 ? kPieceK : p.group_size % 64 == 0 ? 64 : 32;
     d.groups_per_piece = kPieceK / group_k;
-    d.quads_per_cta = divide_up(kQuads, p.split_k);
     return d;
   }
 };
@@ -369,8 +435,6 @@ template <class Config>
 cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   using Kernel = Decode<Config>;
   DecodeParams const d = Kernel::prepare(p, p.clusters);
-  // Every CTA must own columns: see run.
-  if ((p.split_k - 1) * d.quads_per_cta >= Kernel::kQuads) return cudaErrorInvalidValue;
   if (Kernel::template Ring<1>::kHasZeros && p.zeros == nullptr) return cudaErrorInvalidValue;
   switch (d.groups_per_piece) {
     case 1:

@@ -86,7 +86,6 @@ class Kernel:
             return {"kTokens": c.block_m, "kLines": lines, "kWarps": c.block_k // GEMV_PASS_K}
         if c.family == "decode_sm90":
             return {
-                "kTokenTiles": c.block_m // 8,
                 "kRowTiles": c.warp_n // 16,
                 "kWarpsK": c.block_k // c.piece_k,
                 "kDepth": c.stages,

@@ -88,7 +88,7 @@ BAD_CONFIGS = {
         DECODE, problem(90, m=9), "f16", "tiled", f"config: {DECODE} computes at most 8 rows, but x has 9"),
     "x of decode": (
         DECODE, problem(90, m=8, k=32768), "f16", "tiled",
-        f"config: {DECODE} needs {DECODE.decode_smem_bytes(8, 32768, 64, False)} bytes of shared memory "
+        f"config: {DECODE} needs {DECODE.decode_smem_bytes(8, 40, 32768, 64, False, 16)} bytes of shared memory "
         "for int4, but the GPU has 232448"),
     "cluster of 9": (
         DECODE.with_split_k(9), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 8, got 9"),
@@ -98,9 +98,9 @@ BAD_CONFIGS = {
         SM90.with_split_k(3), problem(90), "f16", "tiled",
         f"config: split_k of 3 leaves a part of K without work: K = 192 is 2 units of {SM90.kernel}"),
     "cluster beyond the columns": (
-        DECODE.with_split_k(5), problem(90, k=4096), "f16", "tiled",
-        "config: split_k of 5 leaves a CTA of the cluster without sums to finish: "
-        f"{DECODE.kernel} has 8 parts of them"),
+        SM90.with_split_k(7), problem(90, k=4096), "f16", "tiled",
+        "config: split_k of 7 leaves a CTA of the cluster without sums to finish: "
+        f"{SM90.kernel} has 16 parts of them"),
 }  # fmt: skip
 
 

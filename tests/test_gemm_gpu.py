@@ -69,11 +69,11 @@ def test_every_kernel_is_as_accurate_as_cublas(
 def test_clusters_that_go_through_many_units(
     cuda_device: torch.device, generator: torch.Generator, format: str
 ) -> None:
-    """Five units and a ragged one per cluster: buffers and barriers come round twice."""
+    """Five units and a ragged one per cluster: buffers and barriers come round twice, and CTAs share units."""
     for config in wo.kernels():
         if config.family != "decode_sm90" or format not in config.formats:
             continue
-        for split_k, k in ((1, 256), (3, 1216), (8, 1600)):
+        for split_k, k in ((1, 256), (3, 1216), (5, 1216), (8, 1600)):
             slots = cluster_slots(sm_count(torch.cuda.current_device()), split_k)
             case = Case(k, 5 * slots * config.block_n + 40, format, "f16", 64)
             for split in splits(config, config.max_m, case, (split_k,)):
@@ -224,7 +224,8 @@ def test_cuda_graph_and_side_stream(cuda_device: torch.device, generator: torch.
     for m in (1, 16, 128):
         x = torch.randint(-3, 4, (m, 2048), generator=generator).half().cuda()
         expected = (x.double() @ o.w64).half()
-        readers = (c for c in wo.kernels() if c.layout == own_layout() and c.max_m >= m)
+        of_format = (c for c in wo.kernels() if case.format in c.formats)
+        readers = (c for c in of_format if c.layout == own_layout() and c.max_m >= m)
         config = next(split for c in readers for split in splits(c, m, case, (4,)))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

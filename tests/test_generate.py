@@ -25,11 +25,11 @@ def constants(symbol: str) -> dict[str, int]:
     [
         (
             "decode_sm90_8x32x2048_w8x32_s2_f16_int4_group",
-            {"kTokenTiles": 1, "kRowTiles": 2, "kWarpsK": 16, "kDepth": 2},
+            {"kRowTiles": 2, "kWarpsK": 16, "kDepth": 2},
         ),
         (
             "decode_sm90_8x64x512_w8x64_s2_bf16_int8_channel",
-            {"kTokenTiles": 1, "kRowTiles": 4, "kWarpsK": 8, "kDepth": 2},
+            {"kRowTiles": 4, "kWarpsK": 8, "kDepth": 2},
         ),
         (
             "gemm_sm90_32x256x128_w32x64_s6_f16_int4_group_zeros",

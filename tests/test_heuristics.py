@@ -25,7 +25,7 @@ from weightonly.heuristics.cost import (
     units,
     waves_us,
 )
-from weightonly.heuristics.legal import DENSE_MIN_M, parts_of_k, smem_bytes, splits_evenly, worth_a_look
+from weightonly.heuristics.legal import DENSE_MIN_M, parts_of_k, smem_bytes, worth_a_look
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
 from weightonly.heuristics.problem import layouts_of
 
@@ -156,7 +156,7 @@ def test_candidates_are_what_is_legal(p: Problem) -> None:
         assert smem_bytes(config, p) <= machine(p.arch).smem_bytes
         parts = parts_of_k(config, p)
         assert (config.split_k - 1) * -(-parts // config.split_k) < parts, "a part of K without work"
-        if config.shares_cluster:
+        if config.family == "gemm_sm90":
             sums = config.shared_sums
             assert (config.split_k - 1) * -(-sums // config.split_k) < sums, "a CTA without sums to finish"
     assert {c.layout for c in found} == {p.layout}
@@ -195,7 +195,8 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
     decode = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2")
     assert (decode.warps, decode.piece_k, decode.max_m, decode.max_split_k) == (16, 128, 8, 8)
     assert decode.formats == ("int4",)
-    assert [s for s in range(1, 9) if splits_evenly(decode.shared_sums, s)] == [1, 2, 3, 4, 8]
+    # 48 units of columns on 22 clusters, 32 pieces of K each
+    assert decode.with_split_k(5).decode_run(1536, 4096, 22) == (3, 20)
     gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
     assert (gemm.warps, gemm.piece_k, gemm.max_split_k, gemm.warpgroups_k) == (16, 128, 8, 1)
     shared = next(c for c in CONFIGS if c.kernel == "gemm_sm90_16x64x512_w16x64_s4")
@@ -209,21 +210,23 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
 @pytest.mark.parametrize(
     ("m", "k_padded", "group_size", "zeros", "split_k", "expected_bytes"),
     [
-        # barriers + 2 slots of 16 warps (weights + rows of scales) + sums of the warps (+ of the CTAs) + x
-        pytest.param(1, 4096, 128, False, 1, 128 + 32 * (2 * 1024 + 128) + 16 * 128 + 8192 + 16, id="group128"),
-        pytest.param(8, 4096, 32, True, 1, 128 + 32 * (2 * 1024 + 8 * 128) + 8 * (16 * 128 + 8208), id="group32zeros"),
-        pytest.param(1, 4096, 192, False, 1, 128 + 32 * (2 * 1024 + 2 * 128) + 16 * 128 + 8208, id="group192"),
-        pytest.param(1, 4160, -1, True, 1, 128 + 32 * (2 * 1024 + 4 * 128) + 16 * 128 + 33 * 256 + 16, id="odd K"),
-        pytest.param(
-            4, 4096, -1, False, 3, 128 + 32 * 2048 + 4 * (2048 + 2 * 3 * 3 * 16 + 11 * 256 + 16), id="cluster"
-        ),
+        # barriers + 2 slots of 16 warps (weights + rows of scales) + twice the sums of the warps (+ those sent) + x
+        pytest.param(1, 4096, 128, False, 1, 128 + 32 * (2 * 1024 + 128) + 32 * 128 + 8192 + 16, id="group128"),
+        pytest.param(8, 4096, 32, True, 1, 128 + 32 * (2 * 1024 + 8 * 128) + 8 * (32 * 128 + 8208), id="group32zeros"),
+        pytest.param(1, 4096, 192, False, 1, 128 + 32 * (2 * 1024 + 2 * 128) + 32 * 128 + 8208, id="group192"),
+        pytest.param(1, 4160, -1, True, 1, 128 + 32 * (2 * 1024 + 4 * 128) + 32 * 128 + 33 * 256 + 16, id="odd K"),
+        # one unit of columns a cluster
+        pytest.param(4, 4096, -1, False, 3, 128 + 32 * 2048 + 4 * (34 * 128 + 11 * 256 + 16), id="part of K"),
+        # four of them: a run of 43 pieces meets all 32 of K
+        pytest.param(4, 4096, -1, False, -3, 128 + 32 * 2048 + 4 * (34 * 128 + 32 * 256 + 16), id="all of K"),
     ],
 )
 def test_shared_memory_of_decode(
     m: int, k_padded: int, group_size: int, zeros: bool, split_k: int, expected_bytes: int
 ) -> None:
-    config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(split_k)
-    assert config.decode_smem_bytes(m, k_padded, group_size, zeros) == expected_bytes
+    config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(abs(split_k))
+    n = 39 * 32 * 4 if split_k < 0 else 38 * 32
+    assert config.decode_smem_bytes(m, n, k_padded, group_size, zeros, clusters=39) == expected_bytes
 
 
 def test_the_table_of_codes_in_shared_memory() -> None:
@@ -234,7 +237,7 @@ def test_the_table_of_codes_in_shared_memory() -> None:
             both = [config.gemm_sm90_smem_bytes(f, per_channel=False, zeros=False) for f in ("int4", "code4")]
             extra_kb[config.block_m] = (both[1] - both[0]) / 1024
             assert both[1] <= machine(90).smem_bytes
-    assert extra_kb == {16: 64, 32: 64, 48: 32, 64: 32, 96: 32, 128: 32, 192: 32, 256: 32}
+    assert extra_kb == {8: 64, 16: 64, 32: 64, 48: 32, 64: 32, 96: 32, 128: 32, 192: 32, 256: 32}
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
@@ -252,7 +255,9 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
         parts = config.warpgroups_k
         assert bare == 2048 + config.stages * stage_bytes + (parts * sum_bytes if parts > 1 else 0)
         assert needed - bare == config.stages * config.block_k // 32 * config.block_n * 4
-        assert config.block_n * (config.block_m + 8 * config.block_m // 64) * 2 <= config.stages * stage_bytes
+        assert (
+            config.block_m * config.block_n * 68 // 64 * 4 <= config.stages * stage_bytes
+        )  # fp32 sums, on the way to y
         if config.max_split_k == 1:
             continue
         in_two = config.with_split_k(2).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
@@ -260,10 +265,11 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
 
 
 def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
-    """x of decode_sm90 stays in shared memory: 8 rows of it do not fit on one SM, at last not on eight."""
+    """x of decode_sm90 stays in shared memory. If 8 rows of it do not fit, more SMs help where each has a part."""
     assert select(8, 4096, 4096, "int4", 128, 90, 132).family == "decode_sm90"
-    decode = [c for c in candidates(problem(8, 28672, 8192)) if c.family == "decode_sm90"]
-    assert min(c.split_k for c in decode) >= 4
+    decode = [c for c in candidates(problem(8, 14336, 4096)) if c.family == "decode_sm90"]
+    assert min(c.split_k for c in decode) == 2
+    assert all(c.family != "decode_sm90" for c in candidates(problem(8, 28672, 8192)))
     assert select(8, 4096, 131072, "int4", 128, 90, 132).family == "gemm_sm90"
 
 
@@ -346,7 +352,7 @@ def test_residency_is_bounded_by_what_an_sm_has() -> None:
 
 @pytest.mark.parametrize("layout", layouts_of(90))
 def test_choosing_is_quick(layout: str) -> None:
-    """A new shape in under 20 us, a known one in under 1 us: the best of several rounds, the machine may be busy."""
+    """A new shape in under 40 us, a known one in under 1 us: the best of several rounds, the machine may be busy."""
     select(1, 128, 128, "int4", 128, 90, 132, layout)
     fresh_us, cached_us = [], []
     for round_ in range(15):
@@ -361,7 +367,7 @@ def test_choosing_is_quick(layout: str) -> None:
         fresh_us.append((middle - start) / len(shapes) * 1e6)
         cached_us.append((end - middle) / len(shapes) * 1e6)
     assert min(cached_us) < 1
-    assert min(fresh_us) < 20
+    assert min(fresh_us) < 40
 
 
 def test_bad_problems() -> None:

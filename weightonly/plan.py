@@ -8,7 +8,7 @@ from .dense_plan import DensePlan
 from .heuristics import KernelConfig, Problem, select
 from .heuristics.configs import FAMILIES, TypeConfig
 from .heuristics.cost import machine
-from .heuristics.legal import parts_of_k, smem_bytes, splits_evenly
+from .heuristics.legal import all_finish, parts_of_k, smem_bytes, splits_evenly
 from .heuristics.problem import layouts_of
 from .heuristics.slices import longest_k
 from .kernel_plan import KernelPlan, Plan
@@ -131,7 +131,7 @@ def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> N
             f"config: {config} needs {needed_bytes} bytes of shared memory for {problem.format}, "
             f"but the GPU has {limit_bytes}"
         )
-    if config.shares_cluster and not splits_evenly(config.shared_sums, config.split_k):
+    if not all_finish(config):
         raise ValueError(
             f"config: split_k of {config.split_k} leaves a CTA of the cluster without sums to finish: "
             f"{config.kernel} has {config.shared_sums} parts of them"
