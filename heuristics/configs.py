@@ -167,20 +167,20 @@ class KernelConfig:
         stage = self.block_m * self.block_k * 2 + self.block_n * self.block_k * bits // 8 + scales_and_zeros
         return max(self.stages * stage, self.block_m * (self.block_n + 8) * 2)
 
-    def decode_run(self, n: int, k_padded: int, clusters: int) -> tuple[int, int]:
-        """How decode_sm90 divides its work: units of a cluster, and pieces of K in the run of each of its CTAs.
+    def decode_run_pieces(self, n: int, k_padded: int, clusters: int) -> int:
+        """Pieces of K in the run of one CTA of decode_sm90, of all its units of columns together.
 
         The pieces of a cluster's units, one unit after another, are cut into split_k runs. clusters: at once.
         """
         units = -(-tiled_columns(n) // self.block_n // clusters)
-        return units, -(-units * -(-k_padded // self.piece_k) // self.split_k)
+        return -(-units * -(-k_padded // self.piece_k) // self.split_k)
 
     def decode_smem_bytes(self, m: int, n: int, k_padded: int, group_size: int, zeros: bool, clusters: int) -> int:
         """Dynamic shared memory of one CTA of decode_sm90, bytes: struct Smem of kernels/decode_sm90.cuh.
 
         group_size: elements of K, -1 per channel. The result may be more than a GPU has: see heuristics/select.py.
         """
-        _, run_pieces = self.decode_run(n, k_padded, clusters)
+        run_pieces = self.decode_run_pieces(n, k_padded, clusters)
         x_row_bytes = min(run_pieces, -(-k_padded // self.piece_k)) * self.piece_k * 2 + 16
         ring_bytes = self.decode_ring_bytes(k_padded if group_size == -1 else group_size, group_size != -1, zeros)
         return 128 + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)

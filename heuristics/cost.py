@@ -266,7 +266,7 @@ class DecodeWork(NamedTuple):
 def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
     """The part of a problem that falls to an SM."""
     clusters = cluster_slots(problem.sm_count, config.split_k)
-    _, run_pieces = config.decode_run(problem.n, problem.k_padded, clusters)
+    run_pieces = config.decode_run_pieces(problem.n, problem.k_padded, clusters)
     pieces = -(-problem.k_padded // config.piece_k)
     warps_k = config.block_k // config.piece_k
     rounds = -(-run_pieces * -(-pieces // warps_k) // pieces)

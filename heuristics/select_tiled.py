@@ -105,6 +105,35 @@ def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool,
     return tuple(found)
 
 
+class _ForK(NamedTuple):
+    """A kernel of gemm_sm90, and what K alone decides of it."""
+
+    splits: tuple[tuple[int, float, float, KernelConfig], ...]  # clusters at once, a tile's work and fixed us, config
+    block_m: int
+    block_n: int
+    tile_us: float  # a tile's work, of all SMs
+    end_us: float
+    least_us: float  # beyond the memory's time
+
+
+@functools.lru_cache(maxsize=64)  # a model has a few K
+def _gemm_sm90_for_k(
+    format: str, arch: int, sm_count: int, per_channel: bool, zeros: bool, k_padded: int
+) -> tuple[_ForK, ...]:
+    found = []
+    for kernel in _gemm_sm90_kernels(format, arch, sm_count, per_channel, zeros):
+        pieces = -(-k_padded // kernel.piece_k)
+        splits = tuple(
+            (s.slots, -(-pieces // s.split_k) * kernel.unit_us, s.fixed_us, s.config)
+            for s in kernel.splits
+            if (s.split_k - 1) * -(-pieces // s.split_k) < pieces
+        )
+        least_us = kernel.splits[0].fixed_us + kernel.end_us
+        tile_us = pieces * kernel.unit_us / sm_count
+        found.append(_ForK(splits, kernel.block_m, kernel.block_n, tile_us, kernel.end_us, least_us))
+    return tuple(found)
+
+
 def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
     """Among the kernels of Hopper; None if none takes less than limit_us.
 
@@ -146,32 +175,26 @@ def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
 
     idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
     n = problem.n
-    kernels = _gemm_sm90_kernels(format, arch, sm_count, per_channel, zeros)
+    kernels = _gemm_sm90_for_k(format, arch, sm_count, per_channel, zeros, k_padded)
     # Those likely to be the best first: the list goes from few tokens to many.
-    for splits, block_m, block_n, piece_k, unit_us, end_us in kernels if m <= 32 else reversed(kernels):
-        if m > MAX_TOKEN_TILES * block_m:
+    for parts, block_m, block_n, tile_us, end_us, least_us in kernels if m <= 32 else reversed(kernels):
+        if least_us + memory_us >= best_us or m > MAX_TOKEN_TILES * block_m:
             continue
         tiles = -(-m // block_m) * -(-n // block_n)
-        all_pieces = -(-k_padded // piece_k)
-        bound_us = tiles * all_pieces * unit_us / sm_count
+        bound_us = tiles * tile_us
         if bound_us < memory_us:
             bound_us = memory_us
         bound_us += end_us
-        for split_k, config, slots, fixed_us, _, _ in splits:
+        for slots, work_us, fixed_us, config in parts:
             if fixed_us + bound_us >= best_us:
                 break
-            pieces = -(-all_pieces // split_k)
-            if (split_k - 1) * pieces < all_pieces:
-                turns, rest = divmod(tiles, slots)
-                waves: float = turns
-                if rest:
-                    turns += 1
-                    waves = turns - idle * (1 - rest / slots)
-                us = waves * pieces * unit_us
-                us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
-                us += fixed_us + turns * end_us
-                if us < best_us:
-                    best, best_us = config, us
+            turns = -(-tiles // slots)
+            missing = turns * slots - tiles  # in the last wave
+            us = (turns - idle * missing / slots) * work_us if missing else turns * work_us
+            us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
+            us += fixed_us + turns * end_us
+            if us < best_us:
+                best, best_us = config, us
     return best
 
 

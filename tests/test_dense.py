@@ -132,7 +132,7 @@ def test_not_looked_at_for_few_rows() -> None:
 def forgetful() -> Iterator[None]:
     """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
     tiled = sys.modules["weightonly.heuristics.select_tiled"]
-    caches = (select, tiled._decode_kernels, tiled._gemm_sm90_kernels)
+    caches = (select, tiled._decode_kernels, tiled._gemm_sm90_kernels, tiled._gemm_sm90_for_k)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -195,8 +195,8 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
     decode = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2")
     assert (decode.warps, decode.piece_k, decode.max_m, decode.max_split_k) == (16, 128, 8, 8)
     assert decode.formats == ("int4",)
-    # 48 units of columns on 22 clusters, 32 pieces of K each
-    assert decode.with_split_k(5).decode_run(1536, 4096, 22) == (3, 20)
+    # three of 48 units of columns on each of 22 clusters, 32 pieces of K each
+    assert decode.with_split_k(5).decode_run_pieces(1536, 4096, 22) == 20
     gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
     assert (gemm.warps, gemm.piece_k, gemm.max_split_k, gemm.warpgroups_k) == (16, 128, 8, 1)
     shared = next(c for c in CONFIGS if c.kernel == "gemm_sm90_16x64x512_w16x64_s4")
@@ -352,9 +352,12 @@ def test_residency_is_bounded_by_what_an_sm_has() -> None:
 
 @pytest.mark.parametrize("layout", layouts_of(90))
 def test_choosing_is_quick(layout: str) -> None:
-    """A new shape in under 40 us, a known one in under 1 us: the best of several rounds, the machine may be busy."""
+    """A new shape in under 20 us, a known one in under 1 us: the best of several rounds, the machine may be busy.
+
+    That is for a machine that does 1000 steps of arithmetic in 80 us; one that is slower gets more in proportion.
+    """
     select(1, 128, 128, "int4", 128, 90, 132, layout)
-    fresh_us, cached_us = [], []
+    fresh_us, cached_us, steps_us = [], [], []
     for round_ in range(15):
         shapes = [(m, 4096 + 64 * round_ + i, 4096) for m in (1, 16, 100, 4096) for i in range(10)]
         start = time.perf_counter()
@@ -366,8 +369,12 @@ def test_choosing_is_quick(layout: str) -> None:
         end = time.perf_counter()
         fresh_us.append((middle - start) / len(shapes) * 1e6)
         cached_us.append((end - middle) / len(shapes) * 1e6)
+        start = time.perf_counter()
+        for i in range(1000):
+            _ = -(-i // 7) * 3.5 + i
+        steps_us.append((time.perf_counter() - start) * 1e6)
     assert min(cached_us) < 1
-    assert min(fresh_us) < 40
+    assert min(fresh_us) < 20 * max(1, min(steps_us) / 80)
 
 
 def test_bad_problems() -> None:
