@@ -61,7 +61,9 @@ struct WeightRing {
     char const* weight;
     char const* scales;
     char const* zeros;
-    uint32_t k;  // of the lane's row of scales, as GroupIndex counts: 2 (k / 32) + 1
+    uint32_t k;  // of the lane's row of scales, as GroupIndex counts
+
+    Source() = default;
 
     /// tile: of 16 columns, over all of N.
     CUTLASS_DEVICE Source(GemmParams const& p, int tile, int piece, int lane) {
@@ -72,12 +74,12 @@ struct WeightRing {
       int64_t const row = stripe * kScaleRowBytes + lane % 8 * 16;
       scales = static_cast<char const*>(p.scales) + row;
       zeros = static_cast<char const*>(p.zeros) + row;
-      k = (piece * kPieceK + lane / 8 * kGroupK) / 32 * 2 + 1;
+      k = GroupIndex::counted(piece * kPieceK + lane / 8 * kGroupK);
     }
 
     CUTLASS_DEVICE void advance(int pieces) {
       weight += pieces * (kPieceBlocks * Layout::kBlockBytes);
-      k += pieces * (kPieceK / 16);
+      k += pieces * GroupIndex::kCounts<kPieceK>;
     }
   };
 
@@ -104,8 +106,8 @@ struct WeightRing {
     int const row = lane / 8;
     if (row >= kGroups) return;
     // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
-    bool const is_group = kGroups == 1 || int(source.k - 1) * 16 < p.k;
-    uint32_t const group = min(int(__umulhi(source.k, p.group.multiplier)), p.group.last);
+    bool const is_group = kGroups == 1 || GroupIndex::first_k(source.k) < p.k;
+    uint32_t const group = p.group.of_counted(source.k);
     uint64_t const offset = uint64_t(group) * uint32_t(p.ld_scales * int(sizeof(Element)));
     uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
     copy_async_or_zero(target, source.scales + offset, is_group ? 16 : 0);

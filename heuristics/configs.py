@@ -12,7 +12,7 @@ MAX_SPLIT_K = 7
 """Parts of K whose sums meet in global memory."""
 
 MAX_TOKEN_TILES = 65535
-"""Tiles of tokens of gemm_sm90: they lie along a dimension of the grid that ends there."""
+"""Tiles of tokens of one launch of gemm_sm90: with those of columns they are counted in 32 bits."""
 
 MAX_CLUSTER = 8
 """CTAs of a cluster, which share K and sum in each other's shared memory: the portable limit of CUDA."""
@@ -142,6 +142,11 @@ class KernelConfig:
         return self.block_n // 64 * (self.block_m // 8)
 
     @property
+    def loops(self) -> bool:
+        """Whether CTAs of gemm_sm90 go through several tiles: the next is on its way while one is finished."""
+        return self.family == "gemm_sm90" and self.max_split_k == 1 and self.block_m >= 128
+
+    @property
     def warpgroups_k(self) -> int:
         """Warpgroups of gemm_sm90 that share the k of a block: each takes 128, for more than 128 tokens 64."""
         return self.block_k // (128 if self.block_m <= 128 else 64)
@@ -201,12 +206,21 @@ class KernelConfig:
         bits = {"int4": 4, "int8": 8, "code4": 4}[format]
         scale_rows = 0 if per_channel and not zeros else self.block_k // 32 * (2 if zeros else 1)  # the smallest groups
         stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
-        parts = self.split_k * self.warpgroups_k
-        part_bytes = parts * -(-self.shared_sums // self.split_k) * 128 * 16 if parts > 1 else 0
-        alignment_and_barriers = 2 * 1024
         # Pairs of codes, for each lane (code_table.h).
         table_bytes = 0 if format != "code4" else 256 * (256 if self.block_m <= 32 else 128)
-        return alignment_and_barriers + self.stages * stage_bytes + table_bytes + part_bytes
+        # At the end fp32 rows of y, each with 16 bytes more, take the stages' place, and where K is shared all sums.
+        warpgroups = self.warps // 4
+        item_bytes = 128 * 16
+        end_bytes = warpgroups * -(-self.shared_sums // warpgroups) * 8 * (64 * 4 + 16)
+        if self.max_split_k > 1:
+            end_bytes += warpgroups * (self.block_m // 8) * item_bytes
+        # Beside them rows of y while the stages take the next tile, and the sums that other CTAs send.
+        chunk_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
+        sent_bytes = (self.split_k - 1) * self.warpgroups_k * -(-self.shared_sums // self.split_k) * item_bytes
+        alignment_and_barriers = 2 * 1024
+        return (
+            alignment_and_barriers + max(self.stages * stage_bytes + table_bytes, end_bytes) + chunk_bytes + sent_bytes
+        )
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
@@ -264,7 +278,7 @@ _GEMM_SM90_SHAPES = (
     (96, 3, 1, 5, 5, 4),
     (96, 4, 1, 5, 4, 3),
     (128, 2, 1, 3, 3, 3),
-    (128, 3, 1, 4, 4, 3),
+    (128, 3, 1, 4, 3, 3),
     (192, 2, 1, 7, 6, 6),
     (256, 2, 1, 5, 5, 5),
 )

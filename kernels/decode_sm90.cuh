@@ -14,6 +14,9 @@
 //
 // In a CTA the warps take turns along K, a piece at a time. The copies of a warp run on over the end of a unit. x stays in
 // shared memory; a warp meets the same k in every unit, so it copies its own k of x with the first pieces that need them.
+// Each cluster begins at a piece of its own and goes around K: else all SMs ask the L2 for the same lines of x at a time,
+// which took up to 8% (M = 8). Below, pieces are counted from there, but for those of `Stream::piece`.
+//
 // When a unit ends its warps leave their sums in shared memory and go on; they are added after the products of the next
 // unit, when all are there. A unit that is shared is finished by the CTA that began it, which the others send their sums
 // to, each to a place of its own. All are added in the order of warps and CTAs: the result does not depend on who was first.
@@ -35,6 +38,7 @@ struct DecodeParams : GemmParams {
   int32_t pieces;  // of K
   int32_t run_pieces;  // of a CTA's run, at most
   uint32_t pieces_multiplier;  // i / pieces = i * pieces_multiplier / 2^32, for all i that there are
+  uint32_t rotation_multiplier;  // cluster i begins at piece i * rotation_multiplier / 2^32 of K
   int32_t x_row_bytes;  // of x in shared memory
   int32_t groups_per_piece;
 
@@ -60,6 +64,7 @@ struct Decode {
 
   static constexpr bool kHasScales = Ring<1>::kHasScales;
   static constexpr int kPieceK = Ring<1>::kPieceK;
+  static constexpr int kPieceXBytes = kPieceK * int(sizeof(Element));  // of one token
   static constexpr int kMaxGroups = kHasScales ? kPieceK / 32 : 1;  // in a piece
   static constexpr int kThreads = 32 * kWarpsK;
   static constexpr int kUnitColumns = 16 * kRowTiles;
@@ -109,12 +114,14 @@ struct Decode {
     int first_piece, end_piece;  // of the first unit, of the last
     int owner;  // CTA that began the first unit: this one, or where the sums of it are sent
     int senders;  // CTAs that send this one their sums of the last unit
+    int rotation;  // piece of K that the cluster begins with
 
     CUTLASS_DEVICE Place(DecodeParams const& p) {
       warp = threadIdx.x / 32;
       lane = threadIdx.x % 32;
       rank = owner = blockIdx.x;
       senders = 0;
+      rotation = int(__umulhi(blockIdx.y, p.rotation_multiplier));
       int const unit = blockIdx.y * p.units_per_cluster;  // the cluster's first
       int const units = min(p.units - unit, p.units_per_cluster);
       if constexpr (!kIsCluster) {
@@ -182,17 +189,19 @@ struct Decode {
     using R = Ring<kGroups>;
     DecodeParams const& p;
     Place<kIsCluster> const& place;
-    int unit, piece;  // next
-    int left;  // pieces of the unit; 0 when all is fetched
+    int unit, piece;  // next; of K
+    int left;  // pieces up to the end of K or of the unit; 0 when all is fetched
+    int wrapped;  // pieces of the unit after those, from the beginning of K
     int x_left;  // pieces that need their x: the first ones
+    uint32_t x_target;  // where x of the next piece belongs
+    uint32_t smem_x;
     typename R::Source source;
 
-    CUTLASS_DEVICE Stream(DecodeParams const& p, Place<kIsCluster> const& place)
-        : p(p), place(place), source(p, tile(place.first_unit), place.first(place.first_unit), place.lane) {
+    CUTLASS_DEVICE Stream(DecodeParams const& p, Place<kIsCluster> const& place, uint32_t smem_x)
+        : p(p), place(place), smem_x(smem_x) {
       unit = place.first_unit;
-      piece = place.first(unit);
-      left = unit <= place.last_unit ? place.count(p, unit) : 0;
-      x_left = left;
+      begin_unit(unit <= place.last_unit ? place.count(p, unit) : 0);
+      x_left = left + wrapped;
       if (kIsCluster && unit < place.last_unit) {
         // Of the next unit those before this one's.
         int const end = min(place.first_piece, unit + 1 == place.last_unit ? place.end_piece : p.pieces);
@@ -204,20 +213,38 @@ struct Decode {
     CUTLASS_DEVICE static int tile(int of_unit) { return of_unit * kRowTiles; }
     CUTLASS_DEVICE bool is_whole() const { return (piece + 1) * kPieceK <= p.k_padded; }
 
+    /// count: of this warp's pieces of it.
+    CUTLASS_DEVICE void begin_unit(int count) {
+      int const first = place.first(unit);
+      piece = first + place.rotation;
+      if (piece >= p.pieces) piece -= p.pieces;
+      left = min(count, (p.pieces - piece + kWarpsK - 1) / kWarpsK);
+      wrapped = count - left;
+      x_target = smem_x + (first + place.x_base(p, unit)) * kPieceXBytes;
+      source = typename R::Source(p, tile(unit), piece, place.lane);
+    }
+
     /// The next one that has pieces for this warp.
     CUTLASS_DEVICE void begin_next_unit() {
       while (left == 0 && unit < place.last_unit) {
         ++unit;
-        piece = place.warp;
-        left = place.count(p, unit);
+        begin_unit(place.count(p, unit));
       }
-      source = typename R::Source(p, tile(unit), piece, place.lane);
     }
 
     CUTLASS_DEVICE void advance() {
       piece += kWarpsK;
+      x_target += kWarpsK * kPieceXBytes;
       source.advance(kWarpsK);
-      if (--left == 0) begin_next_unit();
+      if (--left > 0) return;
+      if (wrapped > 0) {
+        piece -= p.pieces;
+        left = wrapped;
+        wrapped = 0;
+        source = typename R::Source(p, tile(unit), piece, place.lane);
+      } else {
+        begin_next_unit();
+      }
     }
 
     /// What is fetched first, into the L2.
@@ -231,12 +258,11 @@ struct Decode {
     }
 
     /// One commit, of the next piece or of nothing. All lanes have read what was in the slot.
-    CUTLASS_DEVICE void fetch_next(uint32_t slot, uint32_t smem_x) {
+    CUTLASS_DEVICE void fetch_next(uint32_t slot) {
       if (left > 0) {
         if (x_left > 0) {
           --x_left;
-          int const position = piece + place.x_base(p, unit);
-          fetch_x(smem_x + position * (kPieceK * int(sizeof(Element))), p, piece, place.lane);
+          fetch_x(x_target, p, piece, place.lane);
         }
         R::fetch(slot, source, p, is_whole(), place.lane);
         advance();
@@ -311,16 +337,16 @@ struct Decode {
     uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(kGroups));
     uint32_t const first_slot = cute::cast_smem_ptr_to_uint(smem.ring()) + place.warp * kDepth * R::kSlotBytes;
     uint32_t const last_slot = first_slot + (kDepth - 1) * R::kSlotBytes;
-    Stream<kGroups, kIsCluster> stream(p, place);
+    Stream<kGroups, kIsCluster> stream(p, place, smem_x);
     // Weights may be on their way to the L2 while the kernels before this one still run. Nothing may be used: a neighbour
     // may be writing x, or the weights themselves.
     if (p.overlap) stream.prefetch();
     cudaGridDependencySynchronize();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot, smem_x);
+    for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot);
     cudaTriggerProgrammaticLaunchCompletion();
     if (threadIdx.x == 0) {
-      cute::initialize_barrier(smem.sums_barrier(), kWarpsK);
+      cute::initialize_barrier(smem.sums_barrier(), kThreads);
       if constexpr (kIsCluster) {
         cute::initialize_barrier(smem.parts_barrier(), 1);
         cute::set_barrier_transaction_bytes(smem.parts_barrier(), place.senders * Smem::part_bytes(p.m));
@@ -339,7 +365,7 @@ struct Decode {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int unit = place.first_unit; unit <= place.last_unit; ++unit, ++turn) {
       uint32_t const scale_offset = R::scale_offset(stream.tile(unit), place.lane);
-      uint32_t x = x_row + (place.first(unit) + place.x_base(p, unit)) * (kPieceK * int(sizeof(Element)));
+      uint32_t x = x_row + (place.first(unit) + place.x_base(p, unit)) * kPieceXBytes;
       Sums sums[kRowTiles], sum_x;
       Mma::clear(sums);
       Mma::clear(sum_x);
@@ -352,13 +378,13 @@ struct Decode {
         piece.load(slot, scale_offset, place.lane);
         auto const refill = [&] {
           __syncwarp();  // all lanes have read the slot
-          stream.fetch_next(slot, smem_x);
+          stream.fetch_next(slot);
         };
         if constexpr (Piece::kFreesSlot) refill();
         Mma::template accumulate<kGroups>(sums, sum_x, piece, x);
         if constexpr (!Piece::kFreesSlot) refill();
         slot = slot == last_slot ? first_slot : slot + R::kSlotBytes;
-        x += kWarpsK * kPieceK * int(sizeof(Element));
+        x += kWarpsK * kPieceXBytes;
       }
       if constexpr (!kHasScales) Mma::correct_channel(sums, sum_x);
       if (turn > 0) {
@@ -367,9 +393,7 @@ struct Decode {
         if (!(place.sends() && turn == 1)) finish<kGroups>(p, place, smem, turn - 1);
       }
       put(sums, p, place.warp, place.lane, smem.sums(p, kGroups, turn % 2));
-      // Orders the sums of all lanes before the arrival of one. (racecheck does not follow that, and reports them.)
-      __syncwarp();
-      if (place.lane == 0) cute::arrive_barrier(smem.sums_barrier());
+      cute::arrive_barrier(smem.sums_barrier());
       if (kIsCluster && turn == 0) {
         cute::cluster_wait();
         if (place.sends()) finish<kGroups>(p, place, smem, 0);  // another CTA waits for it
@@ -396,7 +420,10 @@ struct Decode {
     d.pieces_multiplier = uint32_t(((uint64_t(1) << 32) + d.pieces - 1) / d.pieces);
     d.run_pieces = divide_up(d.units_per_cluster * d.pieces, p.split_k);
     // 16 bytes more than a multiple of 128: the rows that ldmatrix reads together fall into different banks.
-    d.x_row_bytes = min(d.pieces, d.run_pieces) * kPieceK * int(sizeof(Element)) + 16;
+    // One token has too little x for it to matter.
+    d.rotation_multiplier =
+        p.m == 1 ? 0 : uint32_t((uint64_t(d.pieces) << 32) / divide_up(d.units, d.units_per_cluster));
+    d.x_row_bytes = min(d.pieces, d.run_pieces) * kPieceXBytes + 16;
     int const group_k = !kHasScales || p.group_size % kPieceK == 0 ? kPieceK : p.group_size % 64 == 0 ? 64 : 32;
     d.groups_per_piece = kPieceK / group_k;
     return d;

@@ -9,7 +9,8 @@
 //   consumers   LDS, convert 0 | LDS, convert 1 | ...
 //               mma             | wgmma 0       | wgmma 1 | ...
 //
-// For few tokens the CTAs of a cluster share K, and so do the warpgroups of a CTA (gemm_sm90_epilogue.h).
+// For few tokens the CTAs of a cluster share K, and so do the warpgroups of a CTA (gemm_sm90_epilogue.h). CTAs of large tiles
+// go through several of them: while the consumers finish a tile, the producers ask for the steps of the next.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -56,6 +57,7 @@ struct GemmSm90 {
   static constexpr int kBandTokens = 4;  // token tiles
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr bool kMaySplit = kTokens * kColumns <= 128 * 128;  // more have no room for the sums of other CTAs
+  static constexpr bool kMayLoop = !kMaySplit && kTokens >= 128;  // over tiles
   static_assert(kMaySplit || kWarpgroupsK == 1);
 
   // Blocks of 64 k that a warpgroup waits for at a time: the fewer tokens, the more each wait weighs.
@@ -72,15 +74,21 @@ struct GemmSm90 {
   using MmaOp = decltype(cute::GMMA::rs_op_selector<Element, Element, float,
                                                     cute::Shape<cute::_64, cute::Int<kTokens>, cute::_64>>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using SmemLayoutX =
-      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                   cute::Shape<cute::Int<kTokens>, cute::_64, cute::Int<kStages * kStepBlocks>>{}));
+  using SmemLayoutX = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                   cute::Shape<cute::Int<kTokens>, cute::_64>{}));
 
   using Table = PairTable<(kTokens <= 32)>;  // more x leaves no room for wide rows
   static constexpr int kTableBytes = kIsCode<Weight> ? Table::kBytes : 0;
 
-  /// Barriers, then for each stage x (1024-byte aligned, for the swizzle), the weights, their scales and zero points; of codes the table; with
-  /// split-K the sums of the cluster's CTAs. When x has been used its place takes y.
+  // Where K is shared an item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted
+  // with the columns first; each CTA of the cluster finishes some, and each of its warpgroups some of those.
+  static constexpr int kItems = kWarpgroupsN * kTokenTiles;
+  static constexpr int kItemBytes = 128 * int(sizeof(float4));
+  static constexpr int kWarpgroupItems = (kItems + kWarpgroups - 1) / kWarpgroups;  // that one finishes, at most
+
+  /// Barriers, then for each stage x (1024-byte aligned, for the swizzle), the weights, their scales and zero points; of codes
+  /// the table. When all steps have been multiplied, y takes the place of x, where K is shared after all sums of this CTA. The
+  /// sums that other CTAs send have a place of their own: they come earlier.
   struct Smem {
     static constexpr int kBarrierBytes = 1024;
     /// 16 bytes more than 64 columns, for the banks.
@@ -88,15 +96,21 @@ struct GemmSm90 {
     static constexpr int y_row_elements() {
       return 64 + 16 / int(sizeof(Value));
     }
-    static constexpr int kYBytes = kWarpgroupsN * kTokens * y_row_elements<float>() * int(sizeof(float));
-    static_assert(kYBytes <= kStages * (kXBytes + kWeightBytes), "y takes the place of x and the weights");
+    static constexpr int kYBytes = kWarpgroups * kWarpgroupItems * 8 * y_row_elements<float>() * int(sizeof(float));
+    static constexpr int kSumsBytes = kWarpgroups * kTokenTiles * kItemBytes;
+    static constexpr int kEndBytes = kYBytes + (kMaySplit ? kSumsBytes : 0);
+    /// Of y, for each warpgroup, while the stages take the next tile: two times 16 tokens.
+    static constexpr int kChunkElements = 16 * y_row_elements<Element>();
+    static constexpr int kChunkBytes = kMayLoop ? 2 * kWarpgroups * kChunkElements * int(sizeof(Element)) : 0;
+    static constexpr int kStageBytes = kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes;
+    static constexpr int kPartsOffset = cutlass::const_max(kStageBytes, kEndBytes);
+    static_assert(kPartsOffset % 16 == 0);
     static_assert(8 * (2 * kStages + 1) <= kBarrierBytes);
 
     char* base;
     static int bytes(GemmSm90Params const& p) {
-      int const parts = p.parts == 1 ? 0 : p.parts * p.items_per_cta * 128 * int(sizeof(float4));
       // 1024: for the alignment
-      return 1024 + kBarrierBytes + kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes + parts;
+      return 1024 + kBarrierBytes + kPartsOffset + kChunkBytes + p.sent_parts * p.items_per_cta * kItemBytes;
     }
     CUTLASS_DEVICE uint64_t* full() const { return reinterpret_cast<uint64_t*>(base); }
     CUTLASS_DEVICE uint64_t* empty() const { return full() + kStages; }
@@ -105,31 +119,31 @@ struct GemmSm90 {
     CUTLASS_DEVICE char* weights() const { return x() + kStages * kXBytes; }
     CUTLASS_DEVICE char* scales() const { return weights() + kStages * kWeightBytes; }
     CUTLASS_DEVICE char* pairs() const { return scales() + kStages * kScaleBytes; }
-    CUTLASS_DEVICE float4* parts() const { return reinterpret_cast<float4*>(pairs() + kTableBytes); }
+    CUTLASS_DEVICE char* sums() const { return x(); }
+    CUTLASS_DEVICE char* y(bool is_shared) const { return is_shared ? sums() + kSumsBytes : x(); }
+    CUTLASS_DEVICE char* parts() const { return x() + kPartsOffset; }
+    CUTLASS_DEVICE Element* chunks() const { return reinterpret_cast<Element*>(parts()); }
   };
 
-  // Where K is shared an item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted
-  // with the columns first: each warpgroup finishes some.
-  static constexpr int kItems = kWarpgroupsN * kTokenTiles;
-
+  /// What a CTA works on: a tile, and of its K what is this CTA's.
   struct Place {
     int rank;
     int first_step, end_step;
     int first_column, first_token;
     int known_tokens;  // of the tile: the tile before it stores them
-    CUTLASS_DEVICE Place(GemmSm90Params const& p) {
-      rank = blockIdx.x;
+
+    CUTLASS_DEVICE Place(GemmSm90Params const& p, int tile) {
+      rank = cute::block_rank_in_cluster();
       first_step = rank * p.steps_per_cta;
       end_step = min(p.steps, first_step + p.steps_per_cta);
-      int column_tile = blockIdx.y, token_tile = blockIdx.z;
-      if (p.band_tokens > 1) {
+      int column_tile = tile, token_tile = 0;
+      if (p.token_tiles > 1) {
         // Bands of a few token tiles, in each of them the tokens first: CTAs that run at a time share weights as well as x.
-        int const tile = blockIdx.z * gridDim.y + blockIdx.y;
-        int const band = tile / (p.band_tokens * gridDim.y);
-        int const in_band = tile - band * p.band_tokens * gridDim.y;
-        int const height = min(p.band_tokens, int(gridDim.z) - band * p.band_tokens);
+        int const band = tile / p.band_tiles;
+        int const in_band = tile - band * p.band_tiles;
+        int const height = min(p.band_tokens, p.token_tiles - band * p.band_tokens);
         column_tile = in_band / height;
-        token_tile = band * p.band_tokens + in_band % height;
+        token_tile = band * p.band_tokens + in_band - column_tile * height;
       }
       first_column = column_tile * kColumns;
       // The last tile lies on the one before it rather than beyond M: rows that a TMA box has beyond M are slower than
@@ -139,35 +153,60 @@ struct GemmSm90 {
     }
   };
 
-  CUTLASS_DEVICE static void consume(GemmSm90Params const& p, Place const& place, Smem const& smem) {
+  /// Whether a CTA may go through several tiles: with an activation the stages take y, and so no next tile.
+  CUTLASS_HOST_DEVICE static bool may_loop(GemmParams const& p) {
+    return kMayLoop && p.activation == int(Activation::kIdentity);
+  }
+
+  /// Calls visit(place) for each tile of this cluster.
+  template <class Visit>
+  CUTLASS_DEVICE static void for_each_tile(GemmSm90Params const& p, Place const& first, Visit const& visit) {
+    Place place = first;
+    int tile = first_tile();
+    while (true) {
+      visit(place);
+      tile += tiles_at_once();
+      if (!kMayLoop || tile >= p.tiles) break;
+      place = Place(p, tile);
+    }
+  }
+  CUTLASS_DEVICE static int first_tile() { return cute::cluster_id_in_grid().x; }
+  CUTLASS_DEVICE static int tiles_at_once() { return cute::cluster_grid_dims().x; }
+
+  CUTLASS_DEVICE static void consume(GemmSm90Params const& p, Place const& first, Smem const& smem) {
     using namespace cute;
     TiledMma mma;
     auto const thread_mma = mma.get_slice(threadIdx.x % 128);
-    Tensor const s_x =
-        make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.x())), SmemLayoutX{});  // (token, k, block)
-    Tensor const x = thread_mma.make_fragment_B(thread_mma.partition_B(s_x));  // (MMA, 1, k16, block)
+    Tensor const s_x = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.x())), SmemLayoutX{});  // (token, k)
+    Tensor const x = thread_mma.make_fragment_B(thread_mma.partition_B(s_x));  // (MMA, 1, k16)
     Tensor sums = partition_fragment_C(mma, Shape<_64, Int<kTokens>>{});  // (MMA, 1, 1)
-    Mainloop::run(p, place, smem, x, sums);
-    Epilogue::store(p, place, smem, sums);
+    typename Mainloop::Reader reader(p, smem);
+    bool const loops = may_loop(p);
+    for_each_tile(p, first, [&](Place const& place) {
+      Mainloop::run(p, place, reader, x, sums);
+      if (loops) Epilogue::store_and_go_on(p, place, smem, sums);
+    });
+    if (!loops) Epilogue::store(p, first, smem, sums);
   }
 
   CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
     // The swizzle counts from multiples of 1024.
     uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
     Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
-    Place const place(p);
-    static_assert(kStages < 32);
-    if (int const i = int(threadIdx.x) - kConsumers; i >= 0 && i <= kStages) {
-      if (i < kStages) {
+    Place const place(p, first_tile());
+    if (threadIdx.x == kConsumers) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kStages; ++i) {
         cute::initialize_barrier(smem.full()[i], kProducers);
         cute::initialize_barrier(smem.empty()[i], kConsumerWarps);
-      } else if (p.split_k > 1) {
-        // Sums come from the warpgroups of other CTAs.
-        int const owned = max(0, min(p.items_per_cta, kItems - place.rank * p.items_per_cta));
-        cute::initialize_barrier(smem.parts_barrier(), 1);
-        cute::set_barrier_transaction_bytes(smem.parts_barrier(),
-                                            (p.parts - kWarpgroupsK) * owned * 128 * int(sizeof(float4)));
       }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      // Weights come from far away: they are asked for before all else.
+      Producers::begin_weights(p, place, smem);
+    } else if (threadIdx.x == kConsumers + 96 && p.split_k > 1) {
+      int const owned = max(0, min(p.items_per_cta, p.items - place.rank * p.items_per_cta));
+      cute::initialize_barrier(smem.parts_barrier(), 1);
+      cute::set_barrier_transaction_bytes(smem.parts_barrier(), p.sent_parts * owned * kItemBytes);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -220,14 +259,21 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   g.group_k = Kernel::kStepK;
   while (p.group_size % g.group_k != 0) g.group_k /= 2;
   g.groups = divide_up(p.k, p.group_size);
-  g.parts = p.split_k * Kernel::kWarpgroupsK;
-  g.items_per_cta = divide_up(Kernel::kItems, p.split_k);
+  g.sent_parts = (p.split_k - 1) * Kernel::kWarpgroupsK;
+  // Rows that a box has beyond M are slower than rows of x: there are no more of them than the swizzle needs.
+  g.x_box_rows = min(Kernel::kTokens, divide_up(p.m, 8) * 8);
+  g.x_box_blocks = p.k % Layout::kBlockK == 0 ? Kernel::kStepBlocks : 1;
+  g.items = Kernel::kWarpgroupsN * (g.x_box_rows / 8);
+  // Each CTA has some to finish.
+  if ((p.split_k - 1) * divide_up(g.items, p.split_k) >= g.items) g.items = Kernel::kItems;
+  g.items_per_cta = divide_up(g.items, p.split_k);
   g.item_multiplier = divide_up(1 << 16, g.items_per_cta);
   static_assert(Kernel::kItems <= 64);  // so that it is exact
-  g.band_tokens = min(divide_up(p.m, Kernel::kTokens), Kernel::kBandTokens);
-  // A request takes TMA as long as some 12 rows beyond M: with more of them, each block is asked for by itself.
-  g.x_box_rows = Kernel::kTokens - p.m > 12 ? p.m : Kernel::kTokens;
-  g.x_box_blocks = p.k % Layout::kBlockK == 0 && g.x_box_rows == Kernel::kTokens ? Kernel::kStepBlocks : 1;
+  int const column_tiles = divide_up(p.n_padded, Kernel::kColumns);
+  g.token_tiles = divide_up(p.m, Kernel::kTokens);
+  g.tiles = column_tiles * g.token_tiles;
+  g.band_tokens = min(g.token_tiles, Kernel::kBandTokens);
+  g.band_tiles = g.band_tokens * column_tiles;
   g.scale_box_rows = Kernel::kStepK % p.group_size == 0 ? Kernel::kStepK / p.group_size : 1;
   cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, g.x_box_rows, g.x_box_blocks);
   if (error != cudaSuccess) return error;
@@ -243,9 +289,9 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   if (Kernel::kHasZeros) error = map_groups(&g.zero_map, p.zeros);
   if (error != cudaSuccess) return error;
   static std::atomic<uint64_t> devices_done{0};
-  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g,
-                         dim3(p.split_k, divide_up(p.n_padded, Kernel::kColumns), divide_up(p.m, Kernel::kTokens)),
-                         Kernel::kThreads, Kernel::Smem::bytes(g), stream);
+  int const clusters = Kernel::may_loop(p) ? min(g.tiles, p.clusters) : g.tiles;
+  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(p.split_k * clusters), Kernel::kThreads,
+                         Kernel::Smem::bytes(g), stream);
 }
 
 }  // namespace weightonly

@@ -38,7 +38,7 @@ struct GemmSm90Mainloop {
     uint32_t weights, scales, barriers;  // of stage 0
     uint32_t block_bytes;  // of scales, from a block to the next
     Table table;  // of codes
-    int first_block;  // of a step
+    int first_x, block_x;  // 16-byte units of x: in a stage before the warpgroup's first block, and of a block
     int stage = 0, phase = 0;
 
     CUTLASS_DEVICE Reader(GemmSm90Params const& p, Smem const& smem)
@@ -48,7 +48,9 @@ struct GemmSm90Mainloop {
       int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
       int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
       int const warpgroup_n = warpgroup % kWarpgroupsN;
-      first_block = warpgroup / kWarpgroupsN * kWarpgroupBlocks;
+      int const first_block = warpgroup / kWarpgroupsN * kWarpgroupBlocks;
+      block_x = p.x_box_rows * (Layout::kBlockK * int(sizeof(Element)) / 16);
+      first_x = first_block * block_x;
       weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
                 (warpgroup_n * kStepBlocks + first_block) * Layout::kBlockBytes + warp * Layout::kPieceBytes +
                 lane * 16;
@@ -60,6 +62,10 @@ struct GemmSm90Mainloop {
       barriers = cute::cast_smem_ptr_to_uint(smem.full());
       // Without this the compiler computes them anew in every step.
       asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers));
+      if constexpr (kIsCode<Weight>) {
+        Table::template fill<Element>(smem.pairs(), p.zeros, Kernel::kConsumers);
+        asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
+      }
     }
 
     CUTLASS_DEVICE void wait() const {
@@ -130,12 +136,16 @@ struct GemmSm90Mainloop {
         Scaled::load(words + k16 * Scaled::kWords, reader.table, pair, reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
       }
     }
+    // Blocks lie as far apart as a box has rows; beyond them the MMA reads what it finds, for tokens that do not exist.
+    Tensor const x_block =
+        make_tensor(x.data() + (reader.stage * (Kernel::kXBytes / 16) + reader.first_x + block * reader.block_x),
+                    x.layout());  // (MMA, 1, k16)
     warpgroup_fence_operand(sums);
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int k16 = 0; k16 < 4; ++k16) {
       mma.accumulate_ = kIsFirst && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      gemm(mma, w(_, _, k16), x(_, _, k16, reader.stage * kStepBlocks + reader.first_block + block), sums);
+      gemm(mma, w(_, _, k16), x_block(_, _, k16), sums);
     }
     warpgroup_commit_batch();
     warpgroup_wait<1>();  // the block before has been multiplied
@@ -178,6 +188,7 @@ struct GemmSm90Mainloop {
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums);
+    if constexpr (Kernel::kMayLoop) reader.release(previous_stage);
   }
 
   /// sums += scales * part, the columns' sums of one group.
@@ -238,13 +249,8 @@ struct GemmSm90Mainloop {
 
   /// sums = w x, of one warpgroup.
   template <class XFragments, class Sums>
-  CUTLASS_DEVICE static void run(GemmSm90Params const& p, Place const& place, Smem const& smem, XFragments const& x,
+  CUTLASS_DEVICE static void run(GemmSm90Params const& p, Place const& place, Reader& reader, XFragments const& x,
                                  Sums& sums) {
-    Reader reader(p, smem);
-    if constexpr (kIsCode<Weight>) {
-      Table::template fill<Element>(smem.pairs(), p.zeros, Kernel::kConsumers);
-      asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
-    }
     if (kHasScales && p.group_k == 32) {
       multiply<2>(place, reader, x, sums);
     } else if constexpr (kMayScaleSums) {

@@ -17,55 +17,80 @@ struct GemmSm90Producers {
   static constexpr int kStepBlocks = Kernel::kStepBlocks;
   static constexpr int kStepK = Kernel::kStepK;
   static constexpr int kXBytes = Kernel::kXBytes;
-  static constexpr int kXBlockBytes = Kernel::kXBlockBytes;
   static constexpr int kWeightBytes = Kernel::kWeightBytes;
   static constexpr int kScaleRowBytes = Kernel::kScaleRowBytes;
   static constexpr int kScaleBytes = Kernel::kScaleBytes;
 
-  /// Calls copy(step, stage, full barrier) for each step, as soon as its stage is empty, having announced `bytes`.
+  /// Calls copy(place, step, stage, full barrier) for each step of each tile, as soon as its stage is empty, having announced
+  /// `bytes`. The first `begun` have been asked for.
   template <class Copy>
-  CUTLASS_DEVICE static void produce(Place const& place, Smem const& smem, int bytes, Copy const& copy) {
-    int stage = 0, phase = 0;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = place.first_step; step < place.end_step; ++step) {
-      cute::wait_barrier(smem.empty()[stage], phase ^ 1);
-      cute::set_barrier_transaction_bytes(smem.full()[stage], bytes);
-      copy(step, stage, &smem.full()[stage]);
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
+  CUTLASS_DEVICE static void produce(GemmSm90Params const& p, Place const& first, Smem const& smem, int begun,
+                                     int bytes, Copy const& copy) {
+    int stage = begun % kStages, phase = begun / kStages;
+    Kernel::for_each_tile(p, first, [&](Place const& place) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = place.first_step + begun; step < place.end_step; ++step) {
+        cute::wait_barrier(smem.empty()[stage], phase ^ 1);
+        cute::set_barrier_transaction_bytes(smem.full()[stage], bytes);
+        copy(place, step, stage, &smem.full()[stage]);
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
-    }
-  }
-
-  CUTLASS_DEVICE static void produce_weights(GemmSm90Params const& p, Place const& place, Smem const& smem) {
-    using Load = cute::SM90_TMA_LOAD_3D;
-    constexpr int kUnits = kStepBlocks * Layout::kBlockBytes / kTensorMapUnitBytes;
-    int const stripe = place.first_column / 64;
-    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.weight_map));
-    if (p.overlap) {
-      // Into the L2 and nothing nearer: allowed before the kernels in front of this one have ended, even if one of them
-      // writes these bytes.
-      for (int step = place.first_step; step < min(place.end_step, place.first_step + kStages); ++step) {
-        Load::PREFETCH::copy(&p.weight_map, 0, step * kUnits, stripe);
-      }
-    }
-    cudaGridDependencySynchronize();
-    produce(place, smem, kWeightBytes, [&](int step, int stage, uint64_t* full) {
-      Load::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                 smem.weights() + stage * kWeightBytes, 0, step * kUnits, stripe);
+      begun = 0;
     });
   }
 
-  CUTLASS_DEVICE static void produce_x(GemmSm90Params const& p, Place const& place, Smem const& smem) {
+  using LoadWeights = cute::SM90_TMA_LOAD_3D;
+  static constexpr int kUnits =
+      kStepBlocks * Layout::kBlockBytes / kTensorMapUnitBytes;  // of the weights' map, in a step
+
+  CUTLASS_DEVICE static void copy_weights(GemmSm90Params const& p, Place const& place, Smem const& smem, int step,
+                                          int stage, uint64_t* full) {
+    LoadWeights::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                      smem.weights() + stage * kWeightBytes, 0, step * kUnits, place.first_column / 64);
+  }
+
+  /// Steps whose weights are asked for before all else: some 16 KB. More would delay x.
+  CUTLASS_DEVICE static int begun_weights(Place const& place) {
+    return min(cutlass::const_min(kStages, cutlass::const_max(1, 16 * 1024 / kWeightBytes)),
+               place.end_step - place.first_step);
+  }
+
+  CUTLASS_DEVICE static void begin_weights(GemmSm90Params const& p, Place const& place, Smem const& smem) {
+    if (p.overlap) {
+      // Into the L2 and nothing nearer: allowed before the kernels in front of this one have ended, even if one of them
+      // writes these bytes.
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = place.first_step; step < min(place.end_step, place.first_step + kStages); ++step) {
+        LoadWeights::PREFETCH::copy(&p.weight_map, 0, step * kUnits, place.first_column / 64);
+      }
+    }
+    cudaGridDependencySynchronize();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < begun_weights(place); ++i) {
+      cute::set_barrier_transaction_bytes(smem.full()[i], kWeightBytes);
+      copy_weights(p, place, smem, place.first_step + i, i, &smem.full()[i]);
+    }
+  }
+
+  CUTLASS_DEVICE static void produce_weights(GemmSm90Params const& p, Place const& first, Smem const& smem) {
+    produce(p, first, smem, begun_weights(first), kWeightBytes,
+            [&](Place const& place, int step, int stage, uint64_t* full) {
+              copy_weights(p, place, smem, step, stage, full);
+            });
+  }
+
+  CUTLASS_DEVICE static void produce_x(GemmSm90Params const& p, Place const& first, Smem const& smem) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.x_map));
     cudaGridDependencySynchronize();
-    int const bytes = kStepBlocks * p.x_box_rows * Layout::kBlockK * int(sizeof(typename Kernel::Element));
-    produce(place, smem, bytes, [&](int step, int stage, uint64_t* full) {
+    int const block_bytes = p.x_box_rows * Layout::kBlockK * int(sizeof(typename Kernel::Element));
+    produce(p, first, smem, 0, kStepBlocks * block_bytes, [&](Place const& place, int step, int stage, uint64_t* full) {
       for (int block = 0; block < kStepBlocks; block += p.x_box_blocks) {
         int const k_block = step * kStepBlocks + block;
         cute::SM90_TMA_LOAD_3D::copy(&p.x_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                     smem.x() + stage * kXBytes + block * kXBlockBytes,
+                                     smem.x() + stage * kXBytes + block * block_bytes,
                                      p.x_box_blocks == 1 ? k_block * Layout::kBlockK : 0, place.first_token,
                                      p.x_box_blocks == 1 ? 0 : k_block);
       }
@@ -73,12 +98,12 @@ struct GemmSm90Producers {
   }
 
   /// Scales, or zero points.
-  CUTLASS_DEVICE static void produce_scales(GemmSm90Params const& p, Place const& place, Smem const& smem,
+  CUTLASS_DEVICE static void produce_scales(GemmSm90Params const& p, Place const& first, Smem const& smem,
                                             CUtensorMap const& map, int offset_bytes) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map));
     cudaGridDependencySynchronize();
     int const rows = kStepK / p.group_k;
-    produce(place, smem, rows * kScaleRowBytes, [&](int step, int stage, uint64_t* full) {
+    produce(p, first, smem, 0, rows * kScaleRowBytes, [&](Place const& place, int step, int stage, uint64_t* full) {
       for (int row = 0; row < rows; row += p.scale_box_rows) {
         int const k = step * kStepK + row * p.group_k;
         // Groups beyond K, out of the map's bounds, are zero: weights dequantized with another group's scale might overflow,

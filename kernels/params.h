@@ -8,7 +8,7 @@ namespace weightonly {
 enum class Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
 
 /// Index of the group that k lies in, without a division: floor(k / group_size) = floor((2i + 1) / 2g) for i = k / 32 and
-/// g = group_size / 32, and the multiplication by ceil(2^31 / g) is exact as long as K * group_size < 2^40.
+/// g = group_size / 32, and the multiplication by ceil(2^31 / g) is exact as long as K * group_size < 2^40. 2i + 1 is `counted`.
 struct GroupIndex {
   uint32_t multiplier;
   int32_t last;  // k from K on (padding) counts to the last group
@@ -19,7 +19,14 @@ struct GroupIndex {
   }
 
 #if defined(__CUDACC__)
-  __device__ int of(int k) const { return min(int(__umulhi(2u * (uint32_t(k) / 32) + 1, multiplier)), last); }
+  __device__ static uint32_t counted(int k) { return 2 * (uint32_t(k) / 32) + 1; }
+  /// What `kDistance` of k, a multiple of 32, add to it.
+  template <int kDistance>
+  static constexpr uint32_t kCounts = kDistance / 16;
+  __device__ static int first_k(uint32_t counted) { return int(counted - 1) * 16; }
+
+  __device__ int of_counted(uint32_t counted) const { return min(int(__umulhi(counted, multiplier)), last); }
+  __device__ int of(int k) const { return of_counted(counted(k)); }
 #endif
 };
 

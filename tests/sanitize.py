@@ -30,6 +30,9 @@ def launch(
         # Three units and a ragged one per cluster: every buffer and barrier is used a second time.
         n = 3 * cluster_slots(sm_count(torch.cuda.current_device()), config.split_k) * config.block_n + 8
     m = min(config.max_m, config.block_m + 1)
+    if config.loops:
+        # Some CTAs have a second tile.
+        n = (sm_count(torch.cuda.current_device()) // 2 + 1) * config.block_n + 8
     groups = 1 if mode == "channel" else k // group_size
     limit = 128 if format == "int8" else 8
     q = torch.randint(-limit, limit, (k, n), generator=generator, dtype=torch.int8)

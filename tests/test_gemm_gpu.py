@@ -80,6 +80,19 @@ def test_clusters_that_go_through_many_units(
                 check_exact(config.max_m, case, split, generator)
 
 
+@pytest.mark.parametrize("k", [64, 448, 1216])
+def test_ctas_that_go_through_many_tiles(cuda_device: torch.device, generator: torch.Generator, k: int) -> None:
+    """Two tiles and more for each CTA, the last ones ragged: stages and rows of y come round. k 64 fills one stage."""
+    for config in wo.kernels():
+        if config.loops:
+            columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3)
+            for format in config.formats:
+                zeros = k == 448 and format != "code4"
+                case = Case(k, columns * config.block_n - 24, format, "f16", 64, zeros)
+                check_exact(3 * config.block_m - 3, case, config, generator)
+                check_random(3 * config.block_m - 3, case, config, generator, "gelu")
+
+
 @pytest.mark.parametrize("n", [72, 1000])
 def test_bands_of_token_tiles(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
     """Two bands of four token tiles and one of three: each tile is computed once, wherever it comes in the order."""

@@ -229,39 +229,54 @@ def test_shared_memory_of_decode(
     assert config.decode_smem_bytes(m, n, k_padded, group_size, zeros, clusters=39) == expected_bytes
 
 
+def stage_and_end_bytes(config: KernelConfig, format: str, scale_rows: int) -> tuple[int, int]:
+    """Of gemm_sm90: all of its stages, and what takes their place at the end: fp32 rows of y, sums of all parts of K.
+
+    scale_rows: of scales and zero points, for 32 k.
+    """
+    weight_bytes = config.block_n * config.block_k * problem(1, format=format).bits // 8
+    scale_bytes = scale_rows * config.block_k // 32 * config.block_n * 2
+    stages_bytes = config.stages * (config.block_k * config.block_m * 2 + weight_bytes + scale_bytes)
+    # Warpgroups have equal numbers of the items of 8 tokens and 64 columns; y has 16 bytes more a row.
+    items = config.block_m // 8 * (config.block_n // 64)
+    warpgroups = config.warps // 4
+    y_bytes = warpgroups * -(-items // warpgroups) * 8 * (64 * 4 + 16)
+    sum_bytes = config.block_m * config.block_n * 4 * config.warpgroups_k
+    return stages_bytes, y_bytes + (sum_bytes if config.max_split_k > 1 else 0)
+
+
 def test_the_table_of_codes_in_shared_memory() -> None:
     """Wide rows where x is small (cutlass_ext/code_table.h)."""
     extra_kb = {}
     for config in CONFIGS:
         if config.family == "gemm_sm90" and "code4" in config.formats:
-            both = [config.gemm_sm90_smem_bytes(f, per_channel=False, zeros=False) for f in ("int4", "code4")]
-            extra_kb[config.block_m] = (both[1] - both[0]) / 1024
-            assert both[1] <= machine(90).smem_bytes
+            plain, codes = (config.gemm_sm90_smem_bytes(f, per_channel=False, zeros=False) for f in ("int4", "code4"))
+            stages_bytes, end_bytes = stage_and_end_bytes(config, "code4", 1)
+            extra_kb[config.block_m] = (codes - plain + max(0, end_bytes - stages_bytes)) / 1024
+            assert codes <= machine(90).smem_bytes
     assert extra_kb == {8: 64, 16: 64, 32: 64, 48: 32, 64: 32, 96: 32, 128: 32, 192: 32, 256: 32}
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
 def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
-    """Every tile fits with the smallest groups and zero points; whoever shares K pays for the sums."""
+    """Every tile fits with the smallest groups and zero points; whoever shares K pays for the sums, who loops for y."""
     for config in CONFIGS:
         if config.family != "gemm_sm90" or format not in config.formats:
             continue
         needed = config.gemm_sm90_smem_bytes(format, per_channel=False, zeros=True)
         assert needed <= machine(90).smem_bytes
-        weight_bytes = config.block_n * config.block_k * problem(1, format=format).bits // 8
-        sum_bytes = config.block_m * config.block_n * 4
         bare = config.gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
-        stage_bytes = config.block_k * config.block_m * 2 + weight_bytes
-        parts = config.warpgroups_k
-        assert bare == 2048 + config.stages * stage_bytes + (parts * sum_bytes if parts > 1 else 0)
-        assert needed - bare == config.stages * config.block_k // 32 * config.block_n * 4
-        assert (
-            config.block_m * config.block_n * 68 // 64 * 4 <= config.stages * stage_bytes
-        )  # fp32 sums, on the way to y
+        assert config.loops == (config.block_m >= 128 and config.block_n * config.block_m > 128 * 128)
+        chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
+        assert bare == 2048 + max(stage_and_end_bytes(config, format, 0)) + chunk_bytes
+        assert needed == 2048 + max(stage_and_end_bytes(config, format, 2)) + chunk_bytes
         if config.max_split_k == 1:
             continue
-        in_two = config.with_split_k(2).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
-        assert in_two - bare == sum_bytes * (1 if parts == 1 else 0)
+        # The other CTA sends half of what it has.
+        for split_k in (2, 4):
+            shared = config.with_split_k(split_k).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
+            items = -(-(config.block_m // 8 * (config.block_n // 64)) // split_k)
+            assert shared - bare == (split_k - 1) * config.warpgroups_k * items * 8 * 64 * 4
 
 
 def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
