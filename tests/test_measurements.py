@@ -16,12 +16,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "bench" / "measurements"
     ("name", "cells", "mean", "worst"),
     [
         ("h200_fit", 281, 0.005, 0.11),
-        (
-            "h200_held_out",
-            210,
-            0.01,
-            0.17,
-        ),  # shapes, and for int8 and NF4 two more of the others', that nothing was fitted to
+        # Shapes, and for int8 and NF4 two more of the others', that nothing was fitted to.
+        ("h200_held_out", 215, 0.01, 0.17),
     ],
 )
 def test_regret_of_the_choices(name: str, cells: int, mean: float, worst: float) -> None:
