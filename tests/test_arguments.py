@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gemm_arguments import (
@@ -123,7 +124,7 @@ GROUP_SIZES = [
 ACTIVATIONS = [
     case(repr(name), setting(activation=name), ValueError,
          f"activation: expected one of None, 'identity', 'relu', 'gelu', 'silu', got {name!r}")
-    for name in ("tanh", "ReLU", "", ["relu"], 1)
+    for name in ("tanh", "ReLU", "", ["relu"], 1, np.array(["relu"]), np.array(["relu", "gelu"]))
 ]  # fmt: skip
 
 
@@ -186,6 +187,16 @@ def test_refused_before_any_work(change: Change, error: type[Exception], message
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         wo.gemm(**a)
     assert out.isnan().all()
+
+
+def test_what_was_good_does_not_hide_what_is_bad() -> None:
+    """An array is equal to a name in its own way: the plan of the call before is not taken for it."""
+    a = good()
+    wo.gemm(**a)
+    for activation in (np.array(["relu"]), np.array(["relu", "gelu"])):
+        a["activation"] = activation
+        with pytest.raises(ValueError, match="activation: expected one of"):
+            wo.gemm(**a)
 
 
 def test_the_arguments_of_these_tests_are_good() -> None:

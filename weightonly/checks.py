@@ -70,7 +70,7 @@ def check_operands(
         check_like("bias", bias, x)
         if tuple(bias.shape) != (qweight.n,):
             raise ValueError(f"bias: expected shape [N] = [{qweight.n}], got {list(bias.shape)}")
-    if activation is not None and activation not in tuple(ACTIVATIONS):
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         names = ", ".join(repr(a) for a in (None, *ACTIVATIONS))
         raise ValueError(f"activation: expected one of {names}, got {activation!r}")
     if perm is not None:

@@ -89,11 +89,7 @@ def _gemm(
             activation,
             config,
         )
-        # Comparing with the last one is a third of a look-up.
-        last_key, plan = qweight._last_plan
-        if key != last_key:
-            plan = qweight._plans.get(key)
-            qweight._last_plan = key, plan
+        plan = qweight._plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         plan = key = None  # some argument is not what it should be: the checks will say which
     if plan is None:
@@ -105,7 +101,6 @@ def _gemm(
         if len(qweight._plans) >= _MAX_PLANS:
             qweight._plans.clear()
         qweight._plans[key] = plan
-        qweight._last_plan = key, plan
     if out is not None:
         plan.check_out(x, qweight, scales, zeros, bias, out, perm)
     if perm is not None:

@@ -59,7 +59,7 @@ class PackedWeight:
     Raises TypeError or ValueError for data that does not fit the other fields.
     """
 
-    __slots__ = ("_last_plan", "_plans", "bits", "code", "data", "format", "k", "k_padded", "layout", "n", "n_padded")
+    __slots__ = ("_plans", "bits", "code", "data", "format", "k", "k_padded", "layout", "n", "n_padded")
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class PackedWeight:
         self.k_padded = k_padded
         self.n_padded = n_padded
         self._plans: dict[Any, Any] = {}  # gemm's cache; belongs to this object and this device, never copied
-        self._last_plan: tuple[Any, Any] = None, None  # of it, that of the last call
         if table is not None and data.is_cuda and not torch.compiler.is_compiling():
             for dtype in WEIGHT_DTYPES:  # now, as the first use may be inside of a CUDA graph
                 table_on(table, data.device, dtype)
