@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +12,7 @@ import weightonly as wo
 from weightonly.heuristics import KernelConfig
 
 from .providers import Weights, packed_copies
-from .timing import Timing, copies_beyond_l2, overlapping, time_calls
+from .timing import Stopwatch, Timing, copies_beyond_l2, overlapping, time_calls, time_in_turns
 
 
 class ConfigTimer:
@@ -20,16 +21,27 @@ class ConfigTimer:
     def __init__(self, weights: Weights, max_m: int, layout: str | None = None) -> None:
         """max_m: the most rows that will be asked for. layout: of the packed weight, None for the GPU's own."""
         self.device = weights.q.device
-        self._ring, _ = packed_copies(weights, functools.partial(copies_beyond_l2, device=self.device), layout)
+        self._ring, self._weight_bytes = packed_copies(
+            weights, functools.partial(copies_beyond_l2, device=self.device), layout
+        )
         self._x = torch.randn(max_m, weights.k, device=self.device, dtype=weights.scales.dtype)  # [max_m, k]
         self._out = torch.empty(max_m, weights.n, device=self.device, dtype=weights.scales.dtype)  # [max_m, n]
 
     def __call__(self, m: int, config: KernelConfig, *, budget_ms: float, give_up_us: float = math.inf) -> Timing:
-        """`time_calls` of m rows, without overlap of launches."""
-        x, out = self._x[:m], self._out[:m]
-        calls = [
-            functools.partial(wo.gemm, x, w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
-            for w in self._ring
-        ]
+        """`time_calls` of m rows, without overlap of calls."""
         with overlapping(False):
-            return time_calls(calls, self.device, budget_ms=budget_ms, give_up_us=give_up_us)
+            return time_calls(self._calls(m, config), self.device, budget_ms=budget_ms, give_up_us=give_up_us)
+
+    def in_turns(self, m: int, configs: Sequence[KernelConfig], *, budget_ms: float) -> list[Timing]:
+        """The same of several, with `time_in_turns`."""
+        watches = [Stopwatch(self._calls(m, config), self.device) for config in configs]
+        with overlapping(False):
+            return time_in_turns(watches, budget_ms)
+
+    def _calls(self, m: int, config: KernelConfig) -> list[Callable[[], object]]:
+        x, out = self._x[:m], self._out[:m]
+        count = copies_beyond_l2(self._weight_bytes, self.device, x.nbytes + out.nbytes)
+        return [
+            functools.partial(wo.gemm, x, w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
+            for w in self._ring[:count]
+        ]

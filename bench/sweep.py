@@ -21,11 +21,11 @@ from weightonly.tuned import table_of
 from . import providers as _providers
 from .roofline import activation_bytes, ceilings, roofline_us
 from .shapes import Shape, resolve
-from .timing import copies_beyond_l2, host_us, overlapping, time_calls
+from .timing import Stopwatch, copies_beyond_l2, host_us, overlapping, time_in_turns
 
 BATCH: tuple[int, ...] = tuple(2**i for i in range(13))  # 1 ... 4096
 
-_REST = 2.0  # idle time after a measurement on a GPU, in lengths of it
+_REST = 1.0  # idle time after a shape on a GPU, in lengths of its last M's turns
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -100,9 +100,10 @@ def sweep(
     pairs. `providers`: names of `PROVIDERS`, or "all" for every one that can run these weights on this
     device. `bits`, `format`: as `wo.preprocess`. `group_size`: -1 is one scale per channel. `device`: the GPU
     where there is one, unless given.
-    `budget_ms`: device time per measurement. `host`: also a column `host_us`, of an eager call. Data are
-    random; before its timing each provider's product is compared with the dense one (RuntimeError). Launches of `gemm`
-    do not overlap with each other here (`wo.set_launch_overlap`): that is `chain`.
+    `budget_ms`: device time per measurement, in three turns: the providers of a shape and m one after another.
+    `host`: also a column `host_us`, of an eager call. Data are random; before its timing each provider's product is
+    compared with the dense one (RuntimeError). Calls of `gemm` do not overlap with each other here
+    (`wo.set_launch_overlap`): that is `chain`.
 
     Returns one row per (k, n, m, provider): `us` (median per call, with `us_min`, `us_p10`, `us_p90`), `tb_s`
     (what the provider's own weights, x and y move, in 10**12 bytes/s), `tflop_s`, `x_cublas` (how many times
@@ -126,22 +127,29 @@ def sweep(
                 k, n, bits=bits, format=name, group_size=group_size, symmetric=symmetric, dtype=dtype, device=where
             )
             x = torch.randn(max(sizes), k, device=where, dtype=dtype)  # [m, k]
-            for provider in chosen:
-                prepared = provider.prepare(weights)
-                ring = prepared.copies(copies_beyond_l2(prepared.weight_bytes, where))
-                for m in sizes:
-                    bar.set_postfix_str(f"{k}x{n} m={m} {provider.name}")
-                    out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
-                    _providers.check_product(provider.name, prepared, ring, x[:m], out)
-                    calls = [functools.partial(prepared.run, operand, x[:m], out) for operand in ring]
-                    started = time.perf_counter()
-                    with overlapping(False):
-                        timing = time_calls(calls, where, budget_ms=budget_ms)
+            prepared = {provider.name: provider.prepare(weights) for provider in chosen}
+            rings = {who: p.copies(copies_beyond_l2(p.weight_bytes, where)) for who, p in prepared.items()}
+            for m in sizes:
+                bar.set_postfix_str(f"{k}x{n} m={m}")
+                out = torch.empty(m, n, device=where, dtype=dtype)  # [m, n]
+                calls_of = {}
+                for provider, ring in rings.items():
+                    _providers.check_product(provider, prepared[provider], ring, x[:m], out)
+                    run, weight_bytes = prepared[provider].run, prepared[provider].weight_bytes
+                    count = copies_beyond_l2(weight_bytes, where, activation_bytes(m, k, n))
+                    calls_of[provider] = [functools.partial(run, operand, x[:m], out) for operand in ring[:count]]
+                mhz: list[float] = [math.nan] * len(calls_of)
+
+                def read_clock(i: int, mhz: list[float] = mhz) -> None:
                     state = gpu_state(where)
-                    if where.type == "cuda":
-                        # The small M of a shape were up to 26% slower right after the large M of another one than
-                        # by themselves (lowered clocks? not established: bench/NOTES.md).
-                        time.sleep(_REST * (time.perf_counter() - started))
+                    mhz[i] = math.nan if state is None or state.sm_mhz is None else state.sm_mhz
+
+                started = time.perf_counter()
+                with overlapping(False):
+                    watches = [Stopwatch(calls, where) for calls in calls_of.values()]
+                    timings = time_in_turns(watches, budget_ms, read_clock)
+                took_s = time.perf_counter() - started
+                for (provider, calls), timing, sm_mhz in zip(calls_of.items(), timings, mhz, strict=True):
                     row: dict[str, object] = {
                         "k": k,
                         "n": n,
@@ -150,26 +158,30 @@ def sweep(
                         "group_size": group_size,
                         "zeros": not symmetric,
                         "dtype": _DTYPE_NAMES[dtype],
-                        "provider": provider.name,
+                        "provider": provider,
                         "us": timing.us,
                         "us_min": timing.min_us,
                         "us_p10": timing.p10_us,
                         "us_p90": timing.p90_us,
-                        "tb_s": (prepared.weight_bytes + activation_bytes(m, k, n)) / timing.us / 1e6,
+                        "tb_s": (prepared[provider].weight_bytes + activation_bytes(m, k, n)) / timing.us / 1e6,
                         "tflop_s": 2 * m * n * k / timing.us / 1e6,
                         "roofline_us": roofline_us(
                             m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits
                         ),
                         "config": _chosen_config(m, k, n, name, group_size, symmetric, dtype, where)
-                        if provider.name == "ours"
+                        if provider == "ours"
                         else "",
-                        "sm_mhz": math.nan if state is None else state.sm_mhz,
+                        "sm_mhz": sm_mhz,
                     }
                     if host:
                         # An eager call on a CPU is all host time, and has just been measured.
                         row["host_us"] = host_us(calls[0], where) if where.type == "cuda" else timing.us
                     rows.append(row)
                     bar.update()
+            del prepared, rings  # memory, before the next shape's
+            if where.type == "cuda":
+                # The small M of a shape were up to 26% slower right after the large M of another one than alone.
+                time.sleep(_REST * took_s)
     return _with_ratios(pd.DataFrame(rows))
 
 

@@ -29,6 +29,13 @@ _GRAPH_US = 1000.0  # a replay costs a few us beside its launches: 1 ms of them 
 _GRAPH_LAUNCHES = 4096
 _REPLAYS = (3, 50)
 
+_TURNS = 3  # of each of several stopwatches, one after another
+
+# Many calls that take so long draw more power than a GPU may for long, and it lowers its clocks. So before a turn of
+# such calls it is kept busy with them for some time.
+_LONG_US = 400.0
+_SETTLE_MS = 60.0
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -61,16 +68,16 @@ def overlapping(enabled: bool) -> Iterator[None]:
         wo.set_launch_overlap(before)
 
 
-def copies_beyond_l2(weight_bytes: int, device: torch.device) -> int:
+def copies_beyond_l2(weight_bytes: int, device: torch.device, other_bytes: int = 0) -> int:
     """How many copies of one weight to rotate so that every call reads its weights from memory.
 
-    Between two uses of a copy the others pass through the cache: three times the L2, and 2 GB of copies at
-    most (two copies always). A CPU gets one: nothing here rotates its caches.
+    Between two uses of a copy the others pass through the cache, each with `other_bytes` of its call: three times the
+    L2, and 2 GB of copies at most (two copies always). A CPU gets one: nothing here rotates its caches.
     """
     if device.type != "cuda":
         return 1
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    wanted = math.ceil(_L2_MULTIPLE * l2_bytes / weight_bytes) + 1
+    wanted = math.ceil(_L2_MULTIPLE * l2_bytes / (weight_bytes + other_bytes)) + 1
     return max(2, min(wanted, _COPIES_LIMIT_BYTES // weight_bytes))
 
 
@@ -95,7 +102,7 @@ def _capture(calls: Sequence[Call], repeats: int, stream: torch.cuda.Stream) -> 
     return graph
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> list[float]:
+def _replays_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> list[float]:
     """us per launch of each replay. The replays are queued together, so that the host's latency stays out."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     graph.replay()
@@ -114,40 +121,70 @@ def _release_old_graphs() -> None:
         torch.cuda.empty_cache()
 
 
-def _time_cuda(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
-    _release_old_graphs()
-    # Outside a capture first: modules are loaded, cuBLAS makes its handle, gemm its plan.
-    stream = _capture_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
+class Stopwatch:
+    """Times calls turn by turn, so that the turns of several, one after another, meet the same clocks and temperature.
 
-    ring = _capture(calls, 1, stream)
-    coarse = Timing.of(_replay_us(ring, len(calls), 2), coarse=True)
-    if coarse.min_us > give_up_us:
-        return coarse
-    ring_us = coarse.min_us * len(calls)
-    repeats = max(1, min(math.ceil(_GRAPH_US / ring_us), _GRAPH_LAUNCHES // len(calls)))
-    graph = ring if repeats == 1 else _capture(calls, repeats, stream)
-    fewest, most = _REPLAYS
-    replays = max(fewest, min(most, int(budget_ms * 1e3 / (ring_us * repeats))))
-    return Timing.of(_replay_us(graph, len(calls) * repeats, replays))
+    `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On CUDA they
+    are captured, when the first turn begins: they must launch on the current stream and not synchronize.
+    """
 
+    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+        if not calls:
+            raise ValueError("calls: expected at least one, got none")
+        self._calls, self._device = calls, device
+        self._samples_us: list[float] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._launches = 0  # calls of a replay
+        self._replay_us = 0.0  # of a replay, a first estimate
 
-def _time_cpu(calls: Sequence[Call], budget_ms: float, give_up_us: float) -> Timing:
-    samples_us: list[float] = []
-    fewest, most = _REPLAYS
-    calls[0]()
-    deadline = time.perf_counter() + budget_ms / 1e3
-    while len(samples_us) < fewest or (time.perf_counter() < deadline and len(samples_us) < most):
-        start = time.perf_counter()
-        calls[len(samples_us) % len(calls)]()
-        samples_us.append((time.perf_counter() - start) * 1e6)
-        if len(samples_us) == 1 and samples_us[0] > give_up_us:
-            return Timing.of(samples_us, coarse=True)
-    return Timing.of(samples_us)
+    def prepare(self) -> float:
+        """Captures; returns a first quick measurement, us per call."""
+        if self._device.type != "cuda":
+            self._calls[0]()
+            start = time.perf_counter()
+            self._calls[0]()
+            return (time.perf_counter() - start) * 1e6
+        calls = self._calls
+        with torch.cuda.device(self._device):
+            _release_old_graphs()
+            # Outside a capture first: modules are loaded, cuBLAS makes its handle, gemm its plan.
+            stream = _capture_stream(torch.cuda.current_device())
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for call in calls:
+                    call()
+            torch.cuda.synchronize()
+            ring = _capture(calls, 1, stream)
+            quick_us = min(_replays_us(ring, len(calls), 2))
+            ring_us = quick_us * len(calls)
+            repeats = max(1, min(math.ceil(_GRAPH_US / ring_us), _GRAPH_LAUNCHES // len(calls)))
+            self._graph = ring if repeats == 1 else _capture(calls, repeats, stream)
+        self._launches, self._replay_us = len(calls) * repeats, ring_us * repeats
+        return quick_us
+
+    def turn(self, budget_ms: float, settle_ms: float = 0.0) -> None:
+        """Some more samples, in about this device time, three at least; on CUDA after settle_ms of the same work."""
+        fewest, most = _REPLAYS
+        if self._device.type != "cuda":
+            deadline, count = time.perf_counter() + budget_ms / 1e3, 0
+            while count < fewest or (time.perf_counter() < deadline and count < most):
+                start = time.perf_counter()
+                self._calls[count % len(self._calls)]()
+                self._samples_us.append((time.perf_counter() - start) * 1e6)
+                count += 1
+            return
+        if self._graph is None:
+            self.prepare()
+        assert self._graph is not None
+        replays = max(fewest, min(most, int(budget_ms * 1e3 / self._replay_us)))
+        with torch.cuda.device(self._device):
+            for _ in range(math.ceil(settle_ms * 1e3 / self._replay_us)):
+                self._graph.replay()
+            self._samples_us += _replays_us(self._graph, self._launches, replays)
+
+    def timing(self) -> Timing:
+        """Of all turns so far."""
+        return Timing.of(self._samples_us)
 
 
 def time_calls(
@@ -155,17 +192,28 @@ def time_calls(
 ) -> Timing:
     """Median time of one call in us.
 
-    `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On
-    CUDA they are captured: they must launch on the current stream and not synchronize. `budget_ms` bounds the
-    timed work (three replays are made whatever they take). A first quick measurement slower than `give_up_us`
-    per call is returned as it is, marked `coarse`.
+    `calls`: as for `Stopwatch`. `budget_ms` bounds the timed work (three replays are made whatever they take). A first
+    quick measurement slower than `give_up_us` per call is returned as it is, marked `coarse`.
     """
-    if not calls:
-        raise ValueError("calls: expected at least one, got none")
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return _time_cuda(calls, budget_ms, give_up_us)
-    return _time_cpu(calls, budget_ms, give_up_us)
+    stopwatch = Stopwatch(calls, device)
+    quick_us = stopwatch.prepare()
+    if quick_us > give_up_us:
+        return Timing.of([quick_us], coarse=True)
+    stopwatch.turn(budget_ms)
+    return stopwatch.timing()
+
+
+def time_in_turns(
+    watches: Sequence[Stopwatch], budget_ms: float, after_turn: Callable[[int], None] | None = None
+) -> list[Timing]:
+    """The timings of several, which take turns: budget_ms for all turns of one. after_turn(i) follows each of i."""
+    settle_ms = _SETTLE_MS if min(watch.prepare() for watch in watches) > _LONG_US else 0.0
+    for _ in range(_TURNS):
+        for i, watch in enumerate(watches):
+            watch.turn(budget_ms / _TURNS, settle_ms)
+            if after_turn is not None:
+                after_turn(i)
+    return [watch.timing() for watch in watches]
 
 
 def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9) -> float:

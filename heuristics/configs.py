@@ -60,6 +60,8 @@ class KernelConfig:
     split_k  parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by the
              CTAs of a cluster
     formats  weight formats that the configuration is compiled for
+    rest     None: one launch computes all columns. Else it computes those of its full waves of CTAs, and a second one,
+             of this configuration, the columns that are left, which would keep few SMs busy (gemm_sm90 alone)
     """
 
     family: str
@@ -71,6 +73,7 @@ class KernelConfig:
     stages: int
     split_k: int = 1
     formats: tuple[str, ...] = ("int4", "int8")
+    rest: KernelConfig | None = None
 
     @functools.cached_property
     def kernel(self) -> str:
@@ -80,9 +83,14 @@ class KernelConfig:
         tile = f"{self.family}_{self.block_m}x{self.block_n}x{self.block_k}"
         return tile if self.family == "gemv" else f"{tile}_w{self.warp_m}x{self.warp_n}_s{self.stages}"
 
+    def kernels(self) -> set[str]:
+        """Names of the compiled kernels that it runs."""
+        return {self.kernel} if self.rest is None else {self.kernel, self.rest.kernel}
+
     @property
     def name(self) -> str:
-        return f"{self.kernel}_k{self.split_k}"
+        name = f"{self.kernel}_k{self.split_k}"
+        return name if self.rest is None else f"{name}+{self.rest.name}"
 
     @property
     def layout(self) -> str:
@@ -224,6 +232,9 @@ class KernelConfig:
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
+
+    def with_rest(self, rest: KernelConfig | None) -> KernelConfig:
+        return replace(self, rest=rest)
 
     def __str__(self) -> str:
         return self.name

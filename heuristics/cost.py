@@ -33,13 +33,15 @@ Dequantizing and cuBLAS (`dense_us`, calibration_dense.py) is two kernels for ea
 
 without waves: cuBLAS is taken to choose tiles, or a split of K, that keep as many SMs busy as there are.
 
-All of this is monotone: no term shrinks when M grows.
+Two launches (`KernelConfig.rest`) take their times, less what is fixed of the second.
+
+All of this is monotone: no term of a launch shrinks when M grows.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
@@ -164,8 +166,11 @@ def reduction_us(m: int, n: int, split_k: int) -> float:
 
 
 def estimate_us(config: KernelConfig, problem: Problem) -> float:
-    """Estimated time of one launch (with its reduction), us."""
+    """Estimated time of a launch (with its reduction), or of two, us."""
     m, n = problem.m, problem.n
+    if config.rest is not None:
+        # The second launch is under way while the first one runs.
+        return sum(estimate_us(c, p) for c, p in launches(config, problem)) - GEMM_SM90.fixed_us
     if config.family == "decode_sm90":
         return decode_us(config, problem)
     if config.family == "gemm_sm90":
@@ -312,3 +317,20 @@ def gemm_sm90_us(config: KernelConfig, problem: Problem, cost: GemmSm90Cost = GE
     memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
     fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + turns * end_us
     return fixed_us + overlapped_us(memory_us, waves * work.pieces * unit_us, cost.unhidden)
+
+
+def first_columns(config: KernelConfig, problem: Problem) -> int:
+    """Columns of the first of two launches of gemm_sm90: those of its full waves. From n on nothing is left."""
+    slots, token_tiles = cluster_slots(problem.sm_count, config.split_k), -(-problem.m // config.block_m)
+    return tiles(config, problem.m, problem.n) // slots * slots // token_tiles * config.block_n
+
+
+def launches(config: KernelConfig, problem: Problem) -> list[tuple[KernelConfig, Problem]]:
+    """What each launch of a legal configuration computes, from the first column to the last."""
+    if config.rest is None:
+        return [(config, problem)]
+    columns = first_columns(config, problem)
+    return [
+        (config.with_rest(None), replace(problem, n=columns)),
+        (config.rest, replace(problem, n=problem.n - columns)),
+    ]

@@ -22,8 +22,12 @@ class Choices:
         self._best = best[self._order][self._starts]
         self.cells = cell[self._order][self._starts]  # in the order of `regret`
 
-    def regret(self, predicted: NDArray) -> NDArray:
-        """Chosen / best - 1 of each cell, by predicted times; of configurations that tie the slowest counts."""
+    def regret(self, predicted: NDArray, tie: float = 0.0) -> NDArray:
+        """Chosen / best - 1 of each cell, by predicted times; of configurations that tie the slowest counts.
+
+        tie: how much more than the least a time may be, relative to it, to tie with it.
+        """
         times = predicted[self._order]
-        is_choice = times == np.repeat(np.minimum.reduceat(times, self._starts), self._counts)
+        least = np.minimum.reduceat(times, self._starts) * (1 + tie)
+        is_choice = times <= np.repeat(least, self._counts)
         return np.maximum.reduceat(np.where(is_choice, self._measured, 0.0), self._starts) / self._best - 1

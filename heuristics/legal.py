@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .configs import CONFIGS, KernelConfig
-from .cost import cluster_slots, machine
+from .cost import cluster_slots, first_columns, launches, machine
 from .problem import Problem, layouts_of
 from .slices import longest_k
 
@@ -56,6 +56,8 @@ def all_finish(config: KernelConfig) -> bool:
 
 def legal(config: KernelConfig, problem: Problem) -> bool:
     """Whether the configuration computes this problem on this architecture, in the layout of its weight."""
+    if config.rest is not None:
+        return leaves_a_rest(config, problem) and all(legal(c, p) for c, p in launches(config, problem))
     if problem.format not in config.formats or problem.m > config.max_m:
         return False
     if config.is_dense and problem.k > longest_k():
@@ -79,7 +81,19 @@ def worth_a_look(config: KernelConfig) -> bool:
     return config.family != "gemm_sm80" or config.stages > (3 if config.block_m <= 32 else 2)
 
 
+def leaves_a_rest(config: KernelConfig, problem: Problem) -> bool:
+    """Whether a configuration with a `rest` is two launches of gemm_sm90, both with columns to compute."""
+    rest = config.rest
+    return (
+        rest is not None
+        and rest.rest is None
+        and config.family == rest.family == "gemm_sm90"
+        and problem.m <= config.max_m
+        and 0 < first_columns(config, problem) < problem.n
+    )
+
+
 def candidates(problem: Problem) -> list[KernelConfig]:
-    """Every legal configuration, with every legal split_k."""
+    """Every legal configuration of one launch, with every legal split_k; of two: see select_tiled.two_launches."""
     split = (config.with_split_k(s) for config in CONFIGS for s in range(1, config.max_split_k + 1))
     return [config for config in split if legal(config, problem)]

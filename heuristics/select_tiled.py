@@ -7,6 +7,8 @@ what does not depend on the problem is computed once, and a kernel is left when 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from typing import NamedTuple
 
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
@@ -14,6 +16,9 @@ from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
 from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
 from .legal import CLUSTERS, all_finish, runs_on
 from .problem import Problem
+
+TWO_LAUNCHES_MIN_M = 64
+"""Rows of x from which `select` looks at two launches."""
 
 
 class _Split(NamedTuple):
@@ -134,48 +139,90 @@ def _gemm_sm90_for_k(
     return tuple(found)
 
 
-def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
-    """Among the kernels of Hopper; None if none takes less than limit_us.
+class _First(NamedTuple):
+    """A kernel of gemm_sm90 as the first of two launches, for one K."""
 
-    cost.decode_us and cost.gemm_sm90_us, inline, where no bound is above the best.
-    """
-    m, k_padded, format, arch, sm_count = problem.m, problem.k_padded, problem.format, problem.arch, problem.sm_count
-    per_channel, zeros = problem.per_channel, problem.zeros
-    total_bytes = problem_bytes(problem)
-    best, best_us = None, limit_us
+    block_m: int
+    block_n: int
+    slots: int  # clusters at once
+    work_us: float  # of a tile
+    fixed_us: float
+    end_us: float
+    config: KernelConfig
 
-    if m <= _DECODE_MAX_M:
-        columns, limit_bytes = tiled_columns(problem.n), machine(arch).smem_bytes
-        unhidden, memory_us = DECODE_SM90.unhidden, total_bytes / (DECODE_SM90.tb_s * 1e6)
-        group_size = k_padded if per_channel else problem.group_size
-        group_step = 128 if group_size % 128 == 0 else 64 if group_size % 64 == 0 else 32
-        for kernel in _decode_kernels(format, arch, sm_count, group_step, not per_channel, zeros):
-            splits, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
-            if m > max_m:
-                continue
-            units = columns // block_n
-            all_pieces = -(-k_padded // piece_k)
-            rounds = -(-all_pieces // warps_k)
-            x_us *= m
-            # No split reads less than an SM's share of the columns.
-            bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
-            for split_k, config, slots, fixed_us, smem, token_bytes in splits:
-                if fixed_us + bound_us >= best_us:
-                    break
-                if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
-                    run_pieces = -(-(-(-units // slots) * all_pieces) // split_k)
-                    turns = -(-run_pieces // all_pieces)
-                    x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
-                    us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
-                    us = (us if us > stream else stream) + x_pieces * x_us
-                    us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
-                    us += fixed_us + turns * end_us
-                    if us < best_us and smem + m * (token_bytes + x_pieces * piece_k * 2) <= limit_bytes:
-                        best, best_us = config, us
 
-    idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
-    n = problem.n
+@functools.lru_cache(maxsize=64)
+def _firsts_for_k(
+    format: str, arch: int, sm_count: int, per_channel: bool, zeros: bool, k_padded: int
+) -> tuple[tuple[_First, ...], float, float]:
+    """First launches, the least time of all SMs for an output, and that of a launch beyond its outputs, us."""
     kernels = _gemm_sm90_for_k(format, arch, sm_count, per_channel, zeros, k_padded)
+    firsts = tuple(
+        _First(k.block_m, k.block_n, slots, work_us, fixed_us, k.end_us, config)
+        for k in kernels
+        if k.block_m >= TWO_LAUNCHES_MIN_M  # tiles of fewer tokens are slow at waves of many
+        for slots, work_us, fixed_us, config in k.splits[:_FIRST_SPLITS]
+    )
+    output_us = min((k.tile_us / (k.block_m * k.block_n) for k in kernels), default=math.inf)
+    return firsts, output_us, min((k.least_us for k in kernels), default=math.inf)
+
+
+def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
+    """Among the kernels of Hopper; None if none takes less than limit_us."""
+    best, best_us = None, limit_us
+    if problem.m <= _DECODE_MAX_M:
+        best, best_us = _search_decode(problem, best_us)
+    kernels = _kernels_for(problem)
+    one, one_us = _search_gemm(kernels, problem.m, problem.n, problem_bytes(problem), best_us)
+    if one is not None:
+        best, best_us = one, one_us
+    if problem.m >= TWO_LAUNCHES_MIN_M:
+        for _, two in two_launches(problem, _LEAST_GAIN * best_us):
+            best = two
+    return best
+
+
+def _search_decode(problem: Problem, limit_us: float) -> tuple[KernelConfig | None, float]:
+    """The quickest of decode_sm90 and its time, if that is less than limit_us: cost.decode_us, inline."""
+    m, k_padded, sm_count = problem.m, problem.k_padded, problem.sm_count
+    per_channel, zeros = problem.per_channel, problem.zeros
+    best, best_us = None, limit_us
+    columns, limit_bytes = tiled_columns(problem.n), machine(problem.arch).smem_bytes
+    unhidden, memory_us = DECODE_SM90.unhidden, problem_bytes(problem) / (DECODE_SM90.tb_s * 1e6)
+    group_size = k_padded if per_channel else problem.group_size
+    group_step = 128 if group_size % 128 == 0 else 64 if group_size % 64 == 0 else 32
+    for kernel in _decode_kernels(problem.format, problem.arch, sm_count, group_step, not per_channel, zeros):
+        splits, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
+        if m > max_m:
+            continue
+        units = columns // block_n
+        all_pieces = -(-k_padded // piece_k)
+        rounds = -(-all_pieces // warps_k)
+        x_us *= m
+        # No split reads less than an SM's share of the columns.
+        bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
+        for split_k, config, slots, fixed_us, smem, token_bytes in splits:
+            if fixed_us + bound_us >= best_us:
+                break
+            if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
+                run_pieces = -(-(-(-units // slots) * all_pieces) // split_k)
+                turns = -(-run_pieces // all_pieces)
+                x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
+                us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
+                us = (us if us > stream else stream) + x_pieces * x_us
+                us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
+                us += fixed_us + turns * end_us
+                if us < best_us and smem + m * (token_bytes + x_pieces * piece_k * 2) <= limit_bytes:
+                    best, best_us = config, us
+    return best, best_us
+
+
+def _search_gemm(
+    kernels: tuple[_ForK, ...], m: int, n: int, total_bytes: float, limit_us: float
+) -> tuple[KernelConfig | None, float]:
+    """The quickest of gemm_sm90 and its time, if that is less than limit_us: cost.gemm_sm90_us, inline."""
+    idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
+    best, best_us = None, limit_us
     # Those likely to be the best first: the list goes from few tokens to many.
     for parts, block_m, block_n, tile_us, end_us, least_us in kernels if m <= 32 else reversed(kernels):
         if least_us + memory_us >= best_us or m > MAX_TOKEN_TILES * block_m:
@@ -195,7 +242,75 @@ def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
             us += fixed_us + turns * end_us
             if us < best_us:
                 best, best_us = config, us
-    return best
+    return best, best_us
 
 
+def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -> list[tuple[float, KernelConfig]]:
+    """The quickest configurations of two launches, and their times: at most `count`, below limit_us, the best first.
+
+    A first launch takes its full waves of CTAs, the best of all others the columns that are left. A few first launches
+    are looked at, those with the least bound for both.
+    """
+    p, m, n = problem, problem.m, problem.n
+    key = p.format, p.arch, p.sm_count, p.per_channel, p.zeros, p.k_padded
+    all_firsts, output_us, least_us = _firsts_for_k(*key)
+    found: list[tuple[float, KernelConfig]] = []
+    if least_us + m * n * output_us >= limit_us:
+        return found
+    x_bytes = 2 * m * problem.k
+    column_bytes = (problem_bytes(problem) - x_bytes) // n
+    idle, unhidden, bytes_per_us = GEMM_SM90.idle, GEMM_SM90.unhidden, GEMM_SM90.tb_s * 1e6
+    firsts = []
+    for block_m, block_n, slots, work_us, fixed_us, end_us, config in all_firsts:
+        token_tiles = -(-m // block_m)
+        waves = token_tiles * -(-n // block_n) // slots
+        if not waves or waves * work_us >= limit_us:
+            continue
+        first_tiles = waves * slots // token_tiles
+        columns = first_tiles * block_n
+        left = n - columns
+        if not columns or left <= 0 or token_tiles > MAX_TOKEN_TILES:
+            continue
+        # cost.estimate_us, inline.
+        first_tiles *= token_tiles
+        turns = -(-first_tiles // slots)
+        us = (turns - idle * (turns * slots - first_tiles) / slots) * work_us
+        memory_us = (x_bytes + column_bytes * columns) / bytes_per_us
+        us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
+        us += fixed_us + turns * end_us - GEMM_SM90.fixed_us
+        bound_us = us + least_us + m * left * output_us
+        if bound_us < limit_us:
+            firsts.append((bound_us, us, left, config))
+    firsts.sort(key=_US)
+    for bound_us, us, left, config in firsts[: _FIRSTS * count]:
+        if bound_us >= limit_us:
+            break
+        rest, rest_us = _search_gemm(_gemm_sm90_for_k(*key), m, left, x_bytes + column_bytes * left, limit_us - us)
+        if rest is not None:
+            found.append((us + rest_us, config.with_rest(rest)))
+            found.sort(key=_US)
+            del found[count:]
+            if len(found) == count:
+                limit_us = found[-1][0]
+    return found
+
+
+def likely_pairs(problem: Problem) -> list[KernelConfig]:
+    """Of the many configurations of two launches the few worth measuring: the quickest, if they might be the best."""
+    if problem.layout != "tiled" or problem.m < TWO_LAUNCHES_MIN_M:
+        return []
+    _, one_us = _search_gemm(_kernels_for(problem), problem.m, problem.n, problem_bytes(problem), math.inf)
+    return [config for _, config in two_launches(problem, _LIKELY * one_us, _LIKELY_PAIRS)]
+
+
+def _kernels_for(problem: Problem) -> tuple[_ForK, ...]:
+    p = problem
+    return _gemm_sm90_for_k(p.format, p.arch, p.sm_count, p.per_channel, p.zeros, p.k_padded)
+
+
+_US = operator.itemgetter(0)
+_LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
+_FIRSTS = 2  # launches for each configuration wanted, by a bound of the time of both
+_FIRST_SPLITS = 2  # a first launch has K in one part or two, which leave it waves of many columns
+_LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
 _DECODE_MAX_M = max(c.max_m for c in CONFIGS if c.family == "decode_sm90")

@@ -32,8 +32,8 @@ void throw_if(int status, Failure const& message) {
 class Plan {
  public:
   Plan(int kernel, int device, int m, int n, int k, int n_padded, int k_padded, int group_size, int split_k,
-       int clusters, int activation)
-      : kernel_(kernel), device_(device) {
+       int clusters, int activation, bool follows)
+      : kernel_(kernel), device_(device), follows_(follows) {
     params_.m = m;
     params_.n = n;
     params_.k = k;
@@ -58,7 +58,7 @@ class Plan {
     params.ldx = ldx;
     params.ldy = ldy;
     params.ld_scales = ld_scales;
-    params.overlap = launch_overlap.load(std::memory_order_relaxed);
+    params.overlap = follows_ || launch_overlap.load(std::memory_order_relaxed);
     Failure message;
     throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
@@ -66,6 +66,7 @@ class Plan {
  private:
   int kernel_;
   int device_;
+  bool follows_;  // the launch before it is of the same call
   GemmParams params_ = {};
 };
 
@@ -157,9 +158,9 @@ PYBIND11_MODULE(_C, module) {
              py::arg("table"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   py::class_<Plan>(module, "Plan")
-      .def(py::init<int, int, int, int, int, int, int, int, int, int, int>(), py::arg("kernel"), py::arg("device"),
+      .def(py::init<int, int, int, int, int, int, int, int, int, int, int, bool>(), py::arg("kernel"), py::arg("device"),
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
-           py::arg("split_k"), py::arg("clusters"), py::arg("activation"))
+           py::arg("split_k"), py::arg("clusters"), py::arg("activation"), py::arg("follows"))
       .def("launch", &Plan::launch,
            "Enqueues the kernel: addresses of x, weight, scales, zeros, bias, y, partials, "
            "row strides of x, y and scales in elements, stream.");

@@ -1,21 +1,8 @@
 // Decode on Hopper: 1 to 8 tokens, weights in the layout "tiled" as the A operand of mma.sync m16n8k16.
 //
 // Bound by memory, so everything serves the stream of weights: each SM gets the same number of them, they are asked for
-// kDepth pieces ahead (cutlass_ext/weight_ring.h) and used without arithmetic (cutlass_ext/unscaled_fragment.h).
-//
-// Partition. The work is units of kUnitColumns columns by pieces of K. A cluster of `split_k` CTAs takes consecutive units,
-// and cuts their pieces, one unit after another, into runs of the same length, one for each of its CTAs. So a CTA computes
-// whole units but for the first and the last of its run, which it may share with its neighbours. Three units, two CTAs:
-//
-//   K ->
-//   unit 0   | CTA 0: warp 0 | warp 1 | warp 0 | warp 1 |
-//   unit 1   | CTA 0: warp 0 | warp 1 | CTA 1: 0 | 1    |     CTA 1 sends its sums of unit 1 to CTA 0
-//   unit 2   | CTA 1: warp 0 | warp 1 | warp 0 | warp 1 |
-//
-// In a CTA the warps take turns along K, a piece at a time. The copies of a warp run on over the end of a unit. x stays in
-// shared memory; a warp meets the same k in every unit, so it copies its own k of x with the first pieces that need them.
-// Each cluster begins at a piece of its own and goes around K: else all SMs ask the L2 for the same lines of x at a time,
-// which took up to 8% (M = 8). Below, pieces are counted from there, but for those of `Stream::piece`.
+// kDepth pieces ahead (cutlass_ext/weight_ring.h) and used without arithmetic (cutlass_ext/unscaled_fragment.h). Which CTA and
+// which warp has what: decode_sm90_place.h.
 //
 // When a unit ends its warps leave their sums in shared memory and go on; they are added after the products of the next
 // unit, when all are there. A unit that is shared is finished by the CTA that began it, which the others send their sums
@@ -26,27 +13,11 @@
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cutlass_ext/decode_mma.h"
 #include "cutlass_ext/epilogue.h"
+#include "kernels/decode_sm90_stream.h"
 #include "kernels/launch_sm90.h"
 #include "kernels/registry.h"
 
 namespace weightonly {
-
-/// GemmParams and what the host works out once, so that threads divide no more than they must.
-struct DecodeParams : GemmParams {
-  int32_t units;
-  int32_t units_per_cluster;
-  int32_t pieces;  // of K
-  int32_t run_pieces;  // of a CTA's run, at most
-  uint32_t pieces_multiplier;  // i / pieces = i * pieces_multiplier / 2^32, for all i that there are
-  uint32_t rotation_multiplier;  // cluster i begins at piece i * rotation_multiplier / 2^32 of K
-  int32_t x_row_bytes;  // of x in shared memory
-  int32_t groups_per_piece;
-
-#if defined(__CUDACC__)
-  /// Whole units in so many pieces.
-  __device__ int units_in(int i) const { return pieces == 1 ? i : int(__umulhi(uint32_t(i), pieces_multiplier)); }
-#endif
-};
 
 /// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK, kDepth.
 template <class Config>
@@ -61,6 +32,10 @@ struct Decode {
   using Ring = WeightRing<Element, Weight, Config::kScaleMode, kRowTiles, kGroups, kDecodePieceBlocks<Weight>>;
   using Mma = DecodeMma<Element, Weight, Config::kScaleMode, kRowTiles>;
   using Sums = typename Mma::Sums;
+  template <bool kIsCluster>
+  using Place = DecodePlace<kWarpsK, kIsCluster>;
+  template <int kGroups, bool kIsCluster>
+  using Stream = DecodeStream<Decode, kGroups, kIsCluster>;
 
   static constexpr bool kHasScales = Ring<1>::kHasScales;
   static constexpr int kPieceK = Ring<1>::kPieceK;
@@ -73,7 +48,6 @@ struct Decode {
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbours, too
   static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
   static_assert(kLaneColumns % 4 == 0, "a quad is made of neighbours");
-  static_assert((kWarpsK & (kWarpsK - 1)) == 0, "a warp's pieces are found by a mask");
 
   /// Shared memory: two barriers, the ring, x [token][k], the sums that other CTAs send [CTA][token][column], two buffers of
   /// the warps' sums [warp][token][column].
@@ -102,172 +76,6 @@ struct Decode {
     CUTLASS_DEVICE float* sums(DecodeParams const& p, int groups, int buffer) const {
       char* const first = x(groups) + p.m * p.x_row_bytes + (p.split_k - 1) * part_bytes(p.m);
       return reinterpret_cast<float*>(first + buffer * sums_bytes(p.m));
-    }
-  };
-
-  /// What this CTA and this warp work on.
-  template <bool kIsCluster>
-  struct Place {
-    int warp, lane;
-    int rank;  // in the cluster
-    int first_unit, last_unit;  // of the run; without one the last comes before the first
-    int first_piece, end_piece;  // of the first unit, of the last
-    int owner;  // CTA that began the first unit: this one, or where the sums of it are sent
-    int senders;  // CTAs that send this one their sums of the last unit
-    int rotation;  // piece of K that the cluster begins with
-
-    CUTLASS_DEVICE Place(DecodeParams const& p) {
-      warp = threadIdx.x / 32;
-      lane = threadIdx.x % 32;
-      rank = owner = blockIdx.x;
-      senders = 0;
-      rotation = int(__umulhi(blockIdx.y, p.rotation_multiplier));
-      int const unit = blockIdx.y * p.units_per_cluster;  // the cluster's first
-      int const units = min(p.units - unit, p.units_per_cluster);
-      if constexpr (!kIsCluster) {
-        first_unit = unit;
-        last_unit = unit + units - 1;
-        first_piece = 0;
-        end_piece = p.pieces;
-        return;
-      }
-      int const all = units * p.pieces;
-      int const begin = min(all, rank * p.run_pieces), end = min(all, begin + p.run_pieces);
-      first_unit = p.units_in(begin);
-      last_unit = begin < end ? p.units_in(end - 1) : first_unit - 1;
-      first_piece = begin - first_unit * p.pieces;
-      end_piece = end - last_unit * p.pieces;
-      while (owner * p.run_pieces > first_unit * p.pieces) --owner;
-      if (owner == rank || first_unit < last_unit) {
-        int const end_of_last = (last_unit + 1) * p.pieces;
-        for (int other = end; other < end_of_last; other += p.run_pieces) ++senders;
-      }
-      first_unit += unit;
-      last_unit += unit;
-    }
-
-    CUTLASS_DEVICE bool sends() const { return kIsCluster && owner != rank; }
-
-    /// The warp's first piece of a unit, and how many it has.
-    CUTLASS_DEVICE int first(int unit) const {
-      return kIsCluster && unit == first_unit ? first_piece + ((warp - first_piece) & (kWarpsK - 1)) : warp;
-    }
-    CUTLASS_DEVICE int count(DecodeParams const& p, int unit) const {
-      int const end = kIsCluster && unit == last_unit ? end_piece : p.pieces;
-      return max(0, end - first(unit) + kWarpsK - 1) / kWarpsK;
-    }
-
-    /// Where x of a unit's piece 0 lies, in pieces: all of x is there, or that of a run shorter than K.
-    CUTLASS_DEVICE int x_base(DecodeParams const& p, int unit) const {
-      if (!kIsCluster || p.run_pieces >= p.pieces) return 0;
-      return (unit == first_unit ? 0 : p.pieces) - first_piece;
-    }
-  };
-
-  /// Copies x of one piece, half a row (16 chunks of 16 bytes at most) per half warp.
-  /// Beyond K it is zero, whatever the weights there are. target: of the piece's first token and k.
-  CUTLASS_DEVICE static void fetch_x(uint32_t target, DecodeParams const& p, int piece, int lane) {
-    constexpr int kChunks = kPieceK / 8;
-    constexpr int kRows = 32 / kChunks;  // per copy of a warp
-    int const offset = lane % kChunks * 8;
-    int const k = piece * kPieceK + offset;
-    int const bytes = k < p.k ? 16 : 0;
-    int const first_token = lane / kChunks;
-    target += first_token * p.x_row_bytes + offset * int(sizeof(Element));
-    auto const* source = static_cast<Element const*>(p.x) + first_token * p.ldx + (bytes > 0 ? k : 0);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int token = first_token; token < p.m; token += kRows) {
-      copy_async_or_zero(target, source, bytes);
-      target += kRows * p.x_row_bytes;
-      source += kRows * p.ldx;
-    }
-  }
-
-  /// The warp's copies, kDepth pieces ahead of its products.
-  template <int kGroups, bool kIsCluster>
-  struct Stream {
-    using R = Ring<kGroups>;
-    DecodeParams const& p;
-    Place<kIsCluster> const& place;
-    int unit, piece;  // next; of K
-    int left;  // pieces up to the end of K or of the unit; 0 when all is fetched
-    int wrapped;  // pieces of the unit after those, from the beginning of K
-    int x_left;  // pieces that need their x: the first ones
-    uint32_t x_target;  // where x of the next piece belongs
-    uint32_t smem_x;
-    typename R::Source source;
-
-    CUTLASS_DEVICE Stream(DecodeParams const& p, Place<kIsCluster> const& place, uint32_t smem_x)
-        : p(p), place(place), smem_x(smem_x) {
-      unit = place.first_unit;
-      begin_unit(unit <= place.last_unit ? place.count(p, unit) : 0);
-      x_left = left + wrapped;
-      if (kIsCluster && unit < place.last_unit) {
-        // Of the next unit those before this one's.
-        int const end = min(place.first_piece, unit + 1 == place.last_unit ? place.end_piece : p.pieces);
-        x_left += max(0, end - place.warp + kWarpsK - 1) / kWarpsK;
-      }
-      if (left == 0) begin_next_unit();
-    }
-
-    CUTLASS_DEVICE static int tile(int of_unit) { return of_unit * kRowTiles; }
-    CUTLASS_DEVICE bool is_whole() const { return (piece + 1) * kPieceK <= p.k_padded; }
-
-    /// count: of this warp's pieces of it.
-    CUTLASS_DEVICE void begin_unit(int count) {
-      int const first = place.first(unit);
-      piece = first + place.rotation;
-      if (piece >= p.pieces) piece -= p.pieces;
-      left = min(count, (p.pieces - piece + kWarpsK - 1) / kWarpsK);
-      wrapped = count - left;
-      x_target = smem_x + (first + place.x_base(p, unit)) * kPieceXBytes;
-      source = typename R::Source(p, tile(unit), piece, place.lane);
-    }
-
-    /// The next one that has pieces for this warp.
-    CUTLASS_DEVICE void begin_next_unit() {
-      while (left == 0 && unit < place.last_unit) {
-        ++unit;
-        begin_unit(place.count(p, unit));
-      }
-    }
-
-    CUTLASS_DEVICE void advance() {
-      piece += kWarpsK;
-      x_target += kWarpsK * kPieceXBytes;
-      source.advance(kWarpsK);
-      if (--left > 0) return;
-      if (wrapped > 0) {
-        piece -= p.pieces;
-        left = wrapped;
-        wrapped = 0;
-        source = typename R::Source(p, tile(unit), piece, place.lane);
-      } else {
-        begin_next_unit();
-      }
-    }
-
-    /// What is fetched first, into the L2.
-    CUTLASS_DEVICE void prefetch() const {
-      Stream ahead = *this;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < kDepth && ahead.left > 0; ++i) {
-        R::prefetch(ahead.source, ahead.is_whole(), place.lane);
-        ahead.advance();
-      }
-    }
-
-    /// One commit, of the next piece or of nothing. All lanes have read what was in the slot.
-    CUTLASS_DEVICE void fetch_next(uint32_t slot) {
-      if (left > 0) {
-        if (x_left > 0) {
-          --x_left;
-          fetch_x(x_target, p, piece, place.lane);
-        }
-        R::fetch(slot, source, p, is_whole(), place.lane);
-        advance();
-      }
-      commit_copies();
     }
   };
 
@@ -419,10 +227,10 @@ struct Decode {
     d.pieces = divide_up(p.k_padded, kPieceK);
     d.pieces_multiplier = uint32_t(((uint64_t(1) << 32) + d.pieces - 1) / d.pieces);
     d.run_pieces = divide_up(d.units_per_cluster * d.pieces, p.split_k);
-    // 16 bytes more than a multiple of 128: the rows that ldmatrix reads together fall into different banks.
     // One token has too little x for it to matter.
     d.rotation_multiplier =
         p.m == 1 ? 0 : uint32_t((uint64_t(d.pieces) << 32) / divide_up(d.units, d.units_per_cluster));
+    // 16 bytes more than a multiple of 128: the rows that ldmatrix reads together fall into different banks.
     d.x_row_bytes = min(d.pieces, d.run_pieces) * kPieceXBytes + 16;
     int const group_k = !kHasScales || p.group_size % kPieceK == 0 ? kPieceK : p.group_size % 64 == 0 ? 64 : 32;
     d.groups_per_piece = kPieceK / group_k;
@@ -444,7 +252,7 @@ cudaError_t launch_decode_kernel(DecodeParams const& p, cudaStream_t stream) {
   constexpr int kLeastSmemBytes = 116 * 1024;
   int const smem_bytes = Kernel::Smem::bytes(p);
   return launch_clusters(decode_kernel<Kernel, kGroups, kIsCluster>, devices_done, p,
-                         dim3(p.split_k, divide_up(p.units, p.units_per_cluster)), Kernel::kThreads,
+                         dim3(p.split_k, divide_up(p.units, p.units_per_cluster)), p.split_k, Kernel::kThreads,
                          smem_bytes > kLeastSmemBytes ? smem_bytes : kLeastSmemBytes, stream);
 }
 

@@ -10,7 +10,8 @@
 //               mma             | wgmma 0       | wgmma 1 | ...
 //
 // For few tokens the CTAs of a cluster share K, and so do the warpgroups of a CTA (gemm_sm90_epilogue.h). CTAs of large tiles
-// go through several of them: while the consumers finish a tile, the producers ask for the steps of the next.
+// go through several of them: while the consumers finish a tile, the producers ask for the steps of the next. Two of them, side
+// by side along N, share x: each asks for half of it, for both.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -58,6 +59,7 @@ struct GemmSm90 {
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr bool kMaySplit = kTokens * kColumns <= 128 * 128;  // more have no room for the sums of other CTAs
   static constexpr bool kMayLoop = !kMaySplit && kTokens >= 128;  // over tiles
+  static constexpr bool kMayShareX = kMayLoop;  // with a CTA beside this one
   static_assert(kMaySplit || kWarpgroupsK == 1);
 
   // Blocks of 64 k that a warpgroup waits for at a time: the fewer tokens, the more each wait weighs.
@@ -133,7 +135,7 @@ struct GemmSm90 {
     int known_tokens;  // of the tile: the tile before it stores them
 
     CUTLASS_DEVICE Place(GemmSm90Params const& p, int tile) {
-      rank = cute::block_rank_in_cluster();
+      rank = kMaySplit ? cute::block_rank_in_cluster() : 0;
       first_step = rank * p.steps_per_cta;
       end_step = min(p.steps, first_step + p.steps_per_cta);
       int column_tile = tile, token_tile = 0;
@@ -145,6 +147,7 @@ struct GemmSm90 {
         column_tile = in_band / height;
         token_tile = band * p.band_tokens + in_band - column_tile * height;
       }
+      if constexpr (kMayShareX) column_tile = column_tile * p.x_ctas + cute::block_rank_in_cluster();
       first_column = column_tile * kColumns;
       // The last tile lies on the one before it rather than beyond M: rows that a TMA box has beyond M are slower than
       // rows of x.
@@ -156,6 +159,15 @@ struct GemmSm90 {
   /// Whether a CTA may go through several tiles: with an activation the stages take y, and so no next tile.
   CUTLASS_HOST_DEVICE static bool may_loop(GemmParams const& p) {
     return kMayLoop && p.activation == int(Activation::kIdentity);
+  }
+
+  CUTLASS_DEVICE static bool shares_x(GemmSm90Params const& p) { return kMayShareX && p.x_ctas > 1; }
+
+  /// Waits for all threads of the cluster that have not ended.
+  CUTLASS_DEVICE static void meet() {
+    __syncwarp();
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
   }
 
   /// Calls visit(place) for each tile of this cluster.
@@ -198,7 +210,7 @@ struct GemmSm90 {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kStages; ++i) {
         cute::initialize_barrier(smem.full()[i], kProducers);
-        cute::initialize_barrier(smem.empty()[i], kConsumerWarps);
+        cute::initialize_barrier(smem.empty()[i], kConsumerWarps * p.x_ctas);
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       // Weights come from far away: they are asked for before all else.
@@ -211,11 +223,13 @@ struct GemmSm90 {
     }
     __syncthreads();
     if (p.split_k > 1) cute::cluster_arrive_relaxed();
+    if (shares_x(p)) meet();  // the other CTA has its barriers
     if (threadIdx.x < kConsumers) {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       cudaGridDependencySynchronize();  // bias and y, too, are the kernels' before this one
       cudaTriggerProgrammaticLaunchCompletion();
       consume(p, place, smem);
+      if (shares_x(p)) meet();  // the other CTA may still give stages back
     } else {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       switch (threadIdx.x - kConsumers) {
@@ -260,20 +274,24 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   while (p.group_size % g.group_k != 0) g.group_k /= 2;
   g.groups = divide_up(p.k, p.group_size);
   g.sent_parts = (p.split_k - 1) * Kernel::kWarpgroupsK;
+  int const column_tiles = divide_up(p.n_padded, Kernel::kColumns);
+  // Two CTAs that share x take it from the L2 once: that saves power, which is what many tokens are short of. They wait for
+  // each other at their start and end.
+  g.x_ctas = Kernel::kMayShareX && p.m > Kernel::kTokens && column_tiles % 2 == 0 ? 2 : 1;
   // Rows that a box has beyond M are slower than rows of x: there are no more of them than the swizzle needs.
-  g.x_box_rows = min(Kernel::kTokens, divide_up(p.m, 8) * 8);
-  g.x_box_blocks = p.k % Layout::kBlockK == 0 ? Kernel::kStepBlocks : 1;
-  g.items = Kernel::kWarpgroupsN * (g.x_box_rows / 8);
+  g.x_rows = min(Kernel::kTokens, divide_up(p.m, 8) * 8);
+  g.x_box_rows = Kernel::kStepBlocks == 1 ? g.x_rows / g.x_ctas : g.x_rows;
+  g.x_box_blocks = p.k % Layout::kBlockK == 0 ? max(1, Kernel::kStepBlocks / g.x_ctas) : 1;
+  g.items = Kernel::kWarpgroupsN * (g.x_rows / 8);
   // Each CTA has some to finish.
   if ((p.split_k - 1) * divide_up(g.items, p.split_k) >= g.items) g.items = Kernel::kItems;
   g.items_per_cta = divide_up(g.items, p.split_k);
   g.item_multiplier = divide_up(1 << 16, g.items_per_cta);
   static_assert(Kernel::kItems <= 64);  // so that it is exact
-  int const column_tiles = divide_up(p.n_padded, Kernel::kColumns);
   g.token_tiles = divide_up(p.m, Kernel::kTokens);
-  g.tiles = column_tiles * g.token_tiles;
+  g.tiles = column_tiles / g.x_ctas * g.token_tiles;
   g.band_tokens = min(g.token_tiles, Kernel::kBandTokens);
-  g.band_tiles = g.band_tokens * column_tiles;
+  g.band_tiles = g.band_tokens * (column_tiles / g.x_ctas);
   g.scale_box_rows = Kernel::kStepK % p.group_size == 0 ? Kernel::kStepK / p.group_size : 1;
   cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, g.x_box_rows, g.x_box_blocks);
   if (error != cudaSuccess) return error;
@@ -289,9 +307,10 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   if (Kernel::kHasZeros) error = map_groups(&g.zero_map, p.zeros);
   if (error != cudaSuccess) return error;
   static std::atomic<uint64_t> devices_done{0};
-  int const clusters = Kernel::may_loop(p) ? min(g.tiles, p.clusters) : g.tiles;
-  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(p.split_k * clusters), Kernel::kThreads,
-                         Kernel::Smem::bytes(g), stream);
+  int const clusters = Kernel::may_loop(p) ? min(g.tiles, max(1, p.clusters / g.x_ctas)) : g.tiles;
+  int const cluster_ctas = p.split_k * g.x_ctas;
+  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(cluster_ctas * clusters), cluster_ctas,
+                         Kernel::kThreads, Kernel::Smem::bytes(g), stream);
 }
 
 }  // namespace weightonly

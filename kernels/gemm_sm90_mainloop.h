@@ -36,6 +36,8 @@ struct GemmSm90Mainloop {
   /// What a consumer lane reads of the steps, one stage after another.
   struct Reader {
     uint32_t weights, scales, barriers;  // of stage 0
+    uint32_t empty;  // the barrier of stage 0 in the CTA that this lane tells when it gives a stage back
+    bool tells;
     uint32_t block_bytes;  // of scales, from a block to the next
     Table table;  // of codes
     int first_x, block_x;  // 16-byte units of x: in a stage before the warpgroup's first block, and of a block
@@ -49,7 +51,7 @@ struct GemmSm90Mainloop {
       int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
       int const warpgroup_n = warpgroup % kWarpgroupsN;
       int const first_block = warpgroup / kWarpgroupsN * kWarpgroupBlocks;
-      block_x = p.x_box_rows * (Layout::kBlockK * int(sizeof(Element)) / 16);
+      block_x = p.x_rows * (Layout::kBlockK * int(sizeof(Element)) / 16);
       first_x = first_block * block_x;
       weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
                 (warpgroup_n * kStepBlocks + first_block) * Layout::kBlockBytes + warp * Layout::kPieceBytes +
@@ -60,8 +62,14 @@ struct GemmSm90Mainloop {
       block_bytes = p.group_k <= 64 ? 64 / p.group_k * kScaleRowBytes : 0;
 
       barriers = cute::cast_smem_ptr_to_uint(smem.full());
+      // One lane tells the producers of this CTA; where two share x, another one those of the other.
+      empty = cute::cast_smem_ptr_to_uint(smem.empty());
+      tells = lane < p.x_ctas;
+      if constexpr (Kernel::kMayShareX) {
+        empty = cute::set_block_rank(empty, cute::block_rank_in_cluster() ^ (lane & (p.x_ctas - 1)));
+      }
       // Without this the compiler computes them anew in every step.
-      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers));
+      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers), "+r"(empty));
       if constexpr (kIsCode<Weight>) {
         Table::template fill<Element>(smem.pairs(), p.zeros, Kernel::kConsumers);
         asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
@@ -82,9 +90,11 @@ struct GemmSm90Mainloop {
 
     /// Gives a stage back to the producers.
     CUTLASS_DEVICE void release(int used_stage) const {
-      if (threadIdx.x % 32 == 0) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barriers + 8 * (kStages + used_stage))
-                     : "memory");
+      uint32_t const barrier = empty + 8 * used_stage;
+      if constexpr (Kernel::kMayShareX) {
+        if (tells) asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+      } else {
+        if (tells) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
       }
     }
 
@@ -136,7 +146,7 @@ struct GemmSm90Mainloop {
         Scaled::load(words + k16 * Scaled::kWords, reader.table, pair, reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
       }
     }
-    // Blocks lie as far apart as a box has rows; beyond them the MMA reads what it finds, for tokens that do not exist.
+    // Blocks lie as far apart as they have rows; beyond them the MMA reads what it finds, for tokens that do not exist.
     Tensor const x_block =
         make_tensor(x.data() + (reader.stage * (Kernel::kXBytes / 16) + reader.first_x + block * reader.block_x),
                     x.layout());  // (MMA, 1, k16)

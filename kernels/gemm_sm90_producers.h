@@ -85,14 +85,28 @@ struct GemmSm90Producers {
   CUTLASS_DEVICE static void produce_x(GemmSm90Params const& p, Place const& first, Smem const& smem) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.x_map));
     cudaGridDependencySynchronize();
-    int const block_bytes = p.x_box_rows * Layout::kBlockK * int(sizeof(typename Kernel::Element));
-    produce(p, first, smem, 0, kStepBlocks * block_bytes, [&](Place const& place, int step, int stage, uint64_t* full) {
-      for (int block = 0; block < kStepBlocks; block += p.x_box_blocks) {
+    constexpr int kRowBytes = Layout::kBlockK * int(sizeof(typename Kernel::Element));
+    auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+    bool const is_shared = Kernel::shares_x(p);
+    // Of what two CTAs share each asks for a half, for both: some of the blocks, or of the only one some of the rows.
+    constexpr int kHalf = cutlass::const_max(1, kStepBlocks / 2);
+    int const second = is_shared ? cute::block_rank_in_cluster() : 0;
+    int const first_block = kStepBlocks == 1 ? 0 : second * kHalf;
+    int const end_block = is_shared ? first_block + kHalf : kStepBlocks;
+    int const first_row = kStepBlocks == 1 ? second * p.x_box_rows : 0;
+    int const step_bytes = kStepBlocks * p.x_rows * kRowBytes;  // of both halves
+    produce(p, first, smem, 0, step_bytes, [&](Place const& place, int step, int stage, uint64_t* full) {
+      for (int block = first_block; block < end_block; block += p.x_box_blocks) {
         int const k_block = step * kStepBlocks + block;
-        cute::SM90_TMA_LOAD_3D::copy(&p.x_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                     smem.x() + stage * kXBytes + block * block_bytes,
-                                     p.x_box_blocks == 1 ? k_block * Layout::kBlockK : 0, place.first_token,
-                                     p.x_box_blocks == 1 ? 0 : k_block);
+        int const k = p.x_box_blocks == 1 ? k_block * Layout::kBlockK : 0;
+        int const box = p.x_box_blocks == 1 ? 0 : k_block;
+        char* const target = smem.x() + stage * kXBytes + (block * p.x_rows + first_row) * kRowBytes;
+        int const token = place.first_token + first_row;
+        if (is_shared) {
+          cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&p.x_map, full, uint16_t(3), hint, target, k, token, box);
+        } else {
+          cute::SM90_TMA_LOAD_3D::copy(&p.x_map, full, hint, target, k, token, box);
+        }
       }
     });
   }

@@ -93,5 +93,6 @@ def test_every_configuration_is_measured(cuda_device: torch.device) -> None:
     arch, sm_count = gpu_facts(cuda_device)
     problems = [Problem(m, 4096, 4096, "int4", 128, arch, sm_count) for m in (1, 64)]
     runnable = {c.kernel for c in wo.kernels() if any(legal(c, problem) for problem in problems)}
-    assert {name.rpartition("_k")[0] for name in frame["config"]} == runnable
+    single = [name for name in frame["config"] if "+" not in name]  # launches
+    assert {name.rpartition("_k")[0] for name in single} == runnable
     assert wo.bench.regret(frame).worst >= 0

@@ -111,6 +111,8 @@ def test_choices() -> None:
     assert choices.cells.tolist() == [3, 7]
     assert choices.regret(np.array([2.0, 1.0, 1.0, 9.0, 9.0])).tolist() == pytest.approx([0, 0.1])
     assert choices.regret(np.array([1.0, 1.0, 2.0, 9.0, 1.0])).tolist() == pytest.approx([0.25, 0]), "a tie"
+    close = np.array([1.0, 1.0, 1.004, 1.006, 1.0])
+    assert choices.regret(close, tie=0.005).tolist() == pytest.approx([0.25, 0.1]), "and what is as good as one"
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gemm_cases import (
@@ -50,6 +52,9 @@ def test_every_kernel_is_bit_exact_on_the_grid(
         check_exact(m, ragged, split, generator)
     if config.shares_cluster:
         check_exact(config.block_m - 3, ragged, config, generator)  # rows of the tile that are not there
+    if config.loops and group_size in (-1, 32):
+        # Two CTAs that share x, which ends within a block of 64 k.
+        check_exact(m, replace(ragged, k=672 - 8 * (group_size == -1), n=2 * config.block_n - 24), config, generator)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,12 +85,18 @@ def test_clusters_that_go_through_many_units(
                 check_exact(config.max_m, case, split, generator)
 
 
+@pytest.mark.parametrize("tiles", ["odd", "even"])
 @pytest.mark.parametrize("k", [64, 448, 1216])
-def test_ctas_that_go_through_many_tiles(cuda_device: torch.device, generator: torch.Generator, k: int) -> None:
-    """Two tiles and more for each CTA, the last ones ragged: stages and rows of y come round. k 64 fills one stage."""
+def test_ctas_that_go_through_many_tiles(
+    cuda_device: torch.device, generator: torch.Generator, k: int, tiles: str
+) -> None:
+    """Two tiles and more for each CTA, the last ones ragged: stages and rows of y come round. k 64 fills one stage.
+
+    With an even number of tiles along N two CTAs share x.
+    """
     for config in wo.kernels():
         if config.loops:
-            columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3)
+            columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3) // 2 * 2 + (tiles == "odd")
             for format in config.formats:
                 zeros = k == 448 and format != "code4"
                 case = Case(k, columns * config.block_n - 24, format, "f16", 64, zeros)

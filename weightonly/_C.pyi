@@ -77,6 +77,7 @@ class Plan:
         split_k: int,
         clusters: int,
         activation: int,
+        follows: bool,
     ) -> None: ...
     def launch(
         self,

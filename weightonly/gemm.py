@@ -97,7 +97,7 @@ def _gemm(
         if x.device.type == "cpu":
             return _gemm_cpu(x, qweight, scales, zeros, bias, activation, out, config, perm)
         read = x if perm is None else torch.empty_like(x, memory_format=torch.contiguous_format)  # by the kernel
-        plan = make_plan(read, qweight, group_size, zeros is not None, activation, config)
+        plan = make_plan(read, qweight, scales, zeros, bias, group_size, activation, config)
         if len(qweight._plans) >= _MAX_PLANS:
             qweight._plans.clear()
         qweight._plans[key] = plan

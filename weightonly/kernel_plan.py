@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .checks import check_out
@@ -67,9 +69,13 @@ class Plan:
 
 
 class KernelPlan(Plan):
-    """One launch of a compiled kernel; with split-K in memory a second one sums the parts."""
+    """A launch of a compiled kernel, with split-K in memory one more that sums the parts; or two, side by side along N.
+
+    columns: of y that the first one computes.
+    """
 
     __slots__ = (
+        "bias_in_place",
         "code_table",
         "config",
         "launch",
@@ -77,7 +83,11 @@ class KernelPlan(Plan):
         "ldx",
         "ldy",
         "partials",
+        "rest",
+        "rest_columns",
+        "rest_weight_bytes",
         "rows_aligned",
+        "scales_in_place",
         "x_k",
     )
 
@@ -85,10 +95,14 @@ class KernelPlan(Plan):
         self,
         x: torch.Tensor,
         qweight: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
         group_size: int,
         types: TypeConfig,
         config: KernelConfig,
         activation: str | None,
+        columns: int,
     ) -> None:
         super().__init__(x, qweight)
         self.config = config
@@ -102,22 +116,40 @@ class KernelPlan(Plan):
         inner = x.stride(-1) == 1 or qweight.k == 1
         aligned = self.x_k == qweight.k and self.ldx % 8 == 0
         self.rows_aligned = flat and inner and aligned and self.ldx >= qweight.k
+        # The same of scales, zeros and bias: their addresses alone change from call to call.
         self.ld_scales = qweight.n_padded
+        self.scales_in_place = (
+            self.n == self.ld_scales and scales.is_contiguous() and (zeros is None or zeros.is_contiguous())
+        )
+        self.bias_in_place = bias is None or bias.is_contiguous()
         meets_in_memory = config.split_k > 1 and not config.shares_cluster
         self.partials = config.split_k * self.m * qweight.n_padded if meets_in_memory else 0
-        self.launch = _C.Plan(
-            kernel=kernel_numbers()[f"{config.kernel}_{types.name}"],
-            device=self.device,
-            m=self.m,
-            n=qweight.n,
-            k=self.x_k,
-            n_padded=qweight.n_padded,
-            k_padded=qweight.k_padded,
-            group_size=qweight.k_padded if group_size == -1 else group_size,
-            split_k=config.split_k,
-            clusters=cluster_slots(sm_count(self.device), config.split_k) if config.shares_cluster else 1,
-            activation=_ACTIVATION_NUMBERS[activation],
-        ).launch
+
+        def launch(config: KernelConfig, begin: int, end: int, n_padded: int) -> Callable[..., None]:
+            """Of columns begin to end, the address of whose first one a call gives."""
+            return _C.Plan(
+                kernel=kernel_numbers()[f"{config.kernel}_{types.name}"],
+                device=self.device,
+                m=self.m,
+                n=end - begin,
+                k=self.x_k,
+                n_padded=n_padded,
+                k_padded=qweight.k_padded,
+                group_size=qweight.k_padded if group_size == -1 else group_size,
+                split_k=config.split_k,
+                clusters=cluster_slots(sm_count(self.device), config.split_k) if config.shares_cluster else 1,
+                activation=_ACTIVATION_NUMBERS[activation],
+                follows=begin > 0,
+            ).launch
+
+        n, n_padded = qweight.n, qweight.n_padded
+        if config.rest is None:
+            self.launch, self.rest = launch(config, 0, n, n_padded), None
+        else:
+            self.launch = launch(config, 0, columns, columns)
+            self.rest = launch(config.rest, columns, n, n_padded - columns)
+            self.rest_columns = columns
+            self.rest_weight_bytes = columns * qweight.k_padded * qweight.bits // 8
 
     def run(
         self,
@@ -141,16 +173,13 @@ class KernelPlan(Plan):
             ldx = self.x_k
         scales_address = scales.data_ptr()
         zeros_address = self.code_table if zeros is None else zeros.data_ptr()
-        if self.n != self.ld_scales or (scales_address | zeros_address) % 16 or not scales.is_contiguous():
+        if not self.scales_in_place or (scales_address | zeros_address) % 16:
             scales = aligned_rows(scales, self.ld_scales)
             scales_address = scales.data_ptr()
             if zeros is not None:
                 zeros = aligned_rows(zeros, self.ld_scales)
                 zeros_address = zeros.data_ptr()
-        elif zeros is not None and not zeros.is_contiguous():
-            zeros = zeros.contiguous()
-            zeros_address = zeros.data_ptr()
-        if bias is not None and not bias.is_contiguous():
+        if not self.bias_in_place and bias is not None:
             bias = bias.contiguous()
         partials = None
         if self.partials:
@@ -168,6 +197,21 @@ class KernelPlan(Plan):
             self.ld_scales,
             torch._C._cuda_getCurrentRawStream(self.device),
         )
+        if self.rest is not None:
+            offset = 2 * self.rest_columns  # bytes of 16-bit values
+            self.rest(
+                address,
+                qweight.data.data_ptr() + self.rest_weight_bytes,
+                scales_address + offset,
+                zeros_address if zeros is None else zeros_address + offset,
+                0 if bias is None else bias.data_ptr() + offset,
+                out.data_ptr() + offset,
+                0,
+                ldx,
+                ldy,
+                self.ld_scales,
+                torch._C._cuda_getCurrentRawStream(self.device),
+            )
         return out
 
     def _aligned_copy(self, x: torch.Tensor, k: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ def set_launch_overlap(enabled: bool) -> None:
     A kernel that starts early only asks for its weights to come nearer, into the L2 cache, and computes nothing until
     all work before it in the stream is done. The results are the same, whatever that work writes. It holds for calls of
     `gemm` from now on, in this process, on tiled weights; a CUDA graph keeps what it was captured with. Off, each call
-    is timed by itself: the benchmarks do that. Raises TypeError unless `enabled` is a bool.
+    is timed by itself: the benchmarks do that. (Where a call is two launches the second one starts early all the same.)
+    Raises TypeError unless `enabled` is a bool.
     """
     global _overlap
     if not isinstance(enabled, bool):

@@ -7,8 +7,8 @@ import torch
 from .dense_plan import DensePlan
 from .heuristics import KernelConfig, Problem, select
 from .heuristics.configs import FAMILIES, TypeConfig
-from .heuristics.cost import machine
-from .heuristics.legal import all_finish, parts_of_k, smem_bytes, splits_evenly
+from .heuristics.cost import first_columns, launches, machine
+from .heuristics.legal import all_finish, leaves_a_rest, parts_of_k, smem_bytes, splits_evenly
 from .heuristics.problem import layouts_of
 from .heuristics.slices import longest_k
 from .kernel_plan import KernelPlan, Plan
@@ -23,8 +23,10 @@ DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 def make_plan(
     x: torch.Tensor,
     qweight: PackedWeight,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
     group_size: int,
-    has_zeros: bool,
     activation: str | None,
     config: KernelConfig | None,
 ) -> Plan:
@@ -36,13 +38,14 @@ def make_plan(
     device, w = x.get_device(), qweight
     arch = device_arch(device)
     check_kernels(arch)
-    m = x.numel() // w.k
+    m, has_zeros = x.numel() // w.k, zeros is not None
     problem = Problem(m, w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, has_zeros)
     types = TypeConfig(DTYPE_NAMES[x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))
     config = choose(problem, types, config, table_of(device) if config is None else None)
     if config.is_dense:
         return DensePlan(x, qweight, config, activation)
-    return KernelPlan(x, qweight, group_size, types, config, activation)
+    columns = launches(config, problem)[0][1].n
+    return KernelPlan(x, qweight, scales, zeros, bias, group_size, types, config, activation, columns)
 
 
 def scale_mode(group_size: int, has_zeros: bool) -> str:
@@ -92,16 +95,26 @@ def choose(
         config = preferred(problem, types.dtype, table)
     else:
         check_config(config, problem, types)
-    if not runs_on(config, problem.arch) or not is_compiled(config, types):
-        raise RuntimeError(
-            f"no kernel {config.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
-            f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
-        )
+    for part, _ in launches(config, problem):
+        if not runs_on(part, problem.arch) or not is_compiled(part, types):
+            raise RuntimeError(
+                f"no kernel {part.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
+                f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
+            )
     return config
 
 
 def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> None:
     """Raises ValueError unless the configuration computes this problem; it says what is wrong."""
+    if config.rest is not None:
+        if not leaves_a_rest(config, problem):
+            raise ValueError(
+                f"config: {config} is two launches, expected of gemm_sm90 and each with columns: the first those of "
+                f"its full waves of CTAs, {first_columns(config, problem)} of {problem.n} for M = {problem.m}"
+            )
+        for part, its_problem in launches(config, problem):
+            check_config(part, its_problem, types)
+        return
     if config.layout != problem.layout:
         packed = f"but qweight is packed as {problem.layout!r}"
         raise ValueError(f"config: {config} reads layout {config.layout!r}, {packed}")

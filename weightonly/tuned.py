@@ -128,10 +128,13 @@ class Table:
 
 
 def _config_of(entry: Entry, origin: Origin, kernels: Mapping[str, KernelConfig]) -> KernelConfig:
-    kernel, _, split_k = entry.config.rpartition("_k")
-    if kernel not in kernels or not split_k.isdecimal():
-        raise ValueError(f"config {entry.config!r} is none of this installation")
-    config = kernels[kernel].with_split_k(int(split_k))
+    config = None
+    for name in reversed(entry.config.split("+")):  # of one or two launches
+        kernel, _, split_k = name.rpartition("_k")
+        if kernel not in kernels or not split_k.isdecimal():
+            raise ValueError(f"config {entry.config!r} is none of this installation")
+        config = kernels[kernel].with_split_k(int(split_k)).with_rest(config)
+    assert config is not None
     if not legal(config, entry.problem(origin)):
         raise ValueError(f"config {entry.config!r} does not compute m={entry.m}, k={entry.k}, n={entry.n}")
     return config

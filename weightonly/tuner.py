@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from . import tuned
 from .heuristics import KernelConfig, Problem, candidates
 from .heuristics.cost import estimate_us, is_calibrated
+from .heuristics.select_tiled import likely_pairs
 from .kernels import cuda_built, kernels
 from .packed import format_of
 from .plan import DTYPE_NAMES, modelled
@@ -182,7 +183,7 @@ def as_frame(choices: Sequence[Choice]) -> pd.DataFrame:
 def search(
     problems: dict[tuple[int, int], list[Problem]],
     open_weight: Callable[[int, int], Measure],
-    built: Collection[str],
+    built: Set[str],
     seconds: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
@@ -210,13 +211,13 @@ def search(
         yield found
 
 
-def plausible(problem: Problem, built: Collection[str]) -> list[KernelConfig]:
+def plausible(problem: Problem, built: Set[str]) -> list[KernelConfig]:
     """The model's choice, then the other configurations that it holds for nearly as quick, by its estimates."""
     model = modelled(problem)
     estimates = {
         config: estimate_us(config, problem)
-        for config in candidates(problem)
-        if config.kernel in built and (config.is_dense or is_calibrated(config, problem.format))
+        for config in (*candidates(problem), *likely_pairs(problem))
+        if config.kernels() <= built and (config.is_dense or is_calibrated(config, problem.format))
     }
     limit_us = _PLAUSIBLE * min(estimates.values(), default=math.inf)
     others = [config for config, us in estimates.items() if us <= limit_us and config != model]
