@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ _HOPELESS = 1.6
 
 # While calls that take so long are measured, clocks drift: the best and what is so close are measured again, in turns.
 _DRIFTS_US = 100.0
-_CLOSE = 1.1
+_CLOSE = 1.3
+_MOST_CLOSE = 10
 
 CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
 
@@ -88,11 +90,12 @@ def measure_configs(
                     times[config] = timer(m, config, budget_ms=budget_ms, give_up_us=_HOPELESS * best_us)
                     best_us = min(best_us, times[config].us)
                 if best_us > _DRIFTS_US:
-                    close = [config for config, timing in times.items() if timing.us <= _CLOSE * best_us]
-                    settled = dict(zip(close, timer.in_turns(m, close, budget_ms=budget_ms), strict=True))
+                    close = sorted((c for c in times if times[c].us <= _CLOSE * best_us), key=lambda c: times[c].us)
+                    close = list(dict.fromkeys([*close[:_MOST_CLOSE], legal[0]]))
+                    again = dict(zip(close, timer.in_turns(m, close, budget_ms=budget_ms), strict=True))
                     # What the clocks make of the others is estimated.
-                    slower = min(timing.us for timing in settled.values()) / best_us
-                    times = {config: Timing.of([t.us * slower], coarse=True) for config, t in times.items()} | settled
+                    slower = statistics.median(timing.us / times[config].us for config, timing in again.items())
+                    times = {config: Timing.of([t.us * slower], coarse=True) for config, t in times.items()} | again
                 rows += [_row(problem, config, timing.us, timing.coarse) for config, timing in times.items()]
                 bar.update()
     return pd.DataFrame(rows)

@@ -31,10 +31,11 @@ _REPLAYS = (3, 50)
 
 _TURNS = 3  # of each of several stopwatches, one after another
 
-# Many calls that take so long draw more power than a GPU may for long, and it lowers its clocks. So before a turn of
-# such calls it is kept busy with them for some time.
+# A GPU that multiplies large matrices for long lowers its clocks. Calls that take so long are timed as they are then:
+# before each turn the GPU is kept busy with them for some time. Before turns of shorter ones it rests.
 _LONG_US = 400.0
 _SETTLE_MS = 60.0
+_REST_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Stopwatch:
         if not calls:
             raise ValueError("calls: expected at least one, got none")
         self._calls, self._device = calls, device
+        self.on_gpu = device.type == "cuda"
         self._samples_us: list[float] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._launches = 0  # calls of a replay
@@ -139,7 +141,7 @@ class Stopwatch:
 
     def prepare(self) -> float:
         """Captures; returns a first quick measurement, us per call."""
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             self._calls[0]()
             start = time.perf_counter()
             self._calls[0]()
@@ -165,7 +167,7 @@ class Stopwatch:
     def turn(self, budget_ms: float, settle_ms: float = 0.0) -> None:
         """Some more samples, in about this device time, three at least; on CUDA after settle_ms of the same work."""
         fewest, most = _REPLAYS
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             deadline, count = time.perf_counter() + budget_ms / 1e3, 0
             while count < fewest or (time.perf_counter() < deadline and count < most):
                 start = time.perf_counter()
@@ -207,10 +209,12 @@ def time_in_turns(
     watches: Sequence[Stopwatch], budget_ms: float, after_turn: Callable[[int], None] | None = None
 ) -> list[Timing]:
     """The timings of several, which take turns: budget_ms for all turns of one. after_turn(i) follows each of i."""
-    settle_ms = _SETTLE_MS if min(watch.prepare() for watch in watches) > _LONG_US else 0.0
+    is_long = min(watch.prepare() for watch in watches) > _LONG_US
     for _ in range(_TURNS):
         for i, watch in enumerate(watches):
-            watch.turn(budget_ms / _TURNS, settle_ms)
+            if not is_long and watch.on_gpu:
+                time.sleep(_REST_MS / 1e3)
+            watch.turn(budget_ms / _TURNS, _SETTLE_MS if is_long else 0.0)
             if after_turn is not None:
                 after_turn(i)
     return [watch.timing() for watch in watches]
