@@ -15,6 +15,7 @@ from tuned_cases import H200, another, entry, problem, table, written_table
 from weightonly import tuned
 from weightonly.heuristics import candidates
 from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.select_tiled import likely_pairs
 from weightonly.tuned import Origin
 from weightonly.tuner import table_path
 
@@ -30,6 +31,20 @@ def test_a_file_gives_back_the_table(path: Path) -> None:
     assert list(again) == [entry(problem(1)), entry(problem(16))]
     assert again.config(problem(16), "f16") == another(problem(16))
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing unfinished is left
+
+
+def test_a_file_may_name_two_launches(tmp_path: Path) -> None:
+    p = problem(512, 8192, 10240)
+    pair = likely_pairs(p)[0]
+    file = tmp_path / "table.json"
+    tuned.write(file, table(entry(p, pair)))
+    again = tuned.read(file, H200, CONFIGS)
+    assert again.config(p, "f16") == pair and pair.rest is not None
+    assert again.config(problem(500, 8192, 10240), "f16") == pair
+    with pytest.raises(ValueError, match=r"config '.*' does not compute m=512, k=8192, n=10240"):
+        table(dataclasses.replace(entry(p, pair), config=f"{pair}+{pair.rest}"))
+    with pytest.raises(ValueError, match="is none of this installation"):
+        table(dataclasses.replace(entry(p, pair), config=f"{pair}+"))
 
 
 def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from tuned_cases import BUILT, Bench, of_model, problem
 
 from weightonly.heuristics import candidates
 from weightonly.heuristics.cost import estimate_us
+from weightonly.heuristics.select_tiled import likely_pairs
 from weightonly.tuner import plausible, quickest, search
 
 
@@ -24,6 +25,14 @@ def test_plausible_are_those_near_the_models_choice() -> None:
     assert left_out and all(estimate_us(config, p) > 1.5 * best_us for config in left_out)
     without = {kernel for kernel in BUILT if not kernel.startswith("gemm_sm90_32x")}
     assert {config.kernel for config in plausible(p, without)[1:]} <= without
+
+
+def test_pairs_of_launches_are_plausible_too() -> None:
+    p = problem(512, 8192, 10240)
+    pairs = [config for config in plausible(p, BUILT) if config.rest is not None]
+    assert set(likely_pairs(p)) == set(pairs) != set()
+    rest = {config.rest.kernel for config in pairs if config.rest is not None}
+    assert all(config.rest is None for config in plausible(p, BUILT - rest)[1:])
 
 
 def test_the_quickest_is_found_wherever_the_model_places_it() -> None:
