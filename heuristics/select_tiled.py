@@ -139,6 +139,9 @@ def _gemm_sm90_for_k(
     return tuple(found)
 
 
+_Key = tuple[str, int, int, bool, bool, int]
+
+
 class _First(NamedTuple):
     """A kernel of gemm_sm90 as the first of two launches, for one K."""
 
@@ -172,12 +175,12 @@ def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
     best, best_us = None, limit_us
     if problem.m <= _DECODE_MAX_M:
         best, best_us = _search_decode(problem, best_us)
-    kernels = _kernels_for(problem)
-    one, one_us = _search_gemm(kernels, problem.m, problem.n, problem_bytes(problem), best_us)
+    key, total_bytes = _key(problem), problem_bytes(problem)
+    one, one_us = _search_gemm(_gemm_sm90_for_k(*key), problem.m, problem.n, total_bytes, best_us)
     if one is not None:
         best, best_us = one, one_us
     if problem.m >= TWO_LAUNCHES_MIN_M:
-        for _, two in two_launches(problem, _LEAST_GAIN * best_us):
+        for _, two in _search_two(problem, key, total_bytes, _LEAST_GAIN * best_us, 1):
             best = two
     return best
 
@@ -251,14 +254,19 @@ def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -
     A first launch takes its full waves of CTAs, the best of all others the columns that are left. A few first launches
     are looked at, those with the least bound for both.
     """
-    p, m, n = problem, problem.m, problem.n
-    key = p.format, p.arch, p.sm_count, p.per_channel, p.zeros, p.k_padded
+    return _search_two(problem, _key(problem), problem_bytes(problem), limit_us, count)
+
+
+def _search_two(
+    problem: Problem, key: _Key, total_bytes: int, limit_us: float, count: int
+) -> list[tuple[float, KernelConfig]]:
+    m, n = problem.m, problem.n
     all_firsts, output_us, least_us = _firsts_for_k(*key)
     found: list[tuple[float, KernelConfig]] = []
     if least_us + m * n * output_us >= limit_us:
         return found
     x_bytes = 2 * m * problem.k
-    column_bytes = (problem_bytes(problem) - x_bytes) // n
+    column_bytes = (total_bytes - x_bytes) // n
     idle, unhidden, bytes_per_us = GEMM_SM90.idle, GEMM_SM90.unhidden, GEMM_SM90.tb_s * 1e6
     firsts = []
     for block_m, block_n, slots, work_us, fixed_us, end_us, config in all_firsts:
@@ -299,18 +307,20 @@ def likely_pairs(problem: Problem) -> list[KernelConfig]:
     """Of the many configurations of two launches the few worth measuring: the quickest, if they might be the best."""
     if problem.layout != "tiled" or problem.m < TWO_LAUNCHES_MIN_M:
         return []
-    _, one_us = _search_gemm(_kernels_for(problem), problem.m, problem.n, problem_bytes(problem), math.inf)
+    kernels = _gemm_sm90_for_k(*_key(problem))
+    _, one_us = _search_gemm(kernels, problem.m, problem.n, problem_bytes(problem), math.inf)
     return [config for _, config in two_launches(problem, _LIKELY * one_us, _LIKELY_PAIRS)]
 
 
-def _kernels_for(problem: Problem) -> tuple[_ForK, ...]:
+def _key(problem: Problem) -> _Key:
+    """What `_gemm_sm90_for_k` and `_firsts_for_k` go by."""
     p = problem
-    return _gemm_sm90_for_k(p.format, p.arch, p.sm_count, p.per_channel, p.zeros, p.k_padded)
+    return p.format, p.arch, p.sm_count, p.per_channel, p.zeros, p.k_padded
 
 
 _US = operator.itemgetter(0)
 _LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
-_FIRSTS = 2  # launches for each configuration wanted, by a bound of the time of both
+_FIRSTS = 1  # launch that is looked at for each configuration wanted, by a bound of the time of both
 _FIRST_SPLITS = 2  # a first launch has K in one part or two, which leave it waves of many columns
 _LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
 _DECODE_MAX_M = max(c.max_m for c in CONFIGS if c.family == "decode_sm90")

@@ -158,9 +158,9 @@ PYBIND11_MODULE(_C, module) {
              py::arg("table"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   py::class_<Plan>(module, "Plan")
-      .def(py::init<int, int, int, int, int, int, int, int, int, int, int, bool>(), py::arg("kernel"), py::arg("device"),
-           py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
-           py::arg("split_k"), py::arg("clusters"), py::arg("activation"), py::arg("follows"))
+      .def(py::init<int, int, int, int, int, int, int, int, int, int, int, bool>(), py::arg("kernel"),
+           py::arg("device"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"),
+           py::arg("group_size"), py::arg("split_k"), py::arg("clusters"), py::arg("activation"), py::arg("follows"))
       .def("launch", &Plan::launch,
            "Enqueues the kernel: addresses of x, weight, scales, zeros, bias, y, partials, "
            "row strides of x, y and scales in elements, stream.");
