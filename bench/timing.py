@@ -23,7 +23,7 @@ import weightonly as wo
 
 Call = Callable[[], object]
 
-_L2_MULTIPLE = 3  # bytes of weights between two uses of one copy, in L2 sizes
+_L2_MULTIPLE = 3  # different bytes between two uses of one copy, in L2 sizes
 _COPIES_LIMIT_BYTES = 2 << 30
 _GRAPH_US = 1000.0  # a replay costs a few us beside its launches: 1 ms of them makes that less than 1%
 _GRAPH_LAUNCHES = 4096
@@ -72,13 +72,14 @@ def overlapping(enabled: bool) -> Iterator[None]:
 def copies_beyond_l2(weight_bytes: int, device: torch.device, other_bytes: int = 0) -> int:
     """How many copies of one weight to rotate so that every call reads its weights from memory.
 
-    Between two uses of a copy the others pass through the cache, each with `other_bytes` of its call: three times the
-    L2, and 2 GB of copies at most (two copies always). A CPU gets one: nothing here rotates its caches.
+    Between two uses of a copy three times the L2 pass through the cache: the other copies, and `other_bytes` that are
+    the same in all calls, x and y, once. 2 GB of copies at most (two copies always). A CPU gets one: nothing here
+    rotates its caches.
     """
     if device.type != "cuda":
         return 1
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    wanted = math.ceil(_L2_MULTIPLE * l2_bytes / (weight_bytes + other_bytes)) + 1
+    wanted = math.ceil((_L2_MULTIPLE * l2_bytes - other_bytes) / weight_bytes) + 1
     return max(2, min(wanted, _COPIES_LIMIT_BYTES // weight_bytes))
 
 

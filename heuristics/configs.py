@@ -75,6 +75,10 @@ class KernelConfig:
     formats: tuple[str, ...] = ("int4", "int8")
     rest: KernelConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.rest is not None and not isinstance(self.rest, KernelConfig):
+            raise TypeError(f"rest: expected a KernelConfig or None, got {type(self.rest).__name__}")
+
     @functools.cached_property
     def kernel(self) -> str:
         """Name of the compiled kernel, less its types: everything but split_k, which is a launch parameter."""
@@ -234,6 +238,7 @@ class KernelConfig:
         return replace(self, split_k=split_k)
 
     def with_rest(self, rest: KernelConfig | None) -> KernelConfig:
+        """The same for full waves, `rest` for the columns that are left. Raises TypeError for anything but these."""
         return replace(self, rest=rest)
 
     def __str__(self) -> str:

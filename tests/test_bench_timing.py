@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ def test_overlap_is_what_it_was_after_a_measurement() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert wo.launch_overlap()
+
+
+@pytest.mark.parametrize("other_bytes", [0, 30 << 20, 1 << 30])
+def test_what_all_calls_share_passes_the_l2_once(monkeypatch: pytest.MonkeyPatch, other_bytes: int) -> None:
+    l2_bytes, weight_bytes = 60 << 20, 9 << 20
+    gpu = types.SimpleNamespace(L2_cache_size=l2_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    count = timing.copies_beyond_l2(weight_bytes, torch.device("cuda"), other_bytes)
+    assert (count - 1) * weight_bytes + other_bytes >= 3 * l2_bytes
+    assert count == 2 or (count - 2) * weight_bytes + other_bytes < 3 * l2_bytes
 
 
 @pytest.mark.gpu

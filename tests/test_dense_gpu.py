@@ -316,7 +316,7 @@ def test_gemm_chooses_it_for_many_rows(cuda_device: torch.device, generator: tor
         pytest.skip("this GPU has one layout")
     o = make(Case(512, 1000), generator, read[0] if layout == "own" else layout, exact=True)
     sms = sm_count(torch.cuda.current_device())
-    m = next((m for m in (1024, 8192, 65536) if choice(m, o, sms).is_dense), None)
+    m = next((m for m in (256, 1024, 8192, 65536) if choice(m, o, sms).is_dense), None)
     if m is None:
         pytest.skip("the fused kernels are quicker by the cost model")
     x = torch.randint(-3, 4, (m, 512), generator=generator).half().cuda()

@@ -64,6 +64,9 @@ def test_what_is_no_pair() -> None:
         check_config(bad, p, TypeConfig("f16", "int4", "group"))
     with pytest.raises(ValueError, match="reads code4, int8, but qweight is int4"):
         check_config(of(128, 192).with_rest(of(128, 192, "int8")), p, TypeConfig("f16", "int4", "group"))
+    for rest in (of(128, 128).name, 4):
+        with pytest.raises(TypeError, match=rf"^rest: expected a KernelConfig or None, got {type(rest).__name__}$"):
+            of(128, 192).with_rest(rest)  # type: ignore[arg-type]
     check_config(pair, p, TypeConfig("f16", "int4", "group"))
     assert not any(config.rest for config in candidates(p))
 
