@@ -17,6 +17,9 @@ MAX_TOKEN_TILES = 65535
 MAX_CLUSTER = 8
 """CTAs of a cluster, which share K and sum in each other's shared memory: the portable limit of CUDA."""
 
+HOPPER_SMEM_BYTES = 227 * 1024
+"""Shared memory of one CTA."""
+
 _STRIPE = 64  # columns of layout "tiled" that are padded together (weightonly/layout.py)
 
 
@@ -115,13 +118,17 @@ class KernelConfig:
         """Whether it has no kernel of its own, but the one that dequantizes (kernels/dequantize.cu) and cuBLAS."""
         return FAMILIES[self.family].is_dense
 
-    @property
+    @functools.cached_property
     def max_split_k(self) -> int:
         if self.is_dense:
             return 1
         if not self.shares_cluster:
             return MAX_SPLIT_K
-        return 1 if self.family == "gemm_sm90" and self.block_m * self.block_n > 128 * 128 else MAX_CLUSTER
+        return MAX_CLUSTER if self.family != "gemm_sm90" or any(map(self._may_share, self.formats)) else 1
+
+    def _may_share(self, format: str) -> bool:
+        """Whether a CTA of gemm_sm90 has room for the sums of another one, if scales take none."""
+        return replace(self, split_k=2).gemm_sm90_smem_bytes(format, True, False) <= HOPPER_SMEM_BYTES
 
     @property
     def warps(self) -> int:
@@ -154,9 +161,17 @@ class KernelConfig:
         return self.block_n // 64 * (self.block_m // 8)
 
     @property
+    def sent_sums(self) -> int:
+        """Those that a CTA of gemm_sm90 gets from others of its cluster: of what it finishes, all their parts of K."""
+        return (self.split_k - 1) * self.warpgroups_k * -(-self.shared_sums // self.split_k)
+
+    @property
     def loops(self) -> bool:
-        """Whether CTAs of gemm_sm90 go through several tiles: the next is on its way while one is finished."""
-        return self.family == "gemm_sm90" and self.max_split_k == 1 and self.block_m >= 128
+        """Whether CTAs of gemm_sm90 go through several tiles, the next on its way while one is finished.
+
+        They do so if K is not shared.
+        """
+        return self.family == "gemm_sm90" and self.block_m >= 128 and self.block_m * self.block_n > 128 * 128
 
     @property
     def warpgroups_k(self) -> int:
@@ -220,19 +235,23 @@ class KernelConfig:
         stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
         # Pairs of codes, for each lane (code_table.h).
         table_bytes = 0 if format != "code4" else 256 * (256 if self.block_m <= 32 else 128)
-        # At the end fp32 rows of y, each with 16 bytes more, take the stages' place, and where K is shared all sums.
+        stages_bytes = self.stages * stage_bytes + table_bytes
+        # At the end fp32 rows of y, each with 16 bytes more, take the stages' place, where K is shared beside all sums.
+        # Beside them are the sums that other CTAs send, or rows of y while the stages take the next tile.
         warpgroups = self.warps // 4
-        item_bytes = 128 * 16
-        end_bytes = warpgroups * -(-self.shared_sums // warpgroups) * 8 * (64 * 4 + 16)
-        if self.max_split_k > 1:
-            end_bytes += warpgroups * (self.block_m // 8) * item_bytes
-        # Beside them rows of y while the stages take the next tile, and the sums that other CTAs send.
-        chunk_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
-        sent_bytes = (self.split_k - 1) * self.warpgroups_k * -(-self.shared_sums // self.split_k) * item_bytes
-        alignment_and_barriers = 2 * 1024
-        return (
-            alignment_and_barriers + max(self.stages * stage_bytes + table_bytes, end_bytes) + chunk_bytes + sent_bytes
-        )
+        items = self.shared_sums
+        item_bytes, y_item_bytes = 128 * 16, 8 * (64 * 4 + 16)
+        shared_items = items if self.warpgroups_k > 1 else -(-items // 2)  # that one CTA finishes, at most
+        shared_end_bytes = warpgroups * (self.block_m // 8 * item_bytes + -(-shared_items // warpgroups) * y_item_bytes)
+        half_sent_bytes = self.with_split_k(2).sent_sums * item_bytes
+        fixed_bytes = 2 * 1024  # alignment and barriers
+        may_share = fixed_bytes + max(stages_bytes, shared_end_bytes) + half_sent_bytes <= HOPPER_SMEM_BYTES
+        end_bytes = max(warpgroups * -(-items // warpgroups) * y_item_bytes, shared_end_bytes if may_share else 0)
+        if self.split_k > 1:
+            beside_bytes = self.sent_sums * item_bytes
+        else:
+            beside_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
+        return fixed_bytes + max(stages_bytes, end_bytes) + beside_bytes
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
@@ -291,24 +310,25 @@ _GEMM_SM90_SHAPES = (
     (64, 3, 1, 4, 4, 3),
     (64, 4, 1, 4, 3, 3),
     (96, 2, 1, 5, 4, 4),
-    (96, 3, 1, 5, 5, 4),
-    (96, 4, 1, 5, 4, 3),
+    (96, 3, 1, 4, 3, 4),
+    (96, 3, 1, 0, 0, 3),
+    (96, 4, 1, 4, 3, 3),
     (128, 2, 1, 3, 3, 3),
-    (128, 3, 1, 4, 3, 3),
-    (192, 2, 1, 7, 6, 6),
+    (128, 3, 1, 3, 3, 3),
+    (192, 2, 1, 5, 5, 5),
     (256, 2, 1, 5, 5, 5),
 )
 
 
 def _gemms_sm90() -> list[KernelConfig]:
     """Formats with the same number of stages share a configuration."""
-    found = []
+    formats: dict[tuple[int, int, int, int], tuple[str, ...]] = {}
     for tokens, n, k, *stages in _GEMM_SM90_SHAPES:
-        by_stages: dict[int, tuple[str, ...]] = {}
         for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
-            by_stages[count] = (*by_stages.get(count, ()), format)
-        found += [_gemm_sm90(formats, tokens, n, k, count) for count, formats in by_stages.items() if count]
-    return found
+            if count:
+                shape = (tokens, n, k, count)
+                formats[shape] = (*formats.get(shape, ()), format)
+    return [_gemm_sm90(names, *shape) for shape, names in formats.items()]
 
 
 CONFIGS: tuple[KernelConfig, ...] = (

@@ -47,7 +47,7 @@ from typing import NamedTuple
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
 from .calibration_dense import DENSE, DenseCost
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost
-from .configs import KernelConfig
+from .configs import HOPPER_SMEM_BYTES, KernelConfig
 from .problem import Problem
 from .slices import slice_columns
 
@@ -78,7 +78,7 @@ MACHINES: dict[int, Machine] = {
     86: Machine(99 * _KB, 100 * _KB, 0.35, 0.23, 0.6),
     87: Machine(163 * _KB, 164 * _KB, 0.25, 0.17, 0.2),
     89: Machine(99 * _KB, 100 * _KB, 0.5, 0.34, 0.86),
-    90: Machine(227 * _KB, 228 * _KB, 1.0, 1.0, 4.47),
+    90: Machine(HOPPER_SMEM_BYTES, 228 * _KB, 1.0, 1.0, 4.47),
     100: Machine(227 * _KB, 228 * _KB, 1.0, 2.0, 7.5),
     120: Machine(99 * _KB, 100 * _KB, 0.6, 0.41, 1.7),
 }

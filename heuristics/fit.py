@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--moves", type=int, default=40000, help="of the random search, for the kernels of Hopper")
     arguments = parser.parse_args(argv)
     frame = pd.concat([pd.read_csv(path) for path in arguments.measurements], ignore_index=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     is_hopper = frame.family.isin(list(fit_sm90.FAMILIES))
     is_other = ~is_hopper & ~frame.family.isin(fit_dense.DENSE_FAMILIES)
     is_dense = fit_dense.usable(frame)

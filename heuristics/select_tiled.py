@@ -119,6 +119,7 @@ class _ForK(NamedTuple):
     tile_us: float  # a tile's work, of all SMs
     end_us: float
     least_us: float  # beyond the memory's time
+    output_us: float  # a tile's work, of all SMs, for each output
 
 
 @functools.lru_cache(maxsize=64)  # a model has a few K
@@ -135,7 +136,8 @@ def _gemm_sm90_for_k(
         )
         least_us = kernel.splits[0].fixed_us + kernel.end_us
         tile_us = pieces * kernel.unit_us / sm_count
-        found.append(_ForK(splits, kernel.block_m, kernel.block_n, tile_us, kernel.end_us, least_us))
+        output_us = tile_us / (kernel.block_m * kernel.block_n)
+        found.append(_ForK(splits, kernel.block_m, kernel.block_n, tile_us, kernel.end_us, least_us, output_us))
     return tuple(found)
 
 
@@ -164,10 +166,15 @@ def _firsts_for_k(
         _First(k.block_m, k.block_n, slots, work_us, fixed_us, k.end_us, config)
         for k in kernels
         if k.block_m >= TWO_LAUNCHES_MIN_M  # tiles of fewer tokens are slow at waves of many
-        for slots, work_us, fixed_us, config in k.splits[:_FIRST_SPLITS]
+        for slots, work_us, fixed_us, config in k.splits[: 2 if _shares_as_first(k) else 1]
     )
-    output_us = min((k.tile_us / (k.block_m * k.block_n) for k in kernels), default=math.inf)
+    output_us = min((k.output_us for k in kernels), default=math.inf)
     return firsts, output_us, min((k.least_us for k in kernels), default=math.inf)
+
+
+def _shares_as_first(kernel: _ForK) -> bool:
+    """Whether K may be in two parts in a first launch, whose waves are of many columns: in large tiles that do not loop."""
+    return kernel.block_m >= 128 and not kernel.splits[0][3].loops
 
 
 def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
@@ -226,9 +233,11 @@ def _search_gemm(
     """The quickest of gemm_sm90 and its time, if that is less than limit_us: cost.gemm_sm90_us, inline."""
     idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
     best, best_us = None, limit_us
+    outputs = m * n
     # Those likely to be the best first: the list goes from few tokens to many.
-    for parts, block_m, block_n, tile_us, end_us, least_us in kernels if m <= 32 else reversed(kernels):
-        if least_us + memory_us >= best_us or m > MAX_TOKEN_TILES * block_m:
+    for parts, block_m, block_n, tile_us, end_us, least_us, output_us in kernels if m <= 32 else reversed(kernels):
+        room_us = best_us - least_us
+        if outputs * output_us >= room_us or memory_us >= room_us or m > MAX_TOKEN_TILES * block_m:
             continue
         tiles = -(-m // block_m) * -(-n // block_n)
         bound_us = tiles * tile_us
@@ -321,6 +330,5 @@ def _key(problem: Problem) -> _Key:
 _US = operator.itemgetter(0)
 _LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
 _FIRSTS = 1  # launch that is looked at for each configuration wanted, by a bound of the time of both
-_FIRST_SPLITS = 2  # a first launch has K in one part or two, which leave it waves of many columns
 _LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
 _DECODE_MAX_M = max(c.max_m for c in CONFIGS if c.family == "decode_sm90")

@@ -57,10 +57,8 @@ struct GemmSm90 {
   static constexpr int kColumns = 64 * kWarpgroupsN;
   static constexpr int kBandTokens = 4;  // token tiles
   static constexpr int kTokenTiles = kTokens / 8;
-  static constexpr bool kMaySplit = kTokens * kColumns <= 128 * 128;  // more have no room for the sums of other CTAs
-  static constexpr bool kMayLoop = !kMaySplit && kTokens >= 128;  // over tiles
+  static constexpr bool kMayLoop = kTokens >= 128 && kTokens * kColumns > 128 * 128;  // over tiles
   static constexpr bool kMayShareX = kMayLoop;  // with a CTA beside this one
-  static_assert(kMaySplit || kWarpgroupsK == 1);
 
   // Blocks of 64 k that a warpgroup waits for at a time: the fewer tokens, the more each wait weighs.
   static constexpr int kWarpgroupBlocks = kTokens <= 128 ? 2 : 1;
@@ -86,7 +84,11 @@ struct GemmSm90 {
   // with the columns first; each CTA of the cluster finishes some, and each of its warpgroups some of those.
   static constexpr int kItems = kWarpgroupsN * kTokenTiles;
   static constexpr int kItemBytes = 128 * int(sizeof(float4));
-  static constexpr int kWarpgroupItems = (kItems + kWarpgroups - 1) / kWarpgroups;  // that one finishes, at most
+  static constexpr int kWarpgroupItems = (kItems + kWarpgroups - 1) / kWarpgroups;  // of a tile, that one has
+  // What a CTA, and one of its warpgroups, finishes at most where K is shared: if not by warpgroups, by two CTAs at least.
+  static constexpr int kHalfItems = (kItems + 1) / 2;
+  static constexpr int kSharedItems = kWarpgroupsK > 1 ? kItems : kHalfItems;
+  static constexpr int kWarpgroupSharedItems = (kSharedItems + kWarpgroups - 1) / kWarpgroups;
 
   /// Barriers, then for each stage x (1024-byte aligned, for the swizzle), the weights, their scales and zero points; of codes
   /// the table. When all steps have been multiplied, y takes the place of x, where K is shared after all sums of this CTA. The
@@ -98,21 +100,27 @@ struct GemmSm90 {
     static constexpr int y_row_elements() {
       return 64 + 16 / int(sizeof(Value));
     }
-    static constexpr int kYBytes = kWarpgroups * kWarpgroupItems * 8 * y_row_elements<float>() * int(sizeof(float));
+    static constexpr int kFixedBytes = 1024 + kBarrierBytes;  // 1024: for the alignment
+    static constexpr int kYItemBytes = 8 * y_row_elements<float>() * int(sizeof(float));
+    static constexpr int kYBytes = kWarpgroups * kWarpgroupItems * kYItemBytes;
     static constexpr int kSumsBytes = kWarpgroups * kTokenTiles * kItemBytes;
-    static constexpr int kEndBytes = kYBytes + (kMaySplit ? kSumsBytes : 0);
+    static constexpr int kSharedEndBytes = kSumsBytes + kWarpgroups * kWarpgroupSharedItems * kYItemBytes;
+    static constexpr int kStageBytes = kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes;
+    /// Whether there is room for the sums of another CTA.
+    static constexpr bool kMaySplit =
+        kFixedBytes + cutlass::const_max(kStageBytes, kSharedEndBytes) + kWarpgroupsK * kHalfItems * kItemBytes <=
+        227 * 1024;
+    static constexpr int kPartsOffset =
+        cutlass::const_max(kStageBytes, cutlass::const_max(kYBytes, kMaySplit ? kSharedEndBytes : 0));
     /// Of y, for each warpgroup, while the stages take the next tile: two times 16 tokens.
     static constexpr int kChunkElements = 16 * y_row_elements<Element>();
     static constexpr int kChunkBytes = kMayLoop ? 2 * kWarpgroups * kChunkElements * int(sizeof(Element)) : 0;
-    static constexpr int kStageBytes = kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes;
-    static constexpr int kPartsOffset = cutlass::const_max(kStageBytes, kEndBytes);
     static_assert(kPartsOffset % 16 == 0);
     static_assert(8 * (2 * kStages + 1) <= kBarrierBytes);
 
     char* base;
     static int bytes(GemmSm90Params const& p) {
-      // 1024: for the alignment
-      return 1024 + kBarrierBytes + kPartsOffset + kChunkBytes + p.sent_parts * p.items_per_cta * kItemBytes;
+      return kFixedBytes + kPartsOffset + (p.split_k > 1 ? p.sent_parts * p.items_per_cta * kItemBytes : kChunkBytes);
     }
     CUTLASS_DEVICE uint64_t* full() const { return reinterpret_cast<uint64_t*>(base); }
     CUTLASS_DEVICE uint64_t* empty() const { return full() + kStages; }
@@ -127,6 +135,9 @@ struct GemmSm90 {
     CUTLASS_DEVICE Element* chunks() const { return reinterpret_cast<Element*>(parts()); }
   };
 
+  static constexpr bool kMaySplit = Smem::kMaySplit;
+  static_assert(kMaySplit || kWarpgroupsK == 1);
+
   /// What a CTA works on: a tile, and of its K what is this CTA's.
   struct Place {
     int rank;
@@ -135,7 +146,7 @@ struct GemmSm90 {
     int known_tokens;  // of the tile: the tile before it stores them
 
     CUTLASS_DEVICE Place(GemmSm90Params const& p, int tile) {
-      rank = kMaySplit ? cute::block_rank_in_cluster() : 0;
+      rank = kMaySplit && (!kMayShareX || p.split_k > 1) ? cute::block_rank_in_cluster() : 0;
       first_step = rank * p.steps_per_cta;
       end_step = min(p.steps, first_step + p.steps_per_cta);
       int column_tile = tile, token_tile = 0;
@@ -147,7 +158,7 @@ struct GemmSm90 {
         column_tile = in_band / height;
         token_tile = band * p.band_tokens + in_band - column_tile * height;
       }
-      if constexpr (kMayShareX) column_tile = column_tile * p.x_ctas + cute::block_rank_in_cluster();
+      if (shares_x(p)) column_tile = 2 * column_tile + cute::block_rank_in_cluster();
       first_column = column_tile * kColumns;
       // The last tile lies on the one before it rather than beyond M: rows that a TMA box has beyond M are slower than
       // rows of x.
@@ -156,9 +167,10 @@ struct GemmSm90 {
     }
   };
 
-  /// Whether a CTA may go through several tiles: with an activation the stages take y, and so no next tile.
+  /// Whether a CTA may go through several tiles: with an activation the stages take y, where K is shared the sums, and so no
+  /// next tile.
   CUTLASS_HOST_DEVICE static bool may_loop(GemmParams const& p) {
-    return kMayLoop && p.activation == int(Activation::kIdentity);
+    return kMayLoop && p.split_k == 1 && p.activation == int(Activation::kIdentity);
   }
 
   CUTLASS_DEVICE static bool shares_x(GemmSm90Params const& p) { return kMayShareX && p.x_ctas > 1; }
@@ -277,7 +289,7 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   int const column_tiles = divide_up(p.n_padded, Kernel::kColumns);
   // Two CTAs that share x take it from the L2 once: that saves power, which is what many tokens are short of. They wait for
   // each other at their start and end.
-  g.x_ctas = Kernel::kMayShareX && p.m > Kernel::kTokens && column_tiles % 2 == 0 ? 2 : 1;
+  g.x_ctas = Kernel::kMayShareX && p.split_k == 1 && p.m > Kernel::kTokens && column_tiles % 2 == 0 ? 2 : 1;
   // Rows that a box has beyond M are slower than rows of x: there are no more of them than the swizzle needs.
   g.x_rows = min(Kernel::kTokens, divide_up(p.m, 8) * 8);
   g.x_box_rows = Kernel::kStepBlocks == 1 ? g.x_rows / g.x_ctas : g.x_rows;

@@ -43,8 +43,7 @@ struct GemmSm90Epilogue {
   /// sums(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class SumsTensor>
   CUTLASS_DEVICE static void store(GemmSm90Params const& p, Place const& place, Smem const& smem, SumsTensor& sums) {
-    // With it, kernels that may loop do.
-    bool const is_identity = !Kernel::kMayLoop && p.activation == int(Activation::kIdentity);
+    bool const is_identity = p.activation == int(Activation::kIdentity);
     Lane const lane;
     if constexpr (Kernel::kMaySplit) {
       if (kWarpgroupsK > 1 || p.split_k > 1) {
@@ -59,8 +58,9 @@ struct GemmSm90Epilogue {
     }
     Columns const columns(p, place, lane.warpgroup % kWarpgroupsN, lane.column);
     all_consumers();  // nobody reads the stages any more
-    is_identity ? finish_tile<Element>(p, place, smem, lane, columns, sums)
-                : finish_tile<float>(p, place, smem, lane, columns, sums);
+    // Without an activation kernels that may loop do.
+    is_identity && !Kernel::kMayLoop ? finish_tile<Element>(p, place, smem, lane, columns, sums)
+                                     : finish_tile<float>(p, place, smem, lane, columns, sums);
   }
 
   /// The same, without an activation, for a tile that others may follow.
@@ -239,7 +239,7 @@ struct GemmSm90Epilogue {
     int const first_item = place.rank * p.items_per_cta;
     int const items = min(p.items_per_cta, p.items - first_item);  // of the CTA
     Value* const rows =
-        reinterpret_cast<Value*>(smem.y(true)) + lane.warpgroup * (Kernel::kWarpgroupItems * 8 * kRowElements);
+        reinterpret_cast<Value*>(smem.y(true)) + lane.warpgroup * (Kernel::kWarpgroupSharedItems * 8 * kRowElements);
     float4 const* const own = reinterpret_cast<float4 const*>(smem.sums()) + lane.thread;
     float4 const* const parts = reinterpret_cast<float4 const*>(smem.parts()) + lane.thread;
     Value* target = rows + lane.token * kRowElements + lane.column;

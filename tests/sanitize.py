@@ -14,11 +14,19 @@ import sys
 import torch
 
 import weightonly as wo
-from weightonly.heuristics.configs import KernelConfig, kernel_types
+from weightonly.heuristics.configs import HOPPER_SMEM_BYTES, KernelConfig, TypeConfig, kernel_types
 from weightonly.heuristics.cost import cluster_slots
 from weightonly.kernels import is_compiled, sm_count
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def has_room(config: KernelConfig, types: TypeConfig) -> bool:
+    """Whether a CTA of gemm_sm90 has the shared memory for the sums of others: some tiles have it for some types."""
+    if config.family != "gemm_sm90":
+        return True
+    per_channel, zeros = types.scale_mode == "channel", types.scale_mode == "group_zeros"
+    return config.gemm_sm90_smem_bytes(types.format, per_channel, zeros) <= HOPPER_SMEM_BYTES
 
 
 def launch(
@@ -88,6 +96,8 @@ def main() -> None:
                 # gemm_sm90 has other loops for groups that are longer than a block.
                 sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
                 for split in (config.with_split_k(s) for s in parts if s <= min(config.max_split_k, units)):
+                    if not has_room(split, types):
+                        continue
                     for size in sizes:
                         if not launch(split, DTYPES[types.dtype], types.format, types.scale_mode, size, generator):
                             raise SystemExit(f"{split}_{types.name}, groups of {size}: wrong result")

@@ -201,7 +201,7 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
     assert (gemm.warps, gemm.piece_k, gemm.max_split_k, gemm.warpgroups_k) == (16, 128, 8, 1)
     shared = next(c for c in CONFIGS if c.kernel == "gemm_sm90_16x64x512_w16x64_s4")
     assert (shared.warps, shared.piece_k, shared.formats, shared.warpgroups_k) == (16, 512, ("int4", "code4"), 4)
-    assert {c.max_split_k for c in CONFIGS if c.family == "gemm_sm90" and c.block_m * c.block_n > 128 * 128} == {1}
+    assert {c.block_m for c in CONFIGS if c.family == "gemm_sm90" and c.max_split_k == 1} == {256}, "no room for sums"
     hopper = [c for c in CONFIGS if c.shares_cluster]
     assert {c.layout for c in hopper} == {"tiled"}
     assert all(c.compiled_for("90a") and not c.compiled_for("90") and not c.compiled_for("100a") for c in hopper)
@@ -229,37 +229,49 @@ def test_shared_memory_of_decode(
     assert config.decode_smem_bytes(m, n, k_padded, group_size, zeros, clusters=39) == expected_bytes
 
 
+def items(config: KernelConfig) -> int:
+    """Of gemm_sm90: sums of 8 tokens and 64 columns, 2 KB each."""
+    return config.block_m // 8 * (config.block_n // 64)
+
+
 def stage_and_end_bytes(config: KernelConfig, format: str, scale_rows: int) -> tuple[int, int]:
-    """Of gemm_sm90: all of its stages, and what takes their place at the end: fp32 rows of y, sums of all parts of K.
+    """Of gemm_sm90: all of its stages, and what takes their place at the end: fp32 rows of y, or sums of all parts of K
+    and the rows of those that the CTA finishes, half of them if CTAs alone share K.
 
     scale_rows: of scales and zero points, for 32 k.
     """
     weight_bytes = config.block_n * config.block_k * problem(1, format=format).bits // 8
     scale_bytes = scale_rows * config.block_k // 32 * config.block_n * 2
     stages_bytes = config.stages * (config.block_k * config.block_m * 2 + weight_bytes + scale_bytes)
-    # Warpgroups have equal numbers of the items of 8 tokens and 64 columns; y has 16 bytes more a row.
-    items = config.block_m // 8 * (config.block_n // 64)
-    warpgroups = config.warps // 4
-    y_bytes = warpgroups * -(-items // warpgroups) * 8 * (64 * 4 + 16)
-    sum_bytes = config.block_m * config.block_n * 4 * config.warpgroups_k
-    return stages_bytes, y_bytes + (sum_bytes if config.max_split_k > 1 else 0)
+    if format == "code4":
+        stages_bytes += (64 if config.block_m <= 32 else 32) * 1024
+
+    def rows_of_y(count: int) -> int:
+        """Bytes; warpgroups have equal numbers of items; a row has 16 bytes more."""
+        warpgroups = config.warps // 4
+        return warpgroups * -(-count // warpgroups) * 8 * (64 * 4 + 16)
+
+    all_items, k_warpgroups = items(config), config.warpgroups_k
+    half = -(-all_items // 2)
+    shared_bytes = all_items * k_warpgroups * 2048 + rows_of_y(all_items if k_warpgroups > 1 else half)
+    has_room = 2048 + max(stages_bytes, shared_bytes) + half * k_warpgroups * 2048 <= machine(90).smem_bytes
+    return stages_bytes, max(rows_of_y(all_items), shared_bytes * has_room)
 
 
 def test_the_table_of_codes_in_shared_memory() -> None:
-    """Wide rows where x is small (cutlass_ext/code_table.h)."""
-    extra_kb = {}
+    """Wide rows where x is small (cutlass_ext/code_table.h): 64 KB, else 32."""
     for config in CONFIGS:
         if config.family == "gemm_sm90" and "code4" in config.formats:
-            plain, codes = (config.gemm_sm90_smem_bytes(f, per_channel=False, zeros=False) for f in ("int4", "code4"))
             stages_bytes, end_bytes = stage_and_end_bytes(config, "code4", 1)
-            extra_kb[config.block_m] = (codes - plain + max(0, end_bytes - stages_bytes)) / 1024
-            assert codes <= machine(90).smem_bytes
-    assert extra_kb == {8: 64, 16: 64, 32: 64, 48: 32, 64: 32, 96: 32, 128: 32, 192: 32, 256: 32}
+            chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
+            needed = config.gemm_sm90_smem_bytes("code4", per_channel=False, zeros=False)
+            assert needed == 2048 + max(stages_bytes, end_bytes) + chunk_bytes
+            assert needed <= machine(90).smem_bytes
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
 def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
-    """Every tile fits with the smallest groups and zero points; whoever shares K pays for the sums, who loops for y."""
+    """Every tile fits with the smallest groups and zero points, beside it sums of others or, where it loops, y."""
     for config in CONFIGS:
         if config.family != "gemm_sm90" or format not in config.formats:
             continue
@@ -270,13 +282,12 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
         chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
         assert bare == 2048 + max(stage_and_end_bytes(config, format, 0)) + chunk_bytes
         assert needed == 2048 + max(stage_and_end_bytes(config, format, 2)) + chunk_bytes
-        if config.max_split_k == 1:
-            continue
-        # The other CTA sends half of what it has.
+        # Of two CTAs one sends half of what it has.
         for split_k in (2, 4):
             shared = config.with_split_k(split_k).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
-            items = -(-(config.block_m // 8 * (config.block_n // 64)) // split_k)
-            assert shared - bare == (split_k - 1) * config.warpgroups_k * items * 8 * 64 * 4
+            sent = (split_k - 1) * config.warpgroups_k * -(-items(config) // split_k)
+            assert shared == bare - chunk_bytes + sent * 2048
+        assert config.max_split_k > 1 or shared > machine(90).smem_bytes
 
 
 def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:

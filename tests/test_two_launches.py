@@ -28,7 +28,7 @@ def problem(m: int, k: int, n: int, format: str = "int4", group_size: int = 128)
 
 def test_the_first_launch_takes_full_waves() -> None:
     pair = of(128, 192).with_rest(of(128, 128, split_k=4))
-    assert str(pair) == "gemm_sm90_128x192x128_w128x64_s4_k1+gemm_sm90_128x128x128_w128x64_s3_k4"
+    assert str(pair) == "gemm_sm90_128x192x128_w128x64_s3_k1+gemm_sm90_128x128x128_w128x64_s3_k4"
     assert pair.kernels() == {of(128, 192).kernel, of(128, 128).kernel}
     p = problem(512, 8192, 10240)  # 54 x 4 tiles on 132 SMs: one wave, of 33 x 4
     assert first_columns(pair, p) == 33 * 192
@@ -62,8 +62,8 @@ def test_what_is_no_pair() -> None:
     assert not legal(bad, p)
     with pytest.raises(ValueError, match=r"^config: expected split_k of 1 to 8, got 9$"):
         check_config(bad, p, TypeConfig("f16", "int4", "group"))
-    with pytest.raises(ValueError, match="reads code4, int8, but qweight is int4"):
-        check_config(of(128, 192).with_rest(of(128, 192, "int8")), p, TypeConfig("f16", "int4", "group"))
+    with pytest.raises(ValueError, match="reads int8, but qweight is int4"):
+        check_config(of(128, 192).with_rest(of(48, 128, "int8")), p, TypeConfig("f16", "int4", "group"))
     for rest in (of(128, 128).name, 4):
         with pytest.raises(TypeError, match=rf"^rest: expected a KernelConfig or None, got {type(rest).__name__}$"):
             of(128, 192).with_rest(rest)  # type: ignore[arg-type]
