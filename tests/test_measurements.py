@@ -15,9 +15,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "bench" / "measurements"
 @pytest.mark.parametrize(
     ("name", "cells", "mean", "worst"),
     [
-        ("h200_fit", 281, 0.004, 0.07),
+        ("h200_fit", 437, 0.003, 0.06),
         # Shapes that nothing was fitted to: int4 12, int8 and NF4 6 of them, 14 M each.
-        ("h200_held_out", 336, 0.008, 0.16),
+        ("h200_held_out", 336, 0.008, 0.10),
     ],
 )
 def test_regret_of_the_choices(name: str, cells: int, mean: float, worst: float) -> None:
@@ -35,10 +35,10 @@ def test_held_out_shapes_are_not_those_of_the_fit() -> None:
     assert len({(k, n) for k, n, _ in held_out}) >= 12
 
 
-@pytest.mark.parametrize(("format", "cells", "worst"), [("int4", 168, 0.10), ("code4", 84, 0.10), ("int8", 84, 0.16)])
-def test_regret_of_each_format(format: str, cells: int, worst: float) -> None:
+@pytest.mark.parametrize(("format", "cells"), [("int4", 168), ("code4", 84), ("int8", 84)])
+def test_regret_of_each_format(format: str, cells: int) -> None:
     frame = pd.read_csv(FOLDER / "h200_held_out.csv.xz")
     found = regret(frame[frame.format == format])
     assert len(found.cells) == cells
     assert found.mean <= 0.03
-    assert found.worst <= worst
+    assert found.worst <= 0.10
