@@ -173,7 +173,7 @@ def _firsts_for_k(
 
 
 def _shares_as_first(kernel: _ForK) -> bool:
-    """Whether K may be in two parts in a first launch, whose waves are of many columns: in large tiles, not in loops."""
+    """Whether K may be in two parts in a first launch, whose waves are of many columns: in large tiles, not loops."""
     return kernel.block_m >= 128 and not kernel.splits[0][3].loops
 
 
