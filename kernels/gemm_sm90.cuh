@@ -9,9 +9,9 @@
 //   consumers   LDS, convert 0 | LDS, convert 1 | ...
 //               mma             | wgmma 0       | wgmma 1 | ...
 //
-// For few tokens the CTAs of a cluster share K, and so do the warpgroups of a CTA (gemm_sm90_epilogue.h). CTAs of large tiles
-// go through several of them: while the consumers finish a tile, the producers ask for the steps of the next. Two of them, side
-// by side along N, share x: each asks for half of it, for both.
+// Where tiles are few the CTAs of a cluster share K, for few tokens the warpgroups of a CTA, too (gemm_sm90_epilogue.h). Where
+// they are many and large, CTAs go through several of them: while the consumers finish a tile, the producers ask for the steps
+// of the next. Two CTAs, side by side along N, share x: each asks for half of it, for both.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
