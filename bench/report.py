@@ -184,7 +184,7 @@ class Report:
 
     def _summary_picture(self) -> str:
         by_roofline = all(part.has_roofline for part in self.parts)
-        what = "the roofline, below which no kernel can go" if by_roofline else "the time of ours"
+        what = "the roofline, about the least that memory and tensor cores allow" if by_roofline else "the time of ours"
         caption = (
             f"Time divided by {what}, over M: geometric mean over the shapes. Both axes logarithmic; lower is better."
         )
@@ -241,7 +241,7 @@ def _ratios(part: Part) -> Iterator[tuple[str, pd.DataFrame, bool]]:
     for rival in part.rivals:
         yield f"How many times faster than {rival} (▼: slower)", with_mean(part.speedups(rival)), True
     if part.has_roofline:
-        yield "Time of ours over the roofline (1 is the limit)", with_mean(part.over_roofline()), False
+        yield "Time of ours over the roofline (about 1 is the limit)", with_mean(part.over_roofline()), False
 
 
 def _part_html(part: Part, name: str, looks: dict[str, Style]) -> Iterator[str]:

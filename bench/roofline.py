@@ -1,8 +1,9 @@
-"""The time below which no kernel can go: memory traffic or arithmetic, whichever takes longer, plus a launch.
+"""About the least time: memory traffic or arithmetic, whichever takes longer, plus a launch.
 
     roofline_us = max(bytes / read bandwidth, 2 m n k / matmul rate) + launch
 
-bytes = packed weights + scales (+ zeros) + x + y, each moved once.
+bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is that of a long product: a GPU that
+has rested multiplies a few percent faster for a while.
 """
 
 from __future__ import annotations
