@@ -2,8 +2,8 @@
 
     roofline_us = max(bytes / read bandwidth, 2 m n k / matmul rate) + launch
 
-bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is that of a long product: a GPU that
-has rested multiplies a few percent faster for a while.
+bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is that of a long product: a GPU
+that has rested multiplies a few percent faster for a while.
 """
 
 from __future__ import annotations
