@@ -246,7 +246,10 @@ class KernelConfig:
         half_sent_bytes = self.with_split_k(2).sent_sums * item_bytes
         fixed_bytes = 2 * 1024  # alignment and barriers
         may_share = fixed_bytes + max(stages_bytes, shared_end_bytes) + half_sent_bytes <= HOPPER_SMEM_BYTES
-        end_bytes = max(warpgroups * -(-items // warpgroups) * y_item_bytes, shared_end_bytes if may_share else 0)
+        if self.split_k > 1 or may_share:  # what is compiled for shared K has its shared memory
+            end_bytes = shared_end_bytes
+        else:
+            end_bytes = warpgroups * -(-items // warpgroups) * y_item_bytes
         if self.split_k > 1:
             beside_bytes = self.sent_sums * item_bytes
         else:
