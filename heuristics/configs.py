@@ -124,11 +124,9 @@ class KernelConfig:
             return 1
         if not self.shares_cluster:
             return MAX_SPLIT_K
-        return MAX_CLUSTER if self.family != "gemm_sm90" or any(map(self._may_share, self.formats)) else 1
-
-    def _may_share(self, format: str) -> bool:
-        """Whether a CTA of gemm_sm90 has room for the sums of another one, if scales take none."""
-        return replace(self, split_k=2).gemm_sm90_smem_bytes(format, True, False) <= HOPPER_SMEM_BYTES
+        if self.family == "gemm_sm90" and not any(self.may_share_k(format, True, False) for format in self.formats):
+            return 1
+        return MAX_CLUSTER
 
     @property
     def warps(self) -> int:
@@ -243,10 +241,8 @@ class KernelConfig:
         item_bytes, y_item_bytes = 128 * 16, 8 * (64 * 4 + 16)
         shared_items = items if self.warpgroups_k > 1 else -(-items // 2)  # that one CTA finishes, at most
         shared_end_bytes = warpgroups * (self.block_m // 8 * item_bytes + -(-shared_items // warpgroups) * y_item_bytes)
-        half_sent_bytes = self.with_split_k(2).sent_sums * item_bytes
-        fixed_bytes = 2 * 1024  # alignment and barriers
-        may_share = fixed_bytes + max(stages_bytes, shared_end_bytes) + half_sent_bytes <= HOPPER_SMEM_BYTES
-        if self.split_k > 1 or may_share:  # what is compiled for shared K has its shared memory
+        # What is compiled for a shared K has its place for sums in any case.
+        if self.split_k > 1 or self.may_share_k(format, per_channel, zeros):
             end_bytes = shared_end_bytes
         else:
             end_bytes = warpgroups * -(-items // warpgroups) * y_item_bytes
@@ -254,7 +250,12 @@ class KernelConfig:
             beside_bytes = self.sent_sums * item_bytes
         else:
             beside_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
-        return fixed_bytes + max(stages_bytes, end_bytes) + beside_bytes
+        alignment_and_barriers = 2 * 1024
+        return alignment_and_barriers + max(stages_bytes, end_bytes) + beside_bytes
+
+    def may_share_k(self, format: str, per_channel: bool, zeros: bool) -> bool:
+        """Whether gemm_sm90 is compiled for clusters that share K: a CTA has room for the sums of another one."""
+        return self.with_split_k(2).gemm_sm90_smem_bytes(format, per_channel, zeros) <= HOPPER_SMEM_BYTES
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)

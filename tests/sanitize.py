@@ -14,7 +14,7 @@ import sys
 import torch
 
 import weightonly as wo
-from weightonly.heuristics.configs import HOPPER_SMEM_BYTES, KernelConfig, TypeConfig, kernel_types
+from weightonly.heuristics.configs import KernelConfig, TypeConfig, kernel_types
 from weightonly.heuristics.cost import cluster_slots
 from weightonly.kernels import is_compiled, sm_count
 
@@ -22,11 +22,10 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def has_room(config: KernelConfig, types: TypeConfig) -> bool:
-    """Whether a CTA of gemm_sm90 has the shared memory for the sums of others: some tiles have it for some types."""
-    if config.family != "gemm_sm90":
+    """Whether K may be shared as the configuration says: some tiles of gemm_sm90 have room for sums with some types."""
+    if config.family != "gemm_sm90" or config.split_k == 1:
         return True
-    per_channel, zeros = types.scale_mode == "channel", types.scale_mode == "group_zeros"
-    return config.gemm_sm90_smem_bytes(types.format, per_channel, zeros) <= HOPPER_SMEM_BYTES
+    return config.may_share_k(types.format, types.scale_mode == "channel", types.scale_mode == "group_zeros")
 
 
 def launch(
