@@ -81,15 +81,15 @@ struct DecodeMma {
   }
 
   /// products += w * x over k16 steps kFirst .. kFirst + kCount of one block, sum_x += x.
-  template <int kFirst, int kCount>
-  CUTLASS_DEVICE static void multiply(Sums (&products)[kRowTiles], Sums& sum_x, Words const& words,
+  template <int kFirst, int kCount, class Table>
+  CUTLASS_DEVICE static void multiply(Sums (&products)[kRowTiles], Sums& sum_x, Words const& words, Table const& table,
                                       Activations const& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = kFirst; j < kFirst + kCount; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t a[4];
-        Fragment::load(words[i] + j * Fragment::kWords, a);
+        Fragment::load(words[i] + j * Fragment::kWords, table, a);
         MmaSm80::k16<Element>(products[i], a, x.values[j]);
       }
       if constexpr (kCorrects) {
@@ -126,9 +126,9 @@ struct DecodeMma {
   }
 
   /// sums += the products of one piece. Per channel the scale comes later, and `channel_sum_x` runs on.
-  template <int kGroups>
+  template <int kGroups, class Table>
   CUTLASS_DEVICE static void accumulate(Sums (&sums)[kRowTiles], Sums& channel_sum_x, Piece<kGroups>& piece,
-                                        uint32_t x_row) {
+                                        Table const& table, uint32_t x_row) {
     constexpr int kBlocks = Piece<kGroups>::Ring::kPieceBlocks;
     constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
@@ -140,7 +140,7 @@ struct DecodeMma {
       Activations x;
       x.load(x_row + block * Layout::kBlockK * int(sizeof(Element)));
       if constexpr (!kHasScales) {
-        multiply<0, 4>(sums, channel_sum_x, piece.words[block], x);
+        multiply<0, 4>(sums, channel_sum_x, piece.words[block], table, x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int part = 0; part < kBlockGroups; ++part) {
@@ -149,9 +149,9 @@ struct DecodeMma {
             clear(sum_x);
           }
           if (part == 0) {
-            multiply<0, kSteps>(products, sum_x, piece.words[block], x);
+            multiply<0, kSteps>(products, sum_x, piece.words[block], table, x);
           } else {
-            multiply<4 - kSteps, kSteps>(products, sum_x, piece.words[block], x);
+            multiply<4 - kSteps, kSteps>(products, sum_x, piece.words[block], table, x);
           }
           if ((block + 1) % kGroupBlocks == 0) {
             int const group = block / kGroupBlocks * kBlockGroups + part;

@@ -68,21 +68,19 @@ struct ColumnEpilogue {
   CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(affine(sum), activation); }
 };
 
-/// Finishes and stores four neighbouring columns of one token, the first a multiple of 4.
+/// Stores two neighbouring columns of one token, the first an even one. values: all but the activation is done.
 template <class Element>
-CUTLASS_DEVICE void store_quad(GemmParams const& p, int token, int column, float4 sum, bool channel_scale) {
-  float const sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  alignas(8) Element values[4];
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    auto const epilogue = ColumnEpilogue::load<Element>(p, column + i, channel_scale);
-    values[i] = Element(epilogue.apply(sums[i], p.activation));
-  }
-  Element* const y = static_cast<Element*>(p.y) + int64_t(token) * p.ldy + column;
-  if (column + 4 <= p.n && p.ldy % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 8 == 0) {
-    *reinterpret_cast<uint2*>(y) = *reinterpret_cast<uint2 const*>(values);
+CUTLASS_DEVICE void store_pair(GemmParams const& p, int token, int column, float2 values) {
+  float finished[2] = {values.x, values.y};
+  activate(finished, p.activation);
+  struct alignas(2 * sizeof(Element)) Pair {
+    Element values[2];
+  } const pair = {Element(finished[0]), Element(finished[1])};
+  Element* const y = static_cast<Element*>(p.y) + token * p.ldy + column;
+  if (column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(Pair) == 0) {
+    *reinterpret_cast<Pair*>(y) = pair;
   } else {
-    for (int i = 0; i < 4 && column + i < p.n; ++i) y[i] = values[i];
+    for (int i = 0; i < 2 && column + i < p.n; ++i) y[i] = pair.values[i];
   }
 }
 

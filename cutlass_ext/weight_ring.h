@@ -51,6 +51,7 @@ struct WeightRing {
   // zero points likewise.
   static constexpr int kBlockBytes = kRowTiles * Layout::kPieceBytes;
   static constexpr int kWeightsBytes = kPieceBlocks * kBlockBytes;
+  static constexpr int kPieceStride = kPieceBlocks * Layout::kBlockBytes;  // from a piece to the next one, in memory
   static constexpr int kScaleRowBytes = Layout::kStripe * int(sizeof(Element));
   static constexpr int kScaleRows = kHasScales ? (kHasZeros ? 2 : 1) * kGroups : 0;
   static constexpr int kSlotBytes = kWeightsBytes + kScaleRows * kScaleRowBytes;
@@ -67,21 +68,25 @@ struct WeightRing {
 
     /// tile: of 16 columns, over all of N.
     CUTLASS_DEVICE Source(GemmParams const& p, int tile, int piece, int lane) {
-      int const stripe = tile / Layout::kPieces;
-      weight = static_cast<char const*>(p.weight) +
-               Layout::block_offset(stripe, piece * kPieceBlocks, p.k_padded / Layout::kBlockK) +
-               tile % Layout::kPieces * Layout::kPieceBytes + lane * 16;
-      int64_t const row = stripe * kScaleRowBytes + lane % 8 * 16;
+      weight = first_weight(p, tile, piece, lane);
+      int64_t const row = tile / Layout::kPieces * kScaleRowBytes + lane % 8 * 16;
       scales = static_cast<char const*>(p.scales) + row;
       zeros = static_cast<char const*>(p.zeros) + row;
       k = GroupIndex::counted(piece * kPieceK + lane / 8 * kGroupK);
     }
 
     CUTLASS_DEVICE void advance(int pieces) {
-      weight += pieces * (kPieceBlocks * Layout::kBlockBytes);
+      weight += pieces * kPieceStride;
       k += pieces * GroupIndex::kCounts<kPieceK>;
     }
   };
+
+  /// tile: of 16 columns, over all of N. In few instructions: it is what a kernel begins with.
+  CUTLASS_DEVICE static char const* first_weight(GemmParams const& p, uint32_t tile, uint32_t piece, uint32_t lane) {
+    uint32_t const stripe_bytes = uint32_t(p.k_padded) * (Layout::kBlockBytes / Layout::kBlockK);
+    uint32_t const offset = piece * kPieceStride + tile % Layout::kPieces * Layout::kPieceBytes + lane * 16;
+    return static_cast<char const*>(p.weight) + uint64_t(tile / Layout::kPieces) * stripe_bytes + offset;
+  }
 
   /// A lane's columns of `tile` and the kRowTiles - 1 after it, in row 0 of a slot's scales.
   CUTLASS_DEVICE static uint32_t scale_offset(int tile, int lane) {
@@ -89,26 +94,25 @@ struct WeightRing {
   }
 
   /// is_whole: the half that a last piece may lack meets zeros of x, and scales of zero: any integers will do.
-  CUTLASS_DEVICE static void fetch(uint32_t slot, Source const& source, GemmParams const& p, bool is_whole, int lane) {
+  CUTLASS_DEVICE static void fetch_weights(uint32_t slot, char const* weight, bool is_whole, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kPieceBlocks; ++block) {
       if (block > 0 && !is_whole) break;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowTiles * Layout::kLoads; ++i) {
-        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512,
-                   source.weight + block * Layout::kBlockBytes + i * 512);
+        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512, weight + block * Layout::kBlockBytes + i * 512);
       }
     }
-    if constexpr (kHasScales) fetch_scales(slot, source, p, lane);
   }
 
   CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int lane) {
+    if constexpr (!kHasScales) return;
     int const row = lane / 8;
     if (row >= kGroups) return;
     // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
     bool const is_group = kGroups == 1 || GroupIndex::first_k(source.k) < p.k;
     uint32_t const group = p.group.of_counted(source.k);
-    uint64_t const offset = uint64_t(group) * uint32_t(p.ld_scales * int(sizeof(Element)));
+    uint64_t const offset = uint64_t(group) * (uint32_t(p.ld_scales) * uint32_t(sizeof(Element)));
     uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
     copy_async_or_zero(target, source.scales + offset, is_group ? 16 : 0);
     if constexpr (kHasZeros) {
@@ -118,13 +122,13 @@ struct WeightRing {
 
   /// Brings a piece into the L2 and nothing nearer: allowed before the kernels that precede this one have ended, even if
   /// one of them writes these bytes.
-  CUTLASS_DEVICE static void prefetch(Source const& source, bool is_whole, int lane) {
+  CUTLASS_DEVICE static void prefetch(char const* weight, bool is_whole, int lane) {
     constexpr int kLines = kRowTiles * Layout::kPieceBytes / 128;  // of a block
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPieceBlocks * kLines; i += 32) {
       int const line = i + lane;
       int const block = line / kLines;
-      char const* const address = source.weight - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
+      char const* const address = weight - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
       if (block < (is_whole ? kPieceBlocks : 1)) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
     }
   }

@@ -76,6 +76,8 @@ DECODE_SM90 = DecodeCost(
     kernels={
         ("decode_sm90_8x32x2048_w8x32_s2", "int4"): KernelTimes(0.02225, 0.308),
         ("decode_sm90_8x64x1024_w8x64_s2", "int4"): KernelTimes(0.02005, 0.3036),
+        ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.028, 0.308),
+        ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.026, 0.3036),
         ("decode_sm90_8x32x1024_w8x32_s2", "int8"): KernelTimes(0.0199, 0.2546),
         ("decode_sm90_8x64x512_w8x64_s2", "int8"): KernelTimes(0.01666, 0.3749),
     },

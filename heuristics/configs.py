@@ -205,7 +205,9 @@ class KernelConfig:
         units = -(-tiled_columns(n) // self.block_n // clusters)
         return -(-units * -(-k_padded // self.piece_k) // self.split_k)
 
-    def decode_smem_bytes(self, m: int, n: int, k_padded: int, group_size: int, zeros: bool, clusters: int) -> int:
+    def decode_smem_bytes(
+        self, format: str, m: int, n: int, k_padded: int, group_size: int, zeros: bool, clusters: int
+    ) -> int:
         """Dynamic shared memory of one CTA of decode_sm90, bytes: struct Smem of kernels/decode_sm90.cuh.
 
         group_size: elements of K, -1 per channel. The result may be more than a GPU has: see heuristics/select.py.
@@ -213,7 +215,11 @@ class KernelConfig:
         run_pieces = self.decode_run_pieces(n, k_padded, clusters)
         x_row_bytes = min(run_pieces, -(-k_padded // self.piece_k)) * self.piece_k * 2 + 16
         ring_bytes = self.decode_ring_bytes(k_padded if group_size == -1 else group_size, group_size != -1, zeros)
-        return 128 + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
+        return 128 + self.table_bytes(format) + ring_bytes + m * (self.decode_sum_bytes() + x_row_bytes)
+
+    def table_bytes(self, format: str) -> int:
+        """Pairs of codes, for each lane (cutlass_ext/code_table.h)."""
+        return 0 if format != "code4" else 256 * (256 if self.block_m <= 32 else 128)
 
     def decode_ring_bytes(self, group_size: int, scales: bool, zeros: bool) -> int:
         """Weights in flight, with their scales (not per channel) and zero points."""
@@ -231,9 +237,7 @@ class KernelConfig:
         bits = {"int4": 4, "int8": 8, "code4": 4}[format]
         scale_rows = 0 if per_channel and not zeros else self.block_k // 32 * (2 if zeros else 1)  # the smallest groups
         stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
-        # Pairs of codes, for each lane (code_table.h).
-        table_bytes = 0 if format != "code4" else 256 * (256 if self.block_m <= 32 else 128)
-        stages_bytes = self.stages * stage_bytes + table_bytes
+        stages_bytes = self.stages * stage_bytes + self.table_bytes(format)
         # At the end fp32 rows of y, each with 16 bytes more, take the stages' place, where K is shared beside all sums.
         # Beside them are the sums that other CTAs send, or rows of y while the stages take the next tile.
         warpgroups = self.warps // 4
@@ -281,7 +285,7 @@ def _gemv(format: str, columns: int, warps: int, tokens: tuple[int, ...]) -> lis
     return [KernelConfig("gemv", t, columns, warps * GEMV_PASS_K, t, columns, 2, 1, (format,)) for t in tokens]
 
 
-def _decode(formats: tuple[str], row_tiles: int, warps_k: int, depth: int) -> KernelConfig:
+def _decode(formats: tuple[str, ...], row_tiles: int, warps_k: int, depth: int) -> KernelConfig:
     tokens, columns, piece_k = 8, 16 * row_tiles, 64 if "int8" in formats else 128
     return KernelConfig("decode_sm90", tokens, columns, piece_k * warps_k, tokens, columns, depth, 1, formats)
 
@@ -294,7 +298,8 @@ def _gemm_sm90(
 
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
-# Sixteen warps that multiply hide more than eight, until registers end. Up to 8 tokens int4 and int8 have decode_sm90.
+# Sixteen warps that multiply hide more than eight, until registers end. Up to 8 tokens int4 and int8 have decode_sm90
+# alone.
 _GEMM_SM90_SHAPES = (
     (8, 1, 4, 0, 4, 0),
     (8, 2, 2, 0, 6, 0),
@@ -354,7 +359,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     *_sm80(64, 256, 64, 32, (3,)),
     *_sm80(128, 128, 128, 32, (2, 3, 4)),
     # Decode on Hopper. More warps along K hide more latency, more columns a unit read x less often.
-    *(_decode((format,), *shape) for format in ("int4", "int8") for shape in ((2, 16, 2), (4, 8, 2))),
+    *(_decode(formats, *shape) for formats in (("int4", "code4"), ("int8",)) for shape in ((2, 16, 2), (4, 8, 2))),
     # Hopper's tensor cores. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
     # N = 10240.
     *_gemms_sm90(),

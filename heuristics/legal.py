@@ -25,7 +25,9 @@ def smem_bytes(config: KernelConfig, problem: Problem) -> int:
     if config.family == "decode_sm90":
         group_size = -1 if problem.per_channel else problem.group_size
         clusters = cluster_slots(problem.sm_count, config.split_k)
-        return config.decode_smem_bytes(problem.m, problem.n, problem.k_padded, group_size, problem.zeros, clusters)
+        return config.decode_smem_bytes(
+            problem.format, problem.m, problem.n, problem.k_padded, group_size, problem.zeros, clusters
+        )
     if config.family == "gemm_sm90":
         return config.gemm_sm90_smem_bytes(problem.format, problem.per_channel, problem.zeros)
     return config.smem_bytes(problem.format)

@@ -74,7 +74,7 @@ def _decode_kernels(
                         c,
                         cluster_slots(sm_count, c.split_k),
                         cost.fixed_us + cluster_us(cost, c.split_k),
-                        128 + ring_bytes,
+                        128 + config.table_bytes(format) + ring_bytes,
                         c.decode_sum_bytes() + 16,
                     )
                     for c in splits

@@ -37,6 +37,8 @@ struct Decode {
   template <int kGroups, bool kIsCluster>
   using Stream = DecodeStream<Decode, kGroups, kIsCluster>;
 
+  using Table = PairTable<true>;
+  static constexpr int kTableBytes = kIsCode<Weight> ? Table::kBytes : 0;
   static constexpr bool kHasScales = Ring<1>::kHasScales;
   static constexpr int kPieceK = Ring<1>::kPieceK;
   static constexpr int kPieceXBytes = kPieceK * int(sizeof(Element));  // of one token
@@ -44,12 +46,12 @@ struct Decode {
   static constexpr int kThreads = 32 * kWarpsK;
   static constexpr int kUnitColumns = 16 * kRowTiles;
   static constexpr int kUnitsPerStripe = Layout::kPieces / kRowTiles;
-  static constexpr int kQuads = kUnitColumns / 4;  // sums are finished by four neighbouring columns
+  static constexpr int kPairs = kUnitColumns / 2;  // sums are finished by two neighbouring columns
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbours, too
   static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
-  static_assert(kLaneColumns % 4 == 0, "a quad is made of neighbours");
+  static_assert(8 * kPairs <= kThreads, "a thread finishes a pair");
 
-  /// Shared memory: two barriers, the ring, x [token][k], the sums that other CTAs send [CTA][token][column], two buffers of
+  /// Shared memory: two barriers, the table of codes, the ring, x [token][k], the sums that other CTAs send [CTA][token][column], two buffers of
   /// the warps' sums [warp][token][column].
   struct Smem {
     static constexpr int kBarrierBytes = 128;
@@ -62,16 +64,17 @@ struct Decode {
     CUTLASS_HOST_DEVICE static int part_bytes(int m) { return m * kUnitColumns * int(sizeof(float)); }
     CUTLASS_HOST_DEVICE static int sums_bytes(int m) { return kWarpsK * part_bytes(m); }  // of a unit
     CUTLASS_HOST_DEVICE static int bytes(DecodeParams const& p) {
-      return kBarrierBytes + ring_bytes(p.groups_per_piece) + p.m * p.x_row_bytes + (p.split_k - 1) * part_bytes(p.m) +
-             2 * sums_bytes(p.m);
+      return kBarrierBytes + kTableBytes + ring_bytes(p.groups_per_piece) + p.m * p.x_row_bytes +
+             (p.split_k - 1) * part_bytes(p.m) + 2 * sums_bytes(p.m);
     }
 
     CUTLASS_DEVICE uint64_t& sums_barrier() const { return reinterpret_cast<uint64_t*>(base)[0]; }
     CUTLASS_DEVICE uint64_t& parts_barrier() const { return reinterpret_cast<uint64_t*>(base)[1]; }
-    CUTLASS_DEVICE char* ring() const { return base + kBarrierBytes; }
+    CUTLASS_DEVICE char* pairs() const { return base + kBarrierBytes; }
+    CUTLASS_DEVICE char* ring() const { return pairs() + kTableBytes; }
     CUTLASS_DEVICE char* x(int groups) const { return ring() + ring_bytes(groups); }
-    CUTLASS_DEVICE float4* parts(DecodeParams const& p, int groups) const {
-      return reinterpret_cast<float4*>(x(groups) + p.m * p.x_row_bytes);
+    CUTLASS_DEVICE float2* parts(DecodeParams const& p, int groups) const {
+      return reinterpret_cast<float2*>(x(groups) + p.m * p.x_row_bytes);
     }
     CUTLASS_DEVICE float* sums(DecodeParams const& p, int groups, int buffer) const {
       char* const first = x(groups) + p.m * p.x_row_bytes + (p.split_k - 1) * part_bytes(p.m);
@@ -96,52 +99,85 @@ struct Decode {
     }
   }
 
-  CUTLASS_DEVICE static int column_of(int unit, int quad) {
-    int const column = 4 * quad;  // in the order of the buffers: a lane's columns lie together
+  CUTLASS_DEVICE static int column_of(int unit, int pair) {
+    int const column = 2 * pair;  // in the order of the buffers: a lane's columns lie together
     return unit / kUnitsPerStripe * Layout::kStripe + column / kLaneColumns * 8 +
            unit % kUnitsPerStripe * kLaneColumns + column % kLaneColumns;
   }
 
-  CUTLASS_DEVICE static void add(float4& a, float4 const& b) {
+  CUTLASS_DEVICE static void add(float2& a, float2 const& b) {
     a.x += b.x;
     a.y += b.y;
-    a.z += b.z;
-    a.w += b.w;
   }
 
-  /// Adds the warps' sums of a unit and, if they began it, those of the CTAs that share it, and stores or sends them. Warps take
-  /// turns at it: `turn` counts the units of the run.
+  /// A thread's part in the end of a unit: adds the warps' sums of two columns of a token and, if this CTA began the unit, those
+  /// of the CTAs that share it, and stores or sends them. Warps take turns at it: `turn` counts the units of the run.
   template <int kGroups, bool kIsCluster>
-  CUTLASS_DEVICE static void finish(DecodeParams const& p, Place<kIsCluster> const& place, Smem const& smem, int turn) {
-    int const count = p.m * kQuads;
-    int const i = ((place.warp - turn * divide_up(count, 32)) & (kWarpsK - 1)) * 32 + place.lane;
-    if (i - place.lane >= count) return;
-    bool const is_sent = place.sends() && turn == 0;
-    bool const is_shared = kIsCluster && place.first_unit + turn == place.last_unit && place.senders > 0;
-    cute::wait_barrier(smem.sums_barrier(), turn % 2);
-    if (is_shared) cute::wait_barrier(smem.parts_barrier(), 0);
-    asm volatile("" ::: "memory");  // what follows is read after it
-    if (i >= count) return;
-    float4 const* const sums = reinterpret_cast<float4 const*>(smem.sums(p, kGroups, turn % 2));
-    float4* const parts = smem.parts(p, kGroups);
-    float4 sum = {};
-    CUTLASS_PRAGMA_UNROLL
-    for (int w = 0; w < kWarpsK; ++w) add(sum, sums[w * count + i]);
-    if (is_sent) {
-      send(parts + (place.rank - place.owner - 1) * count + i, smem.parts_barrier(), place.owner, sum);
-    } else {
-      if (is_shared) {
-        for (int part = 0; part < place.senders; ++part) add(sum, parts[part * count + i]);
-      }
-      store_quad<Element>(p, i / kQuads, column_of(place.first_unit + turn, i % kQuads), sum, !kHasScales);
+  struct Finish {
+    DecodeParams const& p;
+    bool is_mine;
+    int stride;  // between the sums of two warps, of two CTAs
+    float2 const* sums;
+    float2* parts;
+    int senders;  // CTAs whose parts are added
+    int token, column;
+
+    /// What does not need the sums.
+    CUTLASS_DEVICE Finish(DecodeParams const& p, Place<kIsCluster> const& place, Smem const& smem, int turn) : p(p) {
+      stride = p.m * kPairs;
+      int const i = ((place.warp - turn * divide_up(stride, 32)) & (kWarpsK - 1)) * 32 + place.lane;
+      is_mine = i < stride;
+      sums = reinterpret_cast<float2 const*>(smem.sums(p, kGroups, turn % 2)) + i;
+      parts = smem.parts(p, kGroups) + i;
+      senders = kIsCluster && place.first_unit + turn == place.last_unit ? place.senders : 0;
+      token = i / kPairs;
+      column = column_of(place.first_unit + turn, i % kPairs);
     }
-  }
+
+    CUTLASS_DEVICE float2 sum() const {
+      // Four chains, for the latency.
+      float2 chains[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int w = 0; w < kWarpsK; ++w) {
+        if (w < 4) {
+          chains[w] = sums[w * stride];
+        } else {
+          add(chains[w % 4], sums[w * stride]);
+        }
+      }
+      add(chains[0], chains[1]);
+      add(chains[2], chains[3]);
+      add(chains[0], chains[2]);
+      return chains[0];
+    }
+
+    /// When the warps' sums are there.
+    CUTLASS_DEVICE void store(Smem const& smem) const {
+      if (!is_mine) return;
+      float2 total = sum();
+      if (kIsCluster && senders > 0) {
+        cute::wait_barrier(smem.parts_barrier(), 0);
+        asm volatile("" ::: "memory");  // what follows is read after it
+        for (int part = 0; part < senders; ++part) add(total, parts[part * stride]);
+      }
+      if (!kHasScales || p.bias != nullptr) {
+        total.x = ColumnEpilogue::load<Element>(p, column, !kHasScales).affine(total.x);
+        total.y = ColumnEpilogue::load<Element>(p, column + 1, !kHasScales).affine(total.y);
+      }
+      store_pair<Element>(p, token, column, total);
+    }
+
+    CUTLASS_DEVICE void send(Place<kIsCluster> const& place, Smem const& smem) const {
+      if (is_mine)
+        Decode::send(parts + (place.rank - place.owner - 1) * stride, smem.parts_barrier(), place.owner, sum());
+    }
+  };
 
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static void run(DecodeParams const& p, char* smem_base) {
     using R = Ring<kGroups>;
     Smem const smem{smem_base};
-    Place<kIsCluster> const place(p);
+    Place<kIsCluster> place(p);
     uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(kGroups));
     uint32_t const first_slot = cute::cast_smem_ptr_to_uint(smem.ring()) + place.warp * kDepth * R::kSlotBytes;
     uint32_t const last_slot = first_slot + (kDepth - 1) * R::kSlotBytes;
@@ -153,16 +189,23 @@ struct Decode {
     CUTLASS_PRAGMA_NO_UNROLL
     for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot);
     cudaTriggerProgrammaticLaunchCompletion();
+    if constexpr (kIsCode<Weight>) Table::template fill<Element>(smem.pairs(), p.zeros, kThreads);
+    Table const table(cute::cast_smem_ptr_to_uint(smem.pairs()), place.lane);
     if (threadIdx.x == 0) {
       cute::initialize_barrier(smem.sums_barrier(), kThreads);
       if constexpr (kIsCluster) {
         cute::initialize_barrier(smem.parts_barrier(), 1);
-        cute::set_barrier_transaction_bytes(smem.parts_barrier(), place.senders * Smem::part_bytes(p.m));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
     }
     __syncthreads();
-    if constexpr (kIsCluster) cute::cluster_arrive_relaxed();  // others may write here once all have come this far
+    if constexpr (kIsCluster) {
+      cute::cluster_arrive_relaxed();  // others may write here once all have come this far
+      place.find_sharers(p);
+      if (threadIdx.x == 0) {
+        cute::set_barrier_transaction_bytes(smem.parts_barrier(), place.senders * Smem::part_bytes(p.m));
+      }
+    }
 
     // Tokens from M on are given the row of M - 1: their sums are not stored.
     uint32_t x_row = smem_x + min(place.lane % 8, p.m - 1) * p.x_row_bytes + place.lane / 8 * 16;
@@ -189,7 +232,7 @@ struct Decode {
           stream.fetch_next(slot);
         };
         if constexpr (Piece::kFreesSlot) refill();
-        Mma::template accumulate<kGroups>(sums, sum_x, piece, x);
+        Mma::template accumulate<kGroups>(sums, sum_x, piece, table, x);
         if constexpr (!Piece::kFreesSlot) refill();
         slot = slot == last_slot ? first_slot : slot + R::kSlotBytes;
         x += kWarpsK * kPieceXBytes;
@@ -198,25 +241,32 @@ struct Decode {
       if (turn > 0) {
         // With this the buffer of two units ago is free: it has been read before the sums of the last unit were left.
         cute::wait_barrier(smem.sums_barrier(), (turn - 1) % 2);
-        if (!(place.sends() && turn == 1)) finish<kGroups>(p, place, smem, turn - 1);
+        asm volatile("" ::: "memory");  // what follows is read after it
+        if (!(place.sends() && turn == 1)) Finish<kGroups, kIsCluster>(p, place, smem, turn - 1).store(smem);
       }
       put(sums, p, place.warp, place.lane, smem.sums(p, kGroups, turn % 2));
-      cute::arrive_barrier(smem.sums_barrier());
       if (kIsCluster && turn == 0) {
         cute::cluster_wait();
-        if (place.sends()) finish<kGroups>(p, place, smem, 0);  // another CTA waits for it
+        if (place.sends()) {  // another CTA waits for it
+          __syncthreads();
+          Finish<kGroups, kIsCluster>(p, place, smem, 0).send(place, smem);
+        }
       }
+      if (unit < place.last_unit) cute::arrive_barrier(smem.sums_barrier());
     }
-    if (turn > (place.sends() ? 1 : 0)) finish<kGroups>(p, place, smem, turn - 1);
     if (kIsCluster && turn == 0) cute::cluster_wait();
+    if (turn > (place.sends() ? 1 : 0)) {
+      Finish<kGroups, kIsCluster> const finish(p, place, smem, turn - 1);
+      __syncthreads();
+      finish.store(smem);
+    }
   }
 
   /// Writes to the same address in another CTA of the cluster, and counts the bytes on its barrier.
-  CUTLASS_DEVICE static void send(float4* target, uint64_t& barrier, int rank, float4 v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+  CUTLASS_DEVICE static void send(float2* target, uint64_t& barrier, int rank, float2 v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
                      cute::set_block_rank(cute::cast_smem_ptr_to_uint(target), rank)),
-                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),
-                 "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&barrier), rank))
+                 "f"(v.x), "f"(v.y), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&barrier), rank))
                  : "memory");
   }
 
@@ -270,7 +320,8 @@ template <class Config>
 cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   using Kernel = Decode<Config>;
   DecodeParams const d = Kernel::prepare(p, p.clusters);
-  if (Kernel::template Ring<1>::kHasZeros && p.zeros == nullptr) return cudaErrorInvalidValue;
+  bool const needs_zeros = Kernel::template Ring<1>::kHasZeros || kIsCode<typename Kernel::Weight>;
+  if (needs_zeros && p.zeros == nullptr) return cudaErrorInvalidValue;
   switch (d.groups_per_piece) {
     case 1:
       return launch_decode_kernel<Kernel, 1>(d, stream);

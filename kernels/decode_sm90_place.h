@@ -46,9 +46,10 @@ struct DecodePlace {
   int rank;  // in the cluster
   int first_unit, last_unit;  // of the run; without one the last comes before the first
   int first_piece, end_piece;  // of the first unit, of the last
+  int end;  // of the run, in pieces of the cluster
+  int rotation;  // piece of K that the cluster begins with
   int owner;  // CTA that began the first unit: this one, or where the sums of it are sent
   int senders;  // CTAs that send this one their sums of the last unit
-  int rotation;  // piece of K that the cluster begins with
 
   CUTLASS_DEVICE DecodePlace(DecodeParams const& p) {
     warp = threadIdx.x / 32;
@@ -62,22 +63,30 @@ struct DecodePlace {
       first_unit = unit;
       last_unit = unit + units - 1;
       first_piece = 0;
-      end_piece = p.pieces;
+      end = end_piece = p.pieces;
       return;
     }
     int const all = units * p.pieces;
-    int const begin = min(all, rank * p.run_pieces), end = min(all, begin + p.run_pieces);
+    int const begin = min(all, rank * p.run_pieces);
+    end = min(all, begin + p.run_pieces);
     first_unit = p.units_in(begin);
     last_unit = begin < end ? p.units_in(end - 1) : first_unit - 1;
     first_piece = begin - first_unit * p.pieces;
     end_piece = end - last_unit * p.pieces;
-    while (owner * p.run_pieces > first_unit * p.pieces) --owner;
-    if (owner == rank || first_unit < last_unit) {
-      int const end_of_last = (last_unit + 1) * p.pieces;
-      for (int other = end; other < end_of_last; other += p.run_pieces) ++senders;
-    }
     first_unit += unit;
     last_unit += unit;
+  }
+
+  /// Sets owner and senders, which the copies do not need.
+  CUTLASS_DEVICE void find_sharers(DecodeParams const& p) {
+    if constexpr (kIsCluster) {
+      int const begin_of_first = end - end_piece - (last_unit - first_unit) * p.pieces;
+      while (owner * p.run_pieces > begin_of_first) --owner;
+      if (owner == rank || first_unit < last_unit) {
+        int const end_of_last = end - end_piece + p.pieces;
+        for (int other = end; other < end_of_last; other += p.run_pieces) ++senders;
+      }
+    }
   }
 
   CUTLASS_DEVICE bool sends() const { return kIsCluster && owner != rank; }

@@ -16,18 +16,22 @@ struct DecodeStream {
   static constexpr int kPieceK = Kernel::kPieceK;
   static constexpr int kPieceXBytes = Kernel::kPieceXBytes;
 
+  static constexpr int kXChunks = kPieceK / 8;  // of 16 bytes, in a piece of one token
+  static constexpr int kXRows = 32 / kXChunks;  // tokens that a copy of the warp brings
+
   DecodeParams const& p;
   Place const& place;
   int unit, piece;  // next; of K
   int left;  // pieces up to the end of K or of the unit; 0 when all is fetched
   int wrapped;  // pieces of the unit after those, from the beginning of K
   int x_left;  // pieces that need their x: the first ones
-  uint32_t x_target;  // where x of the next piece belongs
+  uint32_t x_target;  // where x of the next piece belongs, this lane's
   uint32_t smem_x;
   typename R::Source source;
 
-  CUTLASS_DEVICE DecodeStream(DecodeParams const& p, Place const& place, uint32_t smem_x)
-      : p(p), place(place), smem_x(smem_x) {
+  /// smem_x: of the CTA's x.
+  CUTLASS_DEVICE DecodeStream(DecodeParams const& p, Place const& place, uint32_t smem_x) : p(p), place(place) {
+    this->smem_x = smem_x + place.lane / kXChunks * p.x_row_bytes + place.lane % kXChunks * 16;
     unit = place.first_unit;
     begin_unit(unit <= place.last_unit ? place.count(p, unit) : 0);
     x_left = left + wrapped;
@@ -40,14 +44,14 @@ struct DecodeStream {
   }
 
   CUTLASS_DEVICE static int tile(int of_unit) { return of_unit * Kernel::kRowTiles; }
-  CUTLASS_DEVICE bool is_whole() const { return (piece + 1) * kPieceK <= p.k_padded; }
+  CUTLASS_DEVICE static bool is_whole(DecodeParams const& p, int piece) { return (piece + 1) * kPieceK <= p.k_padded; }
 
   /// count: of this warp's pieces of it.
   CUTLASS_DEVICE void begin_unit(int count) {
     int const first = place.first(unit);
     piece = first + place.rotation;
     if (piece >= p.pieces) piece -= p.pieces;
-    left = min(count, (p.pieces - piece + kWarpsK - 1) / kWarpsK);
+    left = min(count, int(uint32_t(p.pieces - piece + kWarpsK - 1) / kWarpsK));
     wrapped = count - left;
     x_target = smem_x + (first + place.x_base(p, unit)) * kPieceXBytes;
     source = typename R::Source(p, tile(unit), piece, place.lane);
@@ -76,45 +80,43 @@ struct DecodeStream {
     }
   }
 
-  /// What is fetched first, into the L2.
+  /// What is fetched first, up to the end of K or of the unit, into the L2.
   CUTLASS_DEVICE void prefetch() const {
-    DecodeStream ahead = *this;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < Kernel::kDepth && ahead.left > 0; ++i) {
-      R::prefetch(ahead.source, ahead.is_whole(), place.lane);
-      ahead.advance();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Kernel::kDepth; ++i) {
+      char const* const weight = source.weight + i * (kWarpsK * R::kPieceStride);
+      if (i < left) R::prefetch(weight, is_whole(p, piece + i * kWarpsK), place.lane);
     }
   }
 
-  /// One commit, of the next piece or of nothing. All lanes have read what was in the slot.
+  /// One commit, of the next piece or of nothing. All lanes have read what was in the slot. x comes first: what is asked for
+  /// behind the weights of all warps arrives behind them.
   CUTLASS_DEVICE void fetch_next(uint32_t slot) {
     if (left > 0) {
       if (x_left > 0) {
         --x_left;
-        fetch_x(x_target, p, piece, place.lane);
+        fetch_x();
       }
-      R::fetch(slot, source, p, is_whole(), place.lane);
+      R::fetch_scales(slot, source, p, place.lane);
+      R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
       advance();
     }
     commit_copies();
   }
 
-  /// Copies x of one piece, half a row (16 chunks of 16 bytes at most) per half warp.
-  /// Beyond K it is zero, whatever the weights there are. target: of the piece's first token and k.
-  CUTLASS_DEVICE static void fetch_x(uint32_t target, DecodeParams const& p, int piece, int lane) {
-    constexpr int kChunks = kPieceK / 8;
-    constexpr int kRows = 32 / kChunks;  // per copy of a warp
-    int const offset = lane % kChunks * 8;
-    int const k = piece * kPieceK + offset;
+  /// Copies x of one piece. Beyond K it is zero, whatever the weights there are.
+  CUTLASS_DEVICE void fetch_x() const {
+    int const k = piece * kPieceK + place.lane % kXChunks * 8;
     int const bytes = k < p.k ? 16 : 0;
-    int const first_token = lane / kChunks;
-    target += first_token * p.x_row_bytes + offset * int(sizeof(Element));
-    auto const* source = static_cast<Element const*>(p.x) + first_token * p.ldx + (bytes > 0 ? k : 0);
+    int token = place.lane / kXChunks;
+    auto const* source = static_cast<Element const*>(p.x) + token * p.ldx + (bytes > 0 ? k : 0);
+    uint32_t target = x_target;
+    if (token < p.m) copy_async_or_zero(target, source, bytes);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int token = first_token; token < p.m; token += kRows) {
+    while ((token += kXRows) < p.m) {
+      target += kXRows * p.x_row_bytes;
+      source += kXRows * p.ldx;
       copy_async_or_zero(target, source, bytes);
-      target += kRows * p.x_row_bytes;
-      source += kRows * p.ldx;
     }
   }
 };

@@ -213,52 +213,49 @@ struct GemmSm90 {
     if (!loops) Epilogue::store(p, first, smem, sums);
   }
 
-  CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
-    // The swizzle counts from multiples of 1024.
-    uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
-    Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
-    Place const place(p, first_tile());
-    if (threadIdx.x == kConsumers) {
+  /// By the producers' threads, before any other.
+  CUTLASS_DEVICE static void begin_barriers(GemmSm90Params const& p, int producer, Smem const& smem) {
+    if (producer == 0) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kStages; ++i) {
         cute::initialize_barrier(smem.full()[i], kProducers);
         cute::initialize_barrier(smem.empty()[i], kConsumerWarps * p.x_ctas);
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      // Weights come from far away: they are asked for before all else.
-      Producers::begin_weights(p, place, smem);
-    } else if (threadIdx.x == kConsumers + 96 && p.split_k > 1) {
-      int const owned = max(0, min(p.items_per_cta, p.items - place.rank * p.items_per_cta));
+    } else if (producer == 96 && p.split_k > 1) {
+      int const owned = max(0, min(p.items_per_cta, p.items - int(cute::block_rank_in_cluster()) * p.items_per_cta));
       cute::initialize_barrier(smem.parts_barrier(), 1);
       cute::set_barrier_transaction_bytes(smem.parts_barrier(), p.sent_parts * owned * kItemBytes);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
-    if (p.split_k > 1) cute::cluster_arrive_relaxed();
-    if (shares_x(p)) meet();  // the other CTA has its barriers
-    if (threadIdx.x < kConsumers) {
+    asm volatile("bar.sync 8, 128;" ::: "memory");
+  }
+
+  CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
+    // The swizzle counts from multiples of 1024.
+    uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
+    Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
+    int const producer = int(threadIdx.x) - kConsumers;
+    if (producer >= 0) begin_barriers(p, producer, smem);
+    Place const place(p, first_tile());
+    // Consumers wait until the barriers are there, producers for nobody: what they ask for has the longest way.
+    if (producer < 0) {
+      asm volatile("bar.sync 9, %0;" ::"n"(kThreads) : "memory");
+      if (p.split_k > 1) cute::cluster_arrive_relaxed();
+      if (shares_x(p)) meet();  // the other CTA has its barriers
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       cudaGridDependencySynchronize();  // bias and y, too, are the kernels' before this one
       cudaTriggerProgrammaticLaunchCompletion();
       consume(p, place, smem);
       if (shares_x(p)) meet();  // the other CTA may still give stages back
     } else {
+      asm volatile("bar.arrive 9, %0;" ::"n"(kThreads) : "memory");
+      if (producer % 32 == 0) Producers::begin(p, place, smem, producer / 32);
+      __syncwarp();
+      if (p.split_k > 1) cute::cluster_arrive_relaxed();
+      if (shares_x(p)) meet();
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      switch (threadIdx.x - kConsumers) {
-        case 0:
-          Producers::produce_weights(p, place, smem);
-          break;
-        case 32:
-          Producers::produce_x(p, place, smem);
-          break;
-        case 64:
-          if constexpr (kHasScales) Producers::produce_scales(p, place, smem, p.scale_map, 0);
-          break;
-        case 96:
-          if constexpr (kHasZeros)
-            Producers::produce_scales(p, place, smem, p.zero_map, kMaxScaleRows * kScaleRowBytes);
-          break;
-      }
+      if (producer % 32 == 0) Producers::go_on(p, place, smem, producer / 32);
       __syncwarp();
       if (p.split_k > 1) cute::cluster_wait();
     }

@@ -1,4 +1,8 @@
 // The producers of gemm_sm90: one thread for each operand asks for its steps by TMA, as soon as their stages are empty.
+//
+// What a CTA asks for at once arrives at the same time, late: the first step after 4400 to 5200 cycles (M = 16), while the
+// memory brings all stages, and its scales, were they asked for last, behind them. So what the first step needs is asked for
+// before all else, scales of the others next, and their weights and x one after another, hardly faster than they arrive.
 #pragma once
 
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -20,82 +24,61 @@ struct GemmSm90Producers {
   static constexpr int kWeightBytes = Kernel::kWeightBytes;
   static constexpr int kScaleRowBytes = Kernel::kScaleRowBytes;
   static constexpr int kScaleBytes = Kernel::kScaleBytes;
+  static constexpr int kRowBytes = Layout::kBlockK * int(sizeof(typename Kernel::Element));  // of x, of a block
+  static constexpr bool kHasScales = Kernel::kHasScales;
+  static constexpr bool kHasZeros = Kernel::kHasZeros;
 
-  /// Calls copy(place, step, stage, full barrier) for each step of each tile, as soon as its stage is empty, having announced
-  /// `bytes`. The first `begun` have been asked for.
-  template <class Copy>
-  CUTLASS_DEVICE static void produce(GemmSm90Params const& p, Place const& first, Smem const& smem, int begun,
-                                     int bytes, Copy const& copy) {
-    int stage = begun % kStages, phase = begun / kStages;
-    Kernel::for_each_tile(p, first, [&](Place const& place) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = place.first_step + begun; step < place.end_step; ++step) {
-        cute::wait_barrier(smem.empty()[stage], phase ^ 1);
-        cute::set_barrier_transaction_bytes(smem.full()[stage], bytes);
-        copy(place, step, stage, &smem.full()[stage]);
-        if (++stage == kStages) {
-          stage = 0;
-          phase ^= 1;
-        }
-      }
-      begun = 0;
-    });
-  }
+  /// Steps that are asked for before all else: some 16 KB of weights.
+  static constexpr int kFirstSteps = cutlass::const_min(kStages, cutlass::const_max(1, 16 * 1024 / kWeightBytes));
+  /// From one step to the next while the stages are filled for the first time: twice an SM's share of the memory.
+  static constexpr int kFillCycles = kWeightBytes / 32;
 
   using LoadWeights = cute::SM90_TMA_LOAD_3D;
   static constexpr int kUnits =
       kStepBlocks * Layout::kBlockBytes / kTensorMapUnitBytes;  // of the weights' map, in a step
 
-  CUTLASS_DEVICE static void copy_weights(GemmSm90Params const& p, Place const& place, Smem const& smem, int step,
-                                          int stage, uint64_t* full) {
-    LoadWeights::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                      smem.weights() + stage * kWeightBytes, 0, step * kUnits, place.first_column / 64);
-  }
+  struct Weights {
+    GemmSm90Params const& p;
+    Smem const& smem;
+    static constexpr int bytes = kWeightBytes;  // of a step
+    static constexpr bool kIsPaced = true;
 
-  /// Steps whose weights are asked for before all else: some 16 KB. More would delay x.
-  CUTLASS_DEVICE static int begun_weights(Place const& place) {
-    return min(cutlass::const_min(kStages, cutlass::const_max(1, 16 * 1024 / kWeightBytes)),
-               place.end_step - place.first_step);
-  }
+    CUTLASS_DEVICE void copy(Place const& place, int step, int stage, uint64_t* full) const {
+      LoadWeights::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                        smem.weights() + stage * kWeightBytes, 0, step * kUnits, place.first_column / 64);
+    }
 
-  CUTLASS_DEVICE static void begin_weights(GemmSm90Params const& p, Place const& place, Smem const& smem) {
-    if (p.overlap) {
-      // Into the L2 and nothing nearer: allowed before the kernels in front of this one have ended, even if one of them
-      // writes these bytes.
+    /// Into the L2 and nothing nearer: allowed before the kernels in front of this one have ended, even if one of them
+    /// writes these bytes.
+    CUTLASS_DEVICE void prefetch(Place const& place) const {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = place.first_step; step < min(place.end_step, place.first_step + kStages); ++step) {
         LoadWeights::PREFETCH::copy(&p.weight_map, 0, step * kUnits, place.first_column / 64);
       }
     }
-    cudaGridDependencySynchronize();
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < begun_weights(place); ++i) {
-      cute::set_barrier_transaction_bytes(smem.full()[i], kWeightBytes);
-      copy_weights(p, place, smem, place.first_step + i, i, &smem.full()[i]);
+  };
+
+  struct X {
+    GemmSm90Params const& p;
+    Smem const& smem;
+    bool is_shared;
+    int bytes;
+    int first_block, end_block, first_row;
+    static constexpr bool kIsPaced = true;
+
+    CUTLASS_DEVICE X(GemmSm90Params const& p, Smem const& smem) : p(p), smem(smem) {
+      is_shared = Kernel::shares_x(p);
+      bytes = kStepBlocks * p.x_rows * kRowBytes;
+      // Of what two CTAs share each asks for a half, for both: some of the blocks, or of the only one some of the rows.
+      constexpr int kHalf = cutlass::const_max(1, kStepBlocks / 2);
+      int const second = is_shared ? cute::block_rank_in_cluster() : 0;
+      first_block = kStepBlocks == 1 ? 0 : second * kHalf;
+      end_block = is_shared ? first_block + kHalf : kStepBlocks;
+      first_row = kStepBlocks == 1 ? second * p.x_box_rows : 0;
     }
-  }
 
-  CUTLASS_DEVICE static void produce_weights(GemmSm90Params const& p, Place const& first, Smem const& smem) {
-    produce(p, first, smem, begun_weights(first), kWeightBytes,
-            [&](Place const& place, int step, int stage, uint64_t* full) {
-              copy_weights(p, place, smem, step, stage, full);
-            });
-  }
-
-  CUTLASS_DEVICE static void produce_x(GemmSm90Params const& p, Place const& first, Smem const& smem) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.x_map));
-    cudaGridDependencySynchronize();
-    constexpr int kRowBytes = Layout::kBlockK * int(sizeof(typename Kernel::Element));
-    auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
-    bool const is_shared = Kernel::shares_x(p);
-    // Of what two CTAs share each asks for a half, for both: some of the blocks, or of the only one some of the rows.
-    constexpr int kHalf = cutlass::const_max(1, kStepBlocks / 2);
-    int const second = is_shared ? cute::block_rank_in_cluster() : 0;
-    int const first_block = kStepBlocks == 1 ? 0 : second * kHalf;
-    int const end_block = is_shared ? first_block + kHalf : kStepBlocks;
-    int const first_row = kStepBlocks == 1 ? second * p.x_box_rows : 0;
-    int const step_bytes = kStepBlocks * p.x_rows * kRowBytes;  // of both halves
-    produce(p, first, smem, 0, step_bytes, [&](Place const& place, int step, int stage, uint64_t* full) {
+    CUTLASS_DEVICE void copy(Place const& place, int step, int stage, uint64_t* full) const {
+      auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
       for (int block = first_block; block < end_block; block += p.x_box_blocks) {
         int const k_block = step * kStepBlocks + block;
         int const k = p.x_box_blocks == 1 ? k_block * Layout::kBlockK : 0;
@@ -108,25 +91,116 @@ struct GemmSm90Producers {
           cute::SM90_TMA_LOAD_3D::copy(&p.x_map, full, hint, target, k, token, box);
         }
       }
-    });
-  }
+    }
+  };
 
   /// Scales, or zero points.
-  CUTLASS_DEVICE static void produce_scales(GemmSm90Params const& p, Place const& first, Smem const& smem,
-                                            CUtensorMap const& map, int offset_bytes) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map));
-    cudaGridDependencySynchronize();
-    int const rows = kStepK / p.group_k;
-    produce(p, first, smem, 0, rows * kScaleRowBytes, [&](Place const& place, int step, int stage, uint64_t* full) {
+  struct Groups {
+    GemmSm90Params const& p;
+    char* target;  // of stage 0
+    CUtensorMap const& map;
+    int rows, bytes;  // of a step
+    static constexpr bool kIsPaced = false;
+
+    CUTLASS_DEVICE Groups(GemmSm90Params const& p, char* target, CUtensorMap const& map)
+        : p(p), target(target), map(map), rows(kStepK / p.group_k), bytes(rows * kScaleRowBytes) {}
+
+    CUTLASS_DEVICE static Groups scales(GemmSm90Params const& p, Smem const& smem) {
+      return Groups(p, smem.scales(), p.scale_map);
+    }
+    CUTLASS_DEVICE static Groups zeros(GemmSm90Params const& p, Smem const& smem) {
+      return Groups(p, smem.scales() + Kernel::kMaxScaleRows * kScaleRowBytes, p.zero_map);
+    }
+
+    CUTLASS_DEVICE void copy(Place const& place, int step, int stage, uint64_t* full) const {
       for (int row = 0; row < rows; row += p.scale_box_rows) {
         int const k = step * kStepK + row * p.group_k;
         // Groups beyond K, out of the map's bounds, are zero: weights dequantized with another group's scale might overflow,
         // and Inf times 0 is NaN.
         cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     smem.scales() + stage * kScaleBytes + offset_bytes + row * kScaleRowBytes,
-                                     place.first_column, k < p.k ? p.group.of(k) : p.groups);
+                                     target + stage * kScaleBytes + row * kScaleRowBytes, place.first_column,
+                                     k < p.k ? p.group.of(k) : p.groups);
       }
+    }
+  };
+
+  template <class Operand>
+  CUTLASS_DEVICE static void ask(Operand const& operand, Place const& place, Smem const& smem, int step, int stage) {
+    cute::set_barrier_transaction_bytes(smem.full()[stage], operand.bytes);
+    operand.copy(place, step, stage, &smem.full()[stage]);
+  }
+
+  CUTLASS_DEVICE static int first_steps(Place const& place) {
+    return min(kFirstSteps, place.end_step - place.first_step);
+  }
+
+  template <class Operand>
+  CUTLASS_DEVICE static void begin(Place const& place, Smem const& smem, Operand const& operand) {
+    cudaGridDependencySynchronize();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < first_steps(place); ++i) ask(operand, place, smem, place.first_step + i, i);
+  }
+
+  CUTLASS_DEVICE static uint32_t clock() {
+    uint32_t cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
+    return cycles;
+  }
+
+  /// The steps of an operand but for those `begun`, of all tiles, each as soon as its stage is empty.
+  template <class Operand>
+  CUTLASS_DEVICE static void go_on(GemmSm90Params const& p, Place const& first, Smem const& smem, int begun,
+                                   Operand const& operand) {
+    cudaGridDependencySynchronize();
+    int stage = begun % kStages, phase = 1 ^ begun / kStages;
+    int to_fill = Operand::kIsPaced ? kStages - begun : 0;
+    uint32_t next = clock() + (begun > 0 ? kFillCycles : 0);
+    Kernel::for_each_tile(p, first, [&](Place const& place) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = place.first_step + begun; step < place.end_step; ++step) {
+        cute::wait_barrier(smem.empty()[stage], phase);
+        if (to_fill > 0) {
+          --to_fill;
+          while (int(clock() - next) < 0) continue;
+          next += kFillCycles;
+        }
+        ask(operand, place, smem, step, stage);
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      begun = 0;
     });
+  }
+
+  /// By one thread of each of the producers' warps, when this CTA has its barriers.
+  CUTLASS_DEVICE static void begin(GemmSm90Params const& p, Place const& place, Smem const& smem, int warp) {
+    if (warp == 0) {
+      Weights const weights{p, smem};
+      if (p.overlap) weights.prefetch(place);
+      begin(place, smem, weights);
+    } else if (warp == 1) {
+      if (!Kernel::shares_x(p)) begin(place, smem, X(p, smem));
+    } else if (kHasScales && warp == 2) {
+      begin(place, smem, Groups::scales(p, smem));
+    } else if (kHasZeros && warp == 3) {
+      begin(place, smem, Groups::zeros(p, smem));
+    }
+  }
+
+  /// By the same threads, when the CTA that shares x has its barriers, too.
+  CUTLASS_DEVICE static void go_on(GemmSm90Params const& p, Place const& place, Smem const& smem, int warp) {
+    int const begun = first_steps(place);
+    if (warp == 0) {
+      go_on(p, place, smem, begun, Weights{p, smem});
+    } else if (warp == 1) {
+      go_on(p, place, smem, Kernel::shares_x(p) ? 0 : begun, X(p, smem));
+    } else if (kHasScales && warp == 2) {
+      go_on(p, place, smem, begun, Groups::scales(p, smem));
+    } else if (kHasZeros && warp == 3) {
+      go_on(p, place, smem, begun, Groups::zeros(p, smem));
+    }
   }
 };
 

@@ -35,7 +35,7 @@ GEMV = of_family("gemv", block_m=1, formats=("int4",))
 SM80 = of_family("gemm_sm80")
 SM75 = of_family("gemm_sm75")
 SM70 = of_family("gemm_sm70")
-DECODE = of_family("decode_sm90", block_m=8, formats=("int4",))
+DECODE = of_family("decode_sm90", block_m=8, formats=("int4", "code4"))
 SM90 = of_family("gemm_sm90", block_m=32, block_n=256, formats=("int4",))
 SM90_TALL = of_family("gemm_sm90", block_m=256)
 DEEP = dataclasses.replace(SM80, stages=100)
@@ -88,8 +88,8 @@ BAD_CONFIGS = {
         DECODE, problem(90, m=9), "f16", "tiled", f"config: {DECODE} computes at most 8 rows, but x has 9"),
     "x of decode": (
         DECODE, problem(90, m=8, k=32768), "f16", "tiled",
-        f"config: {DECODE} needs {DECODE.decode_smem_bytes(8, 40, 32768, 64, False, 16)} bytes of shared memory "
-        "for int4, but the GPU has 232448"),
+        f"config: {DECODE} needs {DECODE.decode_smem_bytes('int4', 8, 40, 32768, 64, False, 16)} bytes of shared "
+        "memory for int4, but the GPU has 232448"),
     "cluster of 9": (
         DECODE.with_split_k(9), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 8, got 9"),
     "cluster of a tall tile": (

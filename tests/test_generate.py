@@ -66,8 +66,9 @@ def test_a_unit_has_the_kernels_of_one_configuration_and_dtype() -> None:
     kernels = [k for k in generate.all_kernels() if k.unit == "decode_sm90_8x64x1024_w8x64_s2_bf16.cu"]
     text = generate.unit_text(kernels)
     assert text.count('#include "kernels/decode_sm90.cuh"') == 1
-    assert set(re.findall(r"^struct (\w+) {", text, re.MULTILINE)) == {"Int4Channel", "Int4Group", "Int4GroupZeros"}
-    assert all(f'"{k.symbol}"' in text and k.text() in text for k in kernels) and len(kernels) == 3
+    types = {"Int4Channel", "Int4Group", "Int4GroupZeros", "Code4Group"}
+    assert set(re.findall(r"^struct (\w+) {", text, re.MULTILINE)) == types
+    assert all(f'"{k.symbol}"' in text and k.text() in text for k in kernels) and len(kernels) == 4
 
 
 def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:

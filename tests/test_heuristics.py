@@ -194,7 +194,7 @@ def test_clusters_that_fit_on_an_h200() -> None:
 def test_names_and_sizes_of_the_hopper_kernels() -> None:
     decode = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2")
     assert (decode.warps, decode.piece_k, decode.max_m, decode.max_split_k) == (16, 128, 8, 8)
-    assert decode.formats == ("int4",)
+    assert decode.formats == ("int4", "code4")
     # three of 48 units of columns on each of 22 clusters, 32 pieces of K each
     assert decode.with_split_k(5).decode_run_pieces(1536, 4096, 22) == 20
     gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
@@ -226,7 +226,9 @@ def test_shared_memory_of_decode(
 ) -> None:
     config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(abs(split_k))
     n = 39 * 32 * 4 if split_k < 0 else 38 * 32
-    assert config.decode_smem_bytes(m, n, k_padded, group_size, zeros, clusters=39) == expected_bytes
+    assert config.decode_smem_bytes("int4", m, n, k_padded, group_size, zeros, clusters=39) == expected_bytes
+    with_table = config.decode_smem_bytes("code4", m, n, k_padded, group_size, zeros, clusters=39)
+    assert with_table == expected_bytes + 256 * 256
 
 
 def items(config: KernelConfig) -> int:
