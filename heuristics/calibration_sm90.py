@@ -32,6 +32,7 @@ class DecodeCost:
     unhidden    part of the shorter of memory's and the SM's time that is not hidden behind the longer
     sm_kb_us    the most that one SM takes of the stream of weights, KB/us (10**3 bytes)
     x_kb_us     x on its way into the shared memory of one SM, KB/us
+    table_us    codes: their table, written to shared memory
     kernels     (kernel, format) -> its times
     """
 
@@ -42,6 +43,7 @@ class DecodeCost:
     unhidden: float
     sm_kb_us: float
     x_kb_us: float
+    table_us: float
     kernels: dict[tuple[str, str], KernelTimes]
 
 
@@ -73,11 +75,12 @@ DECODE_SM90 = DecodeCost(
     unhidden=0.07827,
     sm_kb_us=75.53,
     x_kb_us=51.09,
+    table_us=1.65,
     kernels={
         ("decode_sm90_8x32x2048_w8x32_s2", "int4"): KernelTimes(0.02225, 0.308),
         ("decode_sm90_8x64x1024_w8x64_s2", "int4"): KernelTimes(0.02005, 0.3036),
-        ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.028, 0.308),
-        ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.026, 0.3036),
+        ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.03342, 0.1659),
+        ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.02923, 0.3628),
         ("decode_sm90_8x32x1024_w8x32_s2", "int8"): KernelTimes(0.0199, 0.2546),
         ("decode_sm90_8x64x512_w8x64_s2", "int8"): KernelTimes(0.01666, 0.3749),
     },

@@ -288,6 +288,8 @@ def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_
     work_us = work.x_bytes / (cost.x_kb_us * 1e3) + max(stream_us, work.products * unit_us)
     memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
     fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + work.turns * end_us
+    if problem.format == "code4":
+        fixed_us += cost.table_us
     return fixed_us + overlapped_us(memory_us, work_us, cost.unhidden)
 
 

@@ -66,6 +66,7 @@ def _decode_kernels(
         ring_bytes = config.decode_ring_bytes(group_step, scales, zeros)
         splits = [config.with_split_k(s) for s in CLUSTERS]
         times = cost.kernels[config.kernel, format]
+        fixed_us = cost.fixed_us + (cost.table_us if format == "code4" else 0.0)
         found.append(
             _Decode(
                 splits=tuple(
@@ -73,7 +74,7 @@ def _decode_kernels(
                         c.split_k,
                         c,
                         cluster_slots(sm_count, c.split_k),
-                        cost.fixed_us + cluster_us(cost, c.split_k),
+                        fixed_us + cluster_us(cost, c.split_k),
                         128 + config.table_bytes(format) + ring_bytes,
                         c.decode_sum_bytes() + 16,
                     )
