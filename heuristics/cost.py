@@ -21,8 +21,8 @@ Of the two limits below the longer counts in full, of the shorter the part that 
                     gemm_sm90     waves of tiles * pieces of a CTA * unit
 
 `turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
-gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
-gemm_sm90 are quicker, by up to `idle` of their time.
+gives every CTA the same number of pieces, so there is no last wave; `fixed` has the time to write the table of codes
+(`table_us`). In a wave that does not fill the GPU the SMs of gemm_sm90 are quicker, by up to `idle` of their time.
 
 Their constants are in calibration_sm90.py.
 
