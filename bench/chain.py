@@ -3,8 +3,9 @@
 `python -m weightonly.bench chain --model llama3-8b --layers 32 --m 1 16`
 
 Single kernels are timed apart from each other (sweep.py). In a chain a kernel's launch, its first loads and its last
-stores can hide behind its neighbours: with overlap of launches (programmatic dependent launch) they do. Each linear
-reads the result of the one before it, as in a model; what lies between them there (attention, norms) is left out.
+stores can hide behind its neighbours: with overlap of launches (programmatic dependent launch) they do, most of all
+where weights are known to be constant (`wo.set_launch_overlap("constant_weights")`). Each linear reads the result of
+the one before it, as in a model; what lies between them there (attention, norms) is left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.launch import LaunchOverlap
 from weightonly.packed import format_of
 
 from .providers import nbytes
@@ -26,6 +28,8 @@ from .roofline import activation_bytes, ceilings, roofline_us
 from .shapes import NAMED, Shape, resolve
 from .sweep import check_arguments, default_device
 from .timing import overlapping, time_calls
+
+OVERLAPS: tuple[LaunchOverlap, ...] = (False, True, "constant_weights")
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,12 @@ class Chain:
 
     def check(self) -> None:
         """RuntimeError unless the last result is that without overlap, bit for bit, and the first linear's is right."""
-        with overlapping(True):
-            self.run()
-            together = self.results[-1].clone()
-        with overlapping(False):
-            self.run()
-        if not torch.equal(together, self.results[-1]) or not together.isfinite().all():
+        last = []
+        for overlap in OVERLAPS:
+            with overlapping(overlap):
+                self.run()
+                last.append(self.results[-1].clone())
+        if not all(torch.equal(y, last[0]) for y in last) or not last[0].isfinite().all():
             raise RuntimeError("chain: expected the same finite result with and without overlap of launches")
         first = self.linears[0]
         expected = self.x.float() @ wo.dequantize(first.qweight, first.scales, first.zeros).float()
@@ -119,9 +123,10 @@ def chain(
     Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
     Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).
 
-    Returns one row per m and `overlap` (on a CPU only False): `ms` per pass (median, with `ms_min`), `us_per_linear`,
-    `tb_s` (weights, x and y of all linears, 10**12 bytes/s), `roofline_ms` (sum of the rooflines of the linears) and
-    `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError naming the argument as `sweep`.
+    Returns one row per m and `overlap` (a str, as in `wo.set_launch_overlap`; on a CPU only "False"): `ms` per pass
+    (median, with `ms_min`), `us_per_linear`, `tb_s` (weights, x and y of all linears, 10**12 bytes/s), `roofline_ms`
+    (sum of the rooflines of the linears) and `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError
+    naming the argument as `sweep`.
     """
     shapes = _shapes_of(model)
     sizes = check_arguments(shapes, batch, format_of(bits, None), group_size, symmetric, dtype, budget_ms)
@@ -148,7 +153,7 @@ def chain(
                 for k, n in shapes
             )
         )
-        for overlap in (False, True) if where.type == "cuda" else (False,):
+        for overlap in OVERLAPS if where.type == "cuda" else OVERLAPS[:1]:
             with overlapping(overlap):
                 timing = time_calls([calls.run], where, budget_ms=budget_ms)
             rows.append(
@@ -158,7 +163,7 @@ def chain(
                     "m": m,
                     "format": f"int{bits}",
                     "group_size": group_size,
-                    "overlap": overlap,
+                    "overlap": str(overlap),
                     "ms": timing.us / 1e3,
                     "ms_min": timing.min_us / 1e3,
                     "us_per_linear": timing.us / len(linears),
@@ -175,7 +180,7 @@ def chain_table(frame: pd.DataFrame) -> str:
     table = pd.DataFrame(
         {
             "M": frame["m"],
-            "overlap": ["yes" if overlap else "no" for overlap in frame["overlap"]],
+            "overlap": frame["overlap"],
             "ms per pass": frame["ms"],
             "us per linear": frame["us_per_linear"],
             "TB/s": frame["tb_s"],

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 import weightonly as wo
+from weightonly.launch import LaunchOverlap
 
 Call = Callable[[], object]
 
@@ -59,10 +60,10 @@ class Timing:
 
 
 @contextmanager
-def overlapping(enabled: bool) -> Iterator[None]:
-    """Launches of `gemm` overlap or not (`wo.set_launch_overlap`) inside the with statement, as before after it."""
+def overlapping(overlap: LaunchOverlap) -> Iterator[None]:
+    """Inside the with statement launches of `gemm` overlap as `wo.set_launch_overlap` says, after it as before."""
     before = wo.launch_overlap()
-    wo.set_launch_overlap(enabled)
+    wo.set_launch_overlap(overlap)
     try:
         yield
     finally:

@@ -40,12 +40,16 @@ struct PairTable {
   CUTLASS_DEVICE PairTable(uint32_t pairs, int lane)
       : base(kIsWide ? pairs : 0), lane_bytes(lane * int(sizeof(uint32_t)) + (kIsWide ? 0 : pairs)) {}
 
-  /// All threads of the CTA that look up, before a barrier. codes: 16 Elements, in global memory.
-  template <class Element>
-  CUTLASS_DEVICE static void fill(char* pairs, void const* codes, int threads) {
-    auto const* const values = static_cast<uint16_t const*>(codes);
+  /// What a lane keeps of the 16 Elements of a table in global memory. Early: they may come behind all that was asked for before.
+  CUTLASS_DEVICE static uint32_t fetch_code(void const* codes) {
+    return static_cast<uint16_t const*>(codes)[threadIdx.x % 16];
+  }
+
+  /// All threads of the CTA that look up, before a barrier, with their fetch_code.
+  CUTLASS_DEVICE static void fill(char* pairs, uint32_t code, int threads) {
     for (int i = threadIdx.x; i < 256 * 8; i += threads) {
-      uint32_t const pair = values[i / 8 % 16] | uint32_t(values[i / 128]) << 16;
+      uint32_t const low = __shfl_sync(0xffffffff, code, i / 8 % 16), high = __shfl_sync(0xffffffff, code, i / 128);
+      uint32_t const pair = low | high << 16;
       *reinterpret_cast<uint4*>(pairs + i / 8 * kRowBytes + i % 8 * 16) = make_uint4(pair, pair, pair, pair);
     }
   }

@@ -18,8 +18,10 @@ namespace {
 
 using weightonly::GemmParams;
 
-/// Whether launches may overlap (GemmParams::overlap); read by each launch, so that no plan is out of date.
-std::atomic<bool> launch_overlap{true};
+using weightonly::Overlap;
+
+/// How launches overlap (GemmParams::overlap); read by each launch, so that no plan is out of date.
+std::atomic<int> launch_overlap{int(Overlap::kPrefetch)};
 
 using Failure = char[512];
 
@@ -58,7 +60,8 @@ class Plan {
     params.ldx = ldx;
     params.ldy = ldy;
     params.ld_scales = ld_scales;
-    params.overlap = follows_ || launch_overlap.load(std::memory_order_relaxed);
+    // What a call's second launch reads was there before the first, which starts it.
+    params.overlap = follows_ ? int(Overlap::kConstantWeights) : launch_overlap.load(std::memory_order_relaxed);
     Failure message;
     throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
@@ -140,8 +143,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("kernel_names", &kernel_names, "Names of all compiled kernels; a kernel's number is its place here.");
   module.def("archs", [] { return std::string(wo_archs()); }, "Architectures of the build, e.g. '80,90a'.");
   module.def(
-      "set_launch_overlap", [](bool enabled) { launch_overlap.store(enabled, std::memory_order_relaxed); },
-      py::arg("enabled"), "Whether later launches may start while the kernel before them in the stream still runs.");
+      "set_launch_overlap", [](int overlap) { launch_overlap.store(overlap, std::memory_order_relaxed); },
+      py::arg("overlap"),
+      "How later launches overlap with the kernel before them in the stream: enum Overlap of params.h.");
   module.def("awq_dequantize", &awq_dequantize, py::arg("device"), py::arg("type"), py::arg("path"), py::arg("k"),
              py::arg("n"), py::arg("groups"), py::arg("qweight"), py::arg("scales"), py::arg("qzeros"), py::arg("w"),
              py::arg("stream"),

@@ -46,7 +46,7 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     if (p.split_k > kernel.max_cluster) return fail("split_k", "at most the CTAs of the kernel's cluster", p.split_k);
     if (p.n_padded % 64 != 0) return fail("n_padded", "a multiple of 64 for tiled weights", p.n_padded);
     if (p.clusters < 1 || p.clusters > 65535) return fail("clusters", "1 to 65535", p.clusters);
-    if (p.overlap != 0 && p.overlap != 1) return fail("overlap", "0 or 1", p.overlap);
+    if (p.overlap < 0 || p.overlap > int(Overlap::kConstantWeights)) return fail("overlap", "0 to 2", p.overlap);
     // Rows of scales are stepped over with 32-bit byte counts.
     if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
   }

@@ -173,6 +173,33 @@ struct Decode {
     }
   };
 
+  /// Fills the ring for the first time, when the kernels before this one have ended: they may be writing x. Before that weights
+  /// come into the ring if nobody is writing them, else into the L2, where they may still change. Returns this lane's code.
+  template <int kGroups, bool kIsCluster>
+  CUTLASS_DEVICE static uint32_t fetch_first(DecodeParams const& p, Stream<kGroups, kIsCluster>& stream,
+                                             uint32_t first_slot, uint32_t last_slot) {
+    constexpr int kSlotBytes = Ring<kGroups>::kSlotBytes;
+    uint32_t code = 0;
+    auto const wait = [&] {
+      cudaGridDependencySynchronize();
+      if constexpr (kIsCode<Weight>) code = Table::fetch_code(p.zeros);
+    };
+    if (p.overlap == int(Overlap::kConstantWeights)) {
+      Stream<kGroups, kIsCluster> x_stream = stream;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t slot = first_slot; slot <= last_slot; slot += kSlotBytes) stream.fetch_next_weights(slot);
+      wait();
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t slot = first_slot; slot <= last_slot; slot += kSlotBytes) x_stream.fetch_next_x();
+    } else {
+      if (p.overlap == int(Overlap::kPrefetch)) stream.prefetch();
+      wait();
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t slot = first_slot; slot <= last_slot; slot += kSlotBytes) stream.fetch_next(slot);
+    }
+    return code;
+  }
+
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static void run(DecodeParams const& p, char* smem_base) {
     using R = Ring<kGroups>;
@@ -182,14 +209,9 @@ struct Decode {
     uint32_t const first_slot = cute::cast_smem_ptr_to_uint(smem.ring()) + place.warp * kDepth * R::kSlotBytes;
     uint32_t const last_slot = first_slot + (kDepth - 1) * R::kSlotBytes;
     Stream<kGroups, kIsCluster> stream(p, place, smem_x);
-    // Weights may be on their way to the L2 while the kernels before this one still run. Nothing may be used: a neighbour
-    // may be writing x, or the weights themselves.
-    if (p.overlap) stream.prefetch();
-    cudaGridDependencySynchronize();
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (uint32_t slot = first_slot; slot <= last_slot; slot += R::kSlotBytes) stream.fetch_next(slot);
+    uint32_t const code = fetch_first(p, stream, first_slot, last_slot);
     cudaTriggerProgrammaticLaunchCompletion();
-    if constexpr (kIsCode<Weight>) Table::template fill<Element>(smem.pairs(), p.zeros, kThreads);
+    if constexpr (kIsCode<Weight>) Table::fill(smem.pairs(), code, kThreads);
     Table const table(cute::cast_smem_ptr_to_uint(smem.pairs()), place.lane);
     if (threadIdx.x == 0) {
       cute::initialize_barrier(smem.sums_barrier(), kThreads);

@@ -104,6 +104,26 @@ struct DecodeStream {
     commit_copies();
   }
 
+  /// The same in two: weights and scales, without a commit, and, by a copy of this stream as it was before, x with one. The first
+  /// commit counts for all weights.
+  CUTLASS_DEVICE void fetch_next_weights(uint32_t slot) {
+    if (left <= 0) return;
+    if (x_left > 0) --x_left;
+    R::fetch_scales(slot, source, p, place.lane);
+    R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
+    advance();
+  }
+  CUTLASS_DEVICE void fetch_next_x() {
+    if (left > 0) {
+      if (x_left > 0) {
+        --x_left;
+        fetch_x();
+      }
+      advance();
+    }
+    commit_copies();
+  }
+
   /// Copies x of one piece. Beyond K it is zero, whatever the weights there are.
   CUTLASS_DEVICE void fetch_x() const {
     int const k = piece * kPieceK + place.lane % kXChunks * 8;

@@ -71,7 +71,7 @@ struct GemmSm90Mainloop {
       // Without this the compiler computes them anew in every step.
       asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers), "+r"(empty));
       if constexpr (kIsCode<Weight>) {
-        Table::template fill<Element>(smem.pairs(), p.zeros, Kernel::kConsumers);
+        Table::fill(smem.pairs(), Table::fetch_code(p.zeros), Kernel::kConsumers);
         asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory");
       }
     }

@@ -5,6 +5,8 @@
 // before all else, scales of the others next, and their weights and x one after another, hardly faster than they arrive.
 #pragma once
 
+#include <type_traits>
+
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "kernels/gemm_sm90_params.h"
@@ -41,7 +43,9 @@ struct GemmSm90Producers {
     GemmSm90Params const& p;
     Smem const& smem;
     static constexpr int bytes = kWeightBytes;  // of a step
+    static constexpr bool kIsX = false;
     static constexpr bool kIsPaced = true;
+    static constexpr bool is_shared = false;
 
     CUTLASS_DEVICE void copy(Place const& place, int step, int stage, uint64_t* full) const {
       LoadWeights::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
@@ -64,6 +68,7 @@ struct GemmSm90Producers {
     bool is_shared;
     int bytes;
     int first_block, end_block, first_row;
+    static constexpr bool kIsX = true;
     static constexpr bool kIsPaced = true;
 
     CUTLASS_DEVICE X(GemmSm90Params const& p, Smem const& smem) : p(p), smem(smem) {
@@ -100,7 +105,9 @@ struct GemmSm90Producers {
     char* target;  // of stage 0
     CUtensorMap const& map;
     int rows, bytes;  // of a step
+    static constexpr bool kIsX = false;
     static constexpr bool kIsPaced = false;
+    static constexpr bool is_shared = false;
 
     CUTLASS_DEVICE Groups(GemmSm90Params const& p, char* target, CUtensorMap const& map)
         : p(p), target(target), map(map), rows(kStepK / p.group_k), bytes(rows * kScaleRowBytes) {}
@@ -130,15 +137,16 @@ struct GemmSm90Producers {
     operand.copy(place, step, stage, &smem.full()[stage]);
   }
 
-  CUTLASS_DEVICE static int first_steps(Place const& place) {
-    return min(kFirstSteps, place.end_step - place.first_step);
+  /// What the kernels before this one may be writing waits for their end.
+  template <class Operand>
+  CUTLASS_DEVICE static void wait_for_kernels_before(GemmSm90Params const& p) {
+    if (Operand::kIsX || p.overlap != int(Overlap::kConstantWeights)) cudaGridDependencySynchronize();
   }
 
+  /// Steps of an operand that `begin` asks for. x for two CTAs has to wait until both have their barriers.
   template <class Operand>
-  CUTLASS_DEVICE static void begin(Place const& place, Smem const& smem, Operand const& operand) {
-    cudaGridDependencySynchronize();
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < first_steps(place); ++i) ask(operand, place, smem, place.first_step + i, i);
+  CUTLASS_DEVICE static int first_steps(Place const& place, Operand const& operand) {
+    return operand.is_shared ? 0 : min(kFirstSteps, place.end_step - place.first_step);
   }
 
   CUTLASS_DEVICE static uint32_t clock() {
@@ -147,60 +155,57 @@ struct GemmSm90Producers {
     return cycles;
   }
 
-  /// The steps of an operand but for those `begun`, of all tiles, each as soon as its stage is empty.
-  template <class Operand>
-  CUTLASS_DEVICE static void go_on(GemmSm90Params const& p, Place const& first, Smem const& smem, int begun,
-                                   Operand const& operand) {
-    cudaGridDependencySynchronize();
-    int stage = begun % kStages, phase = 1 ^ begun / kStages;
-    int to_fill = Operand::kIsPaced ? kStages - begun : 0;
-    uint32_t next = clock() + (begun > 0 ? kFillCycles : 0);
-    Kernel::for_each_tile(p, first, [&](Place const& place) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = place.first_step + begun; step < place.end_step; ++step) {
-        cute::wait_barrier(smem.empty()[stage], phase);
-        if (to_fill > 0) {
-          --to_fill;
-          while (int(clock() - next) < 0) continue;
-          next += kFillCycles;
-        }
-        ask(operand, place, smem, step, stage);
-        if (++stage == kStages) {
-          stage = 0;
-          phase ^= 1;
-        }
-      }
-      begun = 0;
-    });
+  /// Calls visit(operand) with what a warp asks for.
+  template <class Visit>
+  CUTLASS_DEVICE static void with_operand(GemmSm90Params const& p, Smem const& smem, int warp, Visit const& visit) {
+    if (warp == 0) {
+      visit(Weights{p, smem});
+    } else if (warp == 1) {
+      visit(X(p, smem));
+    } else if (kHasScales && warp == 2) {
+      visit(Groups::scales(p, smem));
+    } else if (kHasZeros && warp == 3) {
+      visit(Groups::zeros(p, smem));
+    }
   }
 
   /// By one thread of each of the producers' warps, when this CTA has its barriers.
   CUTLASS_DEVICE static void begin(GemmSm90Params const& p, Place const& place, Smem const& smem, int warp) {
-    if (warp == 0) {
-      Weights const weights{p, smem};
-      if (p.overlap) weights.prefetch(place);
-      begin(place, smem, weights);
-    } else if (warp == 1) {
-      if (!Kernel::shares_x(p)) begin(place, smem, X(p, smem));
-    } else if (kHasScales && warp == 2) {
-      begin(place, smem, Groups::scales(p, smem));
-    } else if (kHasZeros && warp == 3) {
-      begin(place, smem, Groups::zeros(p, smem));
-    }
+    if (warp == 0 && p.overlap == int(Overlap::kPrefetch)) Weights{p, smem}.prefetch(place);
+    with_operand(p, smem, warp, [&](auto const& operand) {
+      wait_for_kernels_before<std::decay_t<decltype(operand)>>(p);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < first_steps(place, operand); ++i) ask(operand, place, smem, place.first_step + i, i);
+    });
   }
 
-  /// By the same threads, when the CTA that shares x has its barriers, too.
-  CUTLASS_DEVICE static void go_on(GemmSm90Params const& p, Place const& place, Smem const& smem, int warp) {
-    int const begun = first_steps(place);
-    if (warp == 0) {
-      go_on(p, place, smem, begun, Weights{p, smem});
-    } else if (warp == 1) {
-      go_on(p, place, smem, Kernel::shares_x(p) ? 0 : begun, X(p, smem));
-    } else if (kHasScales && warp == 2) {
-      go_on(p, place, smem, begun, Groups::scales(p, smem));
-    } else if (kHasZeros && warp == 3) {
-      go_on(p, place, smem, begun, Groups::zeros(p, smem));
-    }
+  /// By the same threads, when the CTA that shares x has its barriers, too: the other steps, of all tiles, each as soon as its
+  /// stage is empty.
+  CUTLASS_DEVICE static void go_on(GemmSm90Params const& p, Place const& first, Smem const& smem, int warp) {
+    with_operand(p, smem, warp, [&](auto const& operand) {
+      using Operand = std::decay_t<decltype(operand)>;
+      int begun = first_steps(first, operand);
+      int stage = begun % kStages, phase = 1 ^ begun / kStages;
+      int to_fill = Operand::kIsPaced ? kStages - begun : 0;
+      uint32_t next = clock() + (begun > 0 ? kFillCycles : 0);
+      Kernel::for_each_tile(p, first, [&](Place const& place) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int step = place.first_step + begun; step < place.end_step; ++step) {
+          cute::wait_barrier(smem.empty()[stage], phase);
+          if (to_fill > 0) {
+            --to_fill;
+            while (int(clock() - next) < 0) continue;
+            next += kFillCycles;
+          }
+          ask(operand, place, smem, step, stage);
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+        begun = 0;
+      });
+    });
   }
 };
 

@@ -7,6 +7,13 @@ namespace weightonly {
 
 enum class Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
 
+/// Of a launch with the kernel before it in the stream; decode_sm90 and gemm_sm90.
+enum class Overlap : int {
+  kNone = 0,
+  kPrefetch = 1,  // starts before that has ended; weights come into the L2, nothing is used until it has
+  kConstantWeights = 2,  // weights, scales and zeros come into shared memory: nothing before it may be writing them
+};
+
 /// Index of the group that k lies in, without a division: floor(k / group_size) = floor((2i + 1) / 2g) for i = k / 32 and
 /// g = group_size / 32, and the multiplication by ceil(2^31 / g) is exact as long as K * group_size < 2^40. 2i + 1 is `counted`.
 struct GroupIndex {
@@ -54,7 +61,7 @@ struct GemmParams {
   int32_t split_k;      // parts of K, each computed by CTAs of its own and summed in a fixed order
   int32_t activation;   // enum Activation
   int32_t clusters;     // of split_k CTAs, as many as are wanted at once; decode_sm90 alone
-  int32_t overlap;      // 0 or 1: launch before the kernel before this one has ended; decode_sm90 and gemm_sm90
+  int32_t overlap;      // enum Overlap
 };
 
 }  // namespace weightonly

@@ -15,6 +15,7 @@ import torch
 import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
+from weightonly.launch import LaunchOverlap
 
 # `weightonly.kernels` is a function; this is the module.
 PLAN = sys.modules["weightonly.plan"]
@@ -180,11 +181,16 @@ def test_gpu_older_than_volta() -> None:
 
 
 def test_launches_overlap_unless_told_otherwise() -> None:
-    assert wo.launch_overlap()
+    assert wo.launch_overlap() is True
     try:
-        wo.set_launch_overlap(False)
-        assert not wo.launch_overlap()
+        modes: tuple[LaunchOverlap, ...] = (False, "constant_weights")
+        for overlap in modes:
+            wo.set_launch_overlap(overlap)
+            assert wo.launch_overlap() == overlap
     finally:
         wo.set_launch_overlap(True)
-    with pytest.raises(TypeError, match=r"^enabled: expected a bool, got int$"):
+    with pytest.raises(TypeError, match=r"^overlap: expected a bool or 'constant_weights', got int$"):
         wo.set_launch_overlap(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^overlap: expected a bool or 'constant_weights', got 'constant'$"):
+        wo.set_launch_overlap("constant")  # type: ignore[arg-type]
+    assert wo.launch_overlap() is True

@@ -6,11 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gemm_cases import Case, make, own_layout, require, run, splits, this_gpu
+from gemm_cases import DTYPES, Case, make, own_layout, require, run, splits, this_gpu
 
 import weightonly as wo
+from weightonly.launch import LaunchOverlap
 
 pytestmark = pytest.mark.gpu
+
+
+# K of a few steps and of many; ends of K and N inside a block.
+CASES = [
+    Case(1024, 200, "int4", "bf16", 128),
+    Case(8224, 200, "int4", "f16", 32, zeros=True),
+    Case(200, 130, "int8", "f16", -1),
+    Case(4096, 192, "code4", "f16", 64),
+]
 
 
 @pytest.fixture
@@ -92,16 +102,9 @@ class Chain:
         return (y if self.bias is None else y + self.bias.double()).bfloat16()
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("m", [1, 16, 40])
-@pytest.mark.parametrize("written", ["x", "scales", "channel", "bias", "weight"])
-def test_the_kernel_before_may_write_anything(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
-) -> None:
-    """Launches that overlap wait for what they read, and write no earlier than others have read it."""
-    if this_gpu() < 80:
-        pytest.skip("bf16 needs compute capability 8.0")
-    chain = Chain(written, m, generator)
+def check_chain(chain: Chain, *, overlap: LaunchOverlap, graph: bool) -> None:
+    """The same bits as without overlap, and the right ones."""
+    wo.set_launch_overlap(overlap)
     together = outputs_of(24, chain, graph=graph)
     torch.cuda.synchronize()
     wo.set_launch_overlap(False)
@@ -111,6 +114,29 @@ def test_the_kernel_before_may_write_anything(
     for i, (a, b) in enumerate(zip(together, apart, strict=True)):
         assert torch.equal(a, b), i
         assert torch.equal(a, expected[i % 3]), i
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 16, 40])
+@pytest.mark.parametrize("written", ["x", "scales", "channel", "bias", "weight"])
+def test_the_kernel_before_may_write_anything(
+    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
+) -> None:
+    """Launches that overlap wait for what they read, and write no earlier than others have read it."""
+    if this_gpu() < 80:
+        pytest.skip("bf16 needs compute capability 8.0")
+    check_chain(Chain(written, m, generator), overlap=True, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 16, 40])
+@pytest.mark.parametrize("written", ["x", "bias"])
+def test_with_constant_weights_the_kernel_before_may_write_all_else(
+    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
+) -> None:
+    if this_gpu() < 80:
+        pytest.skip("bf16 needs compute capability 8.0")
+    check_chain(Chain(written, m, generator), overlap="constant_weights", graph=graph)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -152,19 +178,25 @@ def test_any_kernel_before_may_write_anything(
         assert torch.equal(y, expected[i % 2]), i
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlap_of_launches_changes_no_bit(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None
+    cuda_device: torch.device, generator: torch.Generator, overlap: None, case: Case
 ) -> None:
+    """x is written just before each call, by a kernel of PyTorch or by the gemm before it."""
+    modes: tuple[LaunchOverlap, ...] = (True, False, "constant_weights")
     for config in wo.kernels():
-        if config.shares_cluster:
-            case = Case(1024, 200, config.formats[0], "bf16", 128)
-            require(config, case)
-            o = make(case, generator, config.layout, exact=False)
-            m = min(config.max_m, 40)
-            x = torch.randn(m, case.k, generator=generator).bfloat16().cuda()
-            for split in splits(config, m, case, (1, 4)):
-                results = []
-                for enabled in (True, False, True):
-                    wo.set_launch_overlap(enabled)
-                    results += [run(x, o, config=split) for _ in range(3)]
-                assert all(torch.equal(y, results[0]) for y in results), split
+        if not config.shares_cluster or case.format not in config.formats:
+            continue
+        require(config, case)
+        o = make(case, generator, config.layout, exact=False)
+        m = min(config.max_m, 40)
+        source = torch.randn(m, case.k, generator=generator).to(DTYPES[case.dtype]).cuda()
+        for split in splits(config, m, case, (1, 4)):
+            results = []
+            for mode in modes:
+                wo.set_launch_overlap(mode)
+                for _ in range(3):
+                    x = source * 1
+                    results.append(run(x, o, config=split))
+                    results.append(wo.gemm(x, o.qweight, o.scales, zeros=o.zeros, config=split))
+            assert all(torch.equal(y, results[0]) for y in results), split
