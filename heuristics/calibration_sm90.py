@@ -32,7 +32,6 @@ class DecodeCost:
     unhidden    part of the shorter of memory's and the SM's time that is not hidden behind the longer
     sm_kb_us    the most that one SM takes of the stream of weights, KB/us (10**3 bytes)
     x_kb_us     x on its way into the shared memory of one SM, KB/us
-    table_us    codes: their table, written to shared memory
     kernels     (kernel, format) -> its times
     """
 
@@ -43,7 +42,6 @@ class DecodeCost:
     unhidden: float
     sm_kb_us: float
     x_kb_us: float
-    table_us: float
     kernels: dict[tuple[str, str], KernelTimes]
 
 
@@ -69,21 +67,20 @@ class GemmSm90Cost:
 # later, to times of their own (bench/NOTES.md).
 
 DECODE_SM90 = DecodeCost(
-    fixed_us=3.084,
-    cluster_us=0.4397,
-    cta_us=0.05721,
-    tb_s=4.6,
-    unhidden=0.07827,
-    sm_kb_us=75.53,
-    x_kb_us=51.09,
-    table_us=1.65,
+    fixed_us=2.766,
+    cluster_us=0.3418,
+    cta_us=0.0262,
+    tb_s=5.564,
+    unhidden=0.3204,
+    sm_kb_us=76.84,
+    x_kb_us=35.83,
     kernels={
-        ("decode_sm90_8x32x2048_w8x32_s2", "int4"): KernelTimes(0.02225, 0.308),
-        ("decode_sm90_8x64x1024_w8x64_s2", "int4"): KernelTimes(0.02005, 0.3036),
-        ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.03342, 0.1659),
-        ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.02923, 0.3628),
-        ("decode_sm90_8x32x1024_w8x32_s2", "int8"): KernelTimes(0.0199, 0.2546),
-        ("decode_sm90_8x64x512_w8x64_s2", "int8"): KernelTimes(0.01666, 0.3749),
+        ("decode_sm90_8x32x2048_w8x32_s2", "int4"): KernelTimes(0.01835, 0.2885),
+        ("decode_sm90_8x64x1024_w8x64_s2", "int4"): KernelTimes(0.01818, 0.3476),
+        ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.0269, 0.08403),
+        ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.02414, 0.2527),
+        ("decode_sm90_8x32x1024_w8x32_s2", "int8"): KernelTimes(0.01346, 0.3737),
+        ("decode_sm90_8x64x512_w8x64_s2", "int8"): KernelTimes(0.007913, 0.4454),
     },
 )
 
@@ -132,6 +129,7 @@ GEMM_SM90 = GemmSm90Cost(
         ("gemm_sm90_48x256x128_w48x64_s4", "code4"): KernelTimes(0.8414, 3.957),
         ("gemm_sm90_48x256x128_w48x64_s3", "int8"): KernelTimes(0.7275, 3.935),
         ("gemm_sm90_64x128x256_w64x64_s3", "int4"): KernelTimes(0.8392, 3.831),
+        ("gemm_sm90_64x128x256_w64x64_s3", "code4"): KernelTimes(0.9386, 3.566),
         ("gemm_sm90_64x128x256_w64x64_s2", "int8"): KernelTimes(1.424, 2.992),
         ("gemm_sm90_64x192x128_w64x64_s4", "int4"): KernelTimes(0.6229, 3.489),
         ("gemm_sm90_64x192x128_w64x64_s4", "code4"): KernelTimes(0.7136, 3.856),

@@ -21,8 +21,8 @@ Of the two limits below the longer counts in full, of the shorter the part that 
                     gemm_sm90     waves of tiles * pieces of a CTA * unit
 
 `turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
-gives every CTA the same number of pieces, so there is no last wave; `fixed` has the time to write the table of codes
-(`table_us`). In a wave that does not fill the GPU the SMs of gemm_sm90 are quicker, by up to `idle` of their time.
+gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
+gemm_sm90 are quicker, by up to `idle` of their time.
 
 Their constants are in calibration_sm90.py.
 
@@ -47,7 +47,7 @@ from typing import NamedTuple
 from .calibration import KERNELS, LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S, KernelCost
 from .calibration_dense import DENSE, DenseCost
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90, DecodeCost, GemmSm90Cost
-from .configs import HOPPER_SMEM_BYTES, KernelConfig
+from .configs import HOPPER_SMEM_BYTES, KernelConfig, tiled_columns
 from .problem import Problem
 from .slices import slice_columns
 
@@ -262,10 +262,18 @@ def overlapped_us(memory_us: float, work_us: float, unhidden: float) -> float:
 class DecodeWork(NamedTuple):
     """What one SM does for a problem, by decode_sm90."""
 
-    turns: int  # units of columns, one after another
+    turns: int  # units of columns, whole or shared, one after another
     pieces: int  # of 16 columns and `piece_k`, that it reads
     products: int  # the same, counted as if all warps along K had as many as the busiest
-    x_bytes: int
+    x_bytes: float  # an SM's share of what all of them copy
+
+
+def decode_turns(run_pieces: int, pieces: int, units: int, split_k: int) -> int:
+    """The most units that a CTA has a part of, where split_k CTAs cut `units` of `pieces` pieces into runs."""
+    if run_pieces % pieces == 0 or units == 1:
+        return -(-run_pieces // pieces)
+    ends = (min(end, units * pieces) for end in range(run_pieces, split_k * run_pieces + 1, run_pieces))
+    return max((end - 1) // pieces - rank * run_pieces // pieces for rank, end in enumerate(ends)) + 1
 
 
 def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
@@ -276,8 +284,12 @@ def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
     warps_k = config.block_k // config.piece_k
     rounds = -(-run_pieces * -(-pieces // warps_k) // pieces)
     tiles = config.block_n // 16
-    x_bytes = problem.m * min(run_pieces, pieces) * config.piece_k * 2
-    return DecodeWork(-(-run_pieces // pieces), tiles * run_pieces, tiles * rounds * warps_k, x_bytes)
+    units = -(-tiled_columns(problem.n) // config.block_n)
+    cluster_units = -(-units // clusters)
+    ctas = -(-units // cluster_units) * config.split_k
+    x_bytes = problem.m * min(run_pieces, pieces) * config.piece_k * 2 * ctas / problem.sm_count
+    turns = decode_turns(run_pieces, pieces, cluster_units, config.split_k)
+    return DecodeWork(turns, tiles * run_pieces, tiles * rounds * warps_k, x_bytes)
 
 
 def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_SM90) -> float:
@@ -288,8 +300,6 @@ def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_
     work_us = work.x_bytes / (cost.x_kb_us * 1e3) + max(stream_us, work.products * unit_us)
     memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
     fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + work.turns * end_us
-    if problem.format == "code4":
-        fixed_us += cost.table_us
     return fixed_us + overlapped_us(memory_us, work_us, cost.unhidden)
 
 

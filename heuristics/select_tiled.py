@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
 from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
-from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, is_calibrated, machine, problem_bytes
+from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, decode_turns, is_calibrated, machine, problem_bytes
 from .legal import CLUSTERS, all_finish, runs_on
 from .problem import Problem
 
@@ -66,7 +66,6 @@ def _decode_kernels(
         ring_bytes = config.decode_ring_bytes(group_step, scales, zeros)
         splits = [config.with_split_k(s) for s in CLUSTERS]
         times = cost.kernels[config.kernel, format]
-        fixed_us = cost.fixed_us + (cost.table_us if format == "code4" else 0.0)
         found.append(
             _Decode(
                 splits=tuple(
@@ -74,7 +73,7 @@ def _decode_kernels(
                         c.split_k,
                         c,
                         cluster_slots(sm_count, c.split_k),
-                        fixed_us + cluster_us(cost, c.split_k),
+                        cost.fixed_us + cluster_us(cost, c.split_k),
                         128 + config.table_bytes(format) + ring_bytes,
                         c.decode_sum_bytes() + 16,
                     )
@@ -209,18 +208,20 @@ def _search_decode(problem: Problem, limit_us: float) -> tuple[KernelConfig | No
         units = columns // block_n
         all_pieces = -(-k_padded // piece_k)
         rounds = -(-all_pieces // warps_k)
-        x_us *= m
+        x_us *= m / sm_count
         # No split reads less than an SM's share of the columns.
         bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
         for split_k, config, slots, fixed_us, smem, token_bytes in splits:
             if fixed_us + bound_us >= best_us:
                 break
             if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
-                run_pieces = -(-(-(-units // slots) * all_pieces) // split_k)
-                turns = -(-run_pieces // all_pieces)
+                cluster_units = -(-units // slots)
+                run_pieces = -(-(cluster_units * all_pieces) // split_k)
+                turns = decode_turns(run_pieces, all_pieces, cluster_units, split_k)
                 x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
                 us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
-                us = (us if us > stream else stream) + x_pieces * x_us
+                ctas = -(-units // cluster_units) * split_k
+                us = (us if us > stream else stream) + x_pieces * ctas * x_us
                 us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
                 us += fixed_us + turns * end_us
                 if us < best_us and smem + m * (token_bytes + x_pieces * piece_k * 2) <= limit_bytes:
