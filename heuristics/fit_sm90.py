@@ -62,6 +62,7 @@ _PRIOR = 0.02
 # In the search that moves constants for the sake of choices, times that differ by less tie: else it would end where the
 # best is ahead by no more than the digits that are written.
 _TIE = 0.004
+# And predicted times are off by this, at random, in several draws: what wins by a hair here loses on another shape.
 _MODEL_ERROR = 0.012
 _DRAWS = 5
 
@@ -249,10 +250,9 @@ def least_error(frame: pd.DataFrame) -> Model:
 def polish(model: Model, moves: int) -> None:
     """Moves the constants a little, in place, so that the choices among the measurements cost least.
 
-    A random search with a fixed seed minimizes mean regret + 3 x mean squared regret + a twentieth of the worst, each the
-    mean of some draws of noise, and
+    A random search with a fixed seed minimizes mean regret + 3 x mean squared regret + a twentieth of the worst, and
     holds on to the fitted values (each e-fold away costs as much as 2% of mean regret). Now and then it moves what the
-    kernels of a family share.
+    kernels of a family share. Regret is the mean of some draws of noise, as large as the model's error.
     """
     generator = np.random.default_rng(0)
     choices = model.choices()

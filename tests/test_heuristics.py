@@ -304,7 +304,7 @@ def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
 
 
 def test_few_rows_are_decoded_and_many_multiplied() -> None:
-    for m in (1, 2, 8):  # at 16 both are close
+    for m in (1, 2, 4):  # at 8 and 16 both are close
         assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "decode_sm90"
     for m in (17, 64, 512):
         assert select(m, 8192, 8192, "int4", 128, 90, 132).family == "gemm_sm90"
