@@ -147,7 +147,7 @@ GEMM_SM90 = GemmSm90Cost(
         ("gemm_sm90_96x256x128_w96x64_s4", "int4"): KernelTimes(1.093, 4.327),
         ("gemm_sm90_96x256x128_w96x64_s3", "code4"): KernelTimes(1.178, 4.729),
         ("gemm_sm90_96x256x128_w96x64_s3", "int8"): KernelTimes(1.017, 4.393),
-        ("gemm_sm90_128x128x128_w128x64_s3", "int4"): KernelTimes(0.7373, 3.114),
+        ("gemm_sm90_128x128x128_w128x64_s3", "int4"): KernelTimes(0.7078, 4.048),
         ("gemm_sm90_128x128x128_w128x64_s3", "code4"): KernelTimes(0.7758, 3.781),
         ("gemm_sm90_128x128x128_w128x64_s3", "int8"): KernelTimes(0.6926, 3.199),
         ("gemm_sm90_128x192x128_w128x64_s3", "int4"): KernelTimes(1.02, 4.143),

@@ -268,12 +268,11 @@ class DecodeWork(NamedTuple):
     x_bytes: float  # an SM's share of what all of them copy
 
 
-def decode_turns(run_pieces: int, pieces: int, units: int, split_k: int) -> int:
-    """The most units that a CTA has a part of, where split_k CTAs cut `units` of `pieces` pieces into runs."""
-    if run_pieces % pieces == 0 or units == 1:
-        return -(-run_pieces // pieces)
-    ends = (min(end, units * pieces) for end in range(run_pieces, split_k * run_pieces + 1, run_pieces))
-    return max((end - 1) // pieces - rank * run_pieces // pieces for rank, end in enumerate(ends)) + 1
+def decode_turns(run_pieces: int, pieces: int, units: int) -> int:
+    """Units that a CTA has a part of, where a cluster's `units` of `pieces` pieces are cut into runs."""
+    if run_pieces < pieces:
+        return 1 if units == 1 or pieces % run_pieces == 0 else 2  # an end of a unit lies within a run
+    return -(-run_pieces // pieces)
 
 
 def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
@@ -288,7 +287,7 @@ def decode_work(config: KernelConfig, problem: Problem) -> DecodeWork:
     cluster_units = -(-units // clusters)
     ctas = -(-units // cluster_units) * config.split_k
     x_bytes = problem.m * min(run_pieces, pieces) * config.piece_k * 2 * ctas / problem.sm_count
-    turns = decode_turns(run_pieces, pieces, cluster_units, config.split_k)
+    turns = decode_turns(run_pieces, pieces, cluster_units)
     return DecodeWork(turns, tiles * run_pieces, tiles * rounds * warps_k, x_bytes)
 
 

@@ -217,7 +217,7 @@ def _search_decode(problem: Problem, limit_us: float) -> tuple[KernelConfig | No
             if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
                 cluster_units = -(-units // slots)
                 run_pieces = -(-(cluster_units * all_pieces) // split_k)
-                turns = decode_turns(run_pieces, all_pieces, cluster_units, split_k)
+                turns = decode_turns(run_pieces, all_pieces, cluster_units)
                 x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
                 us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
                 ctas = -(-units // cluster_units) * split_k
