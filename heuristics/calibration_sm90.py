@@ -63,8 +63,8 @@ class GemmSm90Cost:
     kernels: dict[tuple[str, str], KernelTimes]
 
 
-# Constants: fitted to 43425 times of 437 problems, then moved so that choices cost least; those of codes on decode_sm90
-# later, to times of their own (bench/NOTES.md).
+# Constants: fitted to the times of 437 problems, then moved so that choices cost least; those of decode_sm90 later,
+# with its model (bench/NOTES.md).
 
 DECODE_SM90 = DecodeCost(
     fixed_us=2.766,
