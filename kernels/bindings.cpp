@@ -48,7 +48,8 @@ class Plan {
   }
 
   void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
-              uintptr_t partials, int64_t ldx, int64_t ldy, int64_t ld_scales, uintptr_t stream) const {
+              uintptr_t partials, int64_t ldx, int64_t ldy, int64_t ld_scales, uintptr_t stream,
+              bool scales_in_place) const {
     GemmParams params = params_;
     params.x = reinterpret_cast<void const*>(x);
     params.weight = reinterpret_cast<void const*>(weight);
@@ -60,8 +61,14 @@ class Plan {
     params.ldx = ldx;
     params.ldy = ldy;
     params.ld_scales = ld_scales;
-    // What a call's second launch reads was there before the first, which starts it.
-    params.overlap = follows_ ? int(Overlap::kConstantWeights) : launch_overlap.load(std::memory_order_relaxed);
+    params.overlap = launch_overlap.load(std::memory_order_relaxed);
+    if (follows_) {
+      // What a call's second launch reads was there before the first, which starts it.
+      params.overlap = int(Overlap::kConstantWeights);
+    } else if (!scales_in_place) {
+      // The kernel before this one copies them.
+      params.overlap = std::min(params.overlap, int(Overlap::kPrefetch));
+    }
     Failure message;
     throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
@@ -167,5 +174,5 @@ PYBIND11_MODULE(_C, module) {
            py::arg("group_size"), py::arg("split_k"), py::arg("clusters"), py::arg("activation"), py::arg("follows"))
       .def("launch", &Plan::launch,
            "Enqueues the kernel: addresses of x, weight, scales, zeros, bias, y, partials, "
-           "row strides of x, y and scales in elements, stream.");
+           "row strides of x, y and scales in elements, stream, whether scales and zeros are the caller's own.");
 }

@@ -97,8 +97,7 @@ struct DecodeStream {
         --x_left;
         fetch_x();
       }
-      R::fetch_scales(slot, source, p, place.lane);
-      R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
+      fetch_weights(slot);
       advance();
     }
     commit_copies();
@@ -109,8 +108,7 @@ struct DecodeStream {
   CUTLASS_DEVICE void fetch_next_weights(uint32_t slot) {
     if (left <= 0) return;
     if (x_left > 0) --x_left;
-    R::fetch_scales(slot, source, p, place.lane);
-    R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
+    fetch_weights(slot);
     advance();
   }
   CUTLASS_DEVICE void fetch_next_x() {
@@ -122,6 +120,11 @@ struct DecodeStream {
       advance();
     }
     commit_copies();
+  }
+
+  CUTLASS_DEVICE void fetch_weights(uint32_t slot) const {
+    R::fetch_scales(slot, source, p, place.lane);
+    R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
   }
 
   /// Copies x of one piece. Beyond K it is zero, whatever the weights there are.

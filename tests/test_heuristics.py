@@ -16,6 +16,7 @@ from weightonly.heuristics.configs import CONFIGS, TYPES, kernel_types
 from weightonly.heuristics.cost import (
     cluster_slots,
     ctas_per_sm,
+    decode_turns,
     estimate_us,
     is_calibrated,
     kernel_cost,
@@ -301,6 +302,17 @@ def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
     assert min(c.split_k for c in decode) == 2
     assert all(c.family != "decode_sm90" for c in candidates(problem(8, 28672, 8192)))
     assert select(8, 4096, 131072, "int4", 128, 90, 132).family == "gemm_sm90"
+
+
+@pytest.mark.parametrize("split_k", [1, 2, 3, 5, 8])
+def test_turns_are_the_units_that_a_run_has_parts_of(split_k: int) -> None:
+    for pieces, count in itertools.product((1, 4, 7, 28, 40), range(1, 6)):
+        run = -(-count * pieces // split_k)
+        runs = [range(begin, min(begin + run, count * pieces)) for begin in range(0, count * pieces, run)]
+        most = max(len({piece // pieces for piece in one}) for one in runs)
+        found = decode_turns(run, pieces, count)
+        # Of a run longer than a unit, those inside it count, and one at its ends.
+        assert found == most if run <= pieces else most - 1 <= found <= most
 
 
 def test_few_rows_are_decoded_and_many_multiplied() -> None:

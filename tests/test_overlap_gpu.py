@@ -178,6 +178,39 @@ def test_any_kernel_before_may_write_anything(
         assert torch.equal(y, expected[i % 2]), i
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("m", [1, 16, 40])
+def test_constant_scales_that_gemm_copies_are_waited_for(
+    cuda_device: torch.device, generator: torch.Generator, overlap: None, m: int, zeros: bool, graph: bool
+) -> None:
+    """N is no multiple of 64, so each call copies its scales just before its kernel, to where those of others were."""
+    case = Case(2048, 136, "int4", "f16", 128, zeros)
+    sources = [make(case, generator, own_layout(), exact=True) for _ in range(3)]
+    x = torch.randint(-1, 2, (m, case.k), generator=generator).half().cuda()
+    expected = [(x.double() @ o.w64).half() for o in sources]
+    results = [torch.full_like(expected[0], float("nan")) for _ in range(24)]
+
+    def calls() -> None:
+        for i, y in enumerate(results):
+            o = sources[i % 3]
+            wo.gemm(x, o.qweight, o.scales, zeros=o.zeros, out=y)
+
+    torch.cuda.synchronize()
+    wo.set_launch_overlap("constant_weights")
+    calls()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            calls()
+        for y in results:
+            y.fill_(float("nan"))
+        captured.replay()
+    torch.cuda.synchronize()
+    for i, y in enumerate(results):
+        assert torch.equal(y, expected[i % 3]), i
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlap_of_launches_changes_no_bit(
     cuda_device: torch.device, generator: torch.Generator, overlap: None, case: Case

@@ -92,4 +92,5 @@ class Plan:
         ldy: int,
         ld_scales: int,
         stream: int,
+        scales_in_place: bool,
     ) -> None: ...

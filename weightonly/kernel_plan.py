@@ -173,7 +173,8 @@ class KernelPlan(Plan):
             ldx = self.x_k
         scales_address = scales.data_ptr()
         zeros_address = self.code_table if zeros is None else zeros.data_ptr()
-        if not self.scales_in_place or (scales_address | zeros_address) % 16:
+        scales_in_place = self.scales_in_place and not (scales_address | zeros_address) % 16
+        if not scales_in_place:
             scales = aligned_rows(scales, self.ld_scales)
             scales_address = scales.data_ptr()
             if zeros is not None:
@@ -196,6 +197,7 @@ class KernelPlan(Plan):
             ldy,
             self.ld_scales,
             torch._C._cuda_getCurrentRawStream(self.device),
+            scales_in_place,
         )
         if self.rest is not None:
             offset = 2 * self.rest_columns  # bytes of 16-bit values
@@ -211,6 +213,7 @@ class KernelPlan(Plan):
                 ldy,
                 self.ld_scales,
                 torch._C._cuda_getCurrentRawStream(self.device),
+                scales_in_place,
             )
         return out
 

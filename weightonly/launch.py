@@ -23,7 +23,8 @@ def set_launch_overlap(overlap: LaunchOverlap) -> None:
     "constant_weights": it takes its first weights and scales into shared memory meanwhile, which is faster. This is a
     promise: no work that runs just before a `gemm` writes that call's packed weight, scales or zero points (x, bias and
     `out` it may write). A model that runs keeps it; one that is being loaded or changed does not: synchronize between
-    that and the next `gemm`, or stay with True.
+    that and the next `gemm`, or stay with True. (Scales that `gemm` itself copies first are waited for: where N is no
+    multiple of 64, or they are not contiguous or not 16-byte aligned.)
 
     False: each call is timed by itself; the benchmarks do that. (Where a call is two launches the second one starts
     early all the same.)
