@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -47,6 +47,17 @@ def outputs_of(calls: int, chain: Chain, *, graph: bool) -> list[torch.Tensor]:
         y.fill_(float("nan"))
     captured.replay()
     return results
+
+
+def replay(calls: Callable[[], None], results: list[torch.Tensor]) -> None:
+    """The calls as one graph, into results full of NaN."""
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        calls()
+    for y in results:
+        y.fill_(float("nan"))
+    captured.replay()
+    torch.cuda.synchronize()
 
 
 class Chain:
@@ -167,13 +178,7 @@ def test_any_kernel_before_may_write_anything(
         calls()
     stream.synchronize()
     if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            calls()
-        for y in results:
-            y.fill_(float("nan"))
-        captured.replay()
-        torch.cuda.synchronize()
+        replay(calls, results)
     for i, y in enumerate(results):
         assert torch.equal(y, expected[i % 2]), i
 
@@ -199,14 +204,9 @@ def test_constant_scales_that_gemm_copies_are_waited_for(
     torch.cuda.synchronize()
     wo.set_launch_overlap("constant_weights")
     calls()
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            calls()
-        for y in results:
-            y.fill_(float("nan"))
-        captured.replay()
     torch.cuda.synchronize()
+    if graph:
+        replay(calls, results)
     for i, y in enumerate(results):
         assert torch.equal(y, expected[i % 3]), i
 
