@@ -269,7 +269,6 @@ def polish(model: Model, moves: int) -> None:
         places[f, i] = slice(before, before + rows.is_candidate[rows.parts[i]].sum())
 
     predicted = model.predict()
-    # Times that are off by as much as the model is: what wins by a hair here loses on another shape.
     noise = [np.ones(len(predicted)), *(1 + _MODEL_ERROR * generator.standard_normal((_DRAWS, len(predicted))))]
 
     def loss(times: NDArray) -> float:

@@ -17,7 +17,6 @@
 namespace {
 
 using weightonly::GemmParams;
-
 using weightonly::Overlap;
 
 /// How launches overlap (GemmParams::overlap); read by each launch, so that no plan is out of date.
