@@ -2,10 +2,9 @@
 
     python kernels/generate.py --archs 80,90a --out build/generated
 
-A unit has all kernels of one configuration and activation dtype: reading CUTLASS' headers takes a compiler longer than
-one kernel does. Beside the units it writes registry.cu (the table of all kernels) and units.cmake (the list of units,
-each with the architectures it is compiled for). Files are only touched when their text changes, so that a rebuild is
-incremental.
+A unit has all kernels of one configuration: reading CUTLASS' headers takes a compiler seven seconds, a kernel one or
+two. Beside the units it writes registry.cu (the table of all kernels) and units.cmake (the list of units, each with the
+architectures it is compiled for). Files are only touched when their text changes, so that a rebuild is incremental.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Kernel:
     @property
     def unit(self) -> str:
         """The file that it is in."""
-        return f"{self.config.kernel}_{self.types.dtype}.cu"
+        return f"{self.config.kernel}.cu"
 
     def constants(self) -> dict[str, int]:
         c = self.config
@@ -101,7 +100,7 @@ class Kernel:
         return tile if c.family == "gemm_sm70" else {**tile, "kStages": c.stages}
 
     def text(self) -> str:
-        words = (self.types.format, *self.types.scale_mode.split("_"))
+        words = (self.types.dtype, self.types.format, *self.types.scale_mode.split("_"))
         return KERNEL.format(
             config="".join(word.capitalize() for word in words),
             element=ELEMENTS[self.types.dtype],
@@ -123,7 +122,7 @@ class Kernel:
 
 
 def unit_text(kernels: list[Kernel]) -> str:
-    """The unit of kernels that differ in the format and scales of their weights alone."""
+    """The unit of kernels that differ in their types alone."""
     config = kernels[0].config
     # Reading all of CUTLASS' wgmma shapes takes a compiler four times as long as reading the usual ones.
     is_unusual = config.family == "gemm_sm90" and config.block_m == 48
@@ -176,9 +175,13 @@ def generate(out: Path, archs: list[str]) -> list[Kernel]:
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     kernels = [k for k in all_kernels() if k.archs(archs)]
-    units = {out / k.unit: gencode(k.archs(archs)) for k in kernels}
-    for unit in units:
-        write_if_changed(unit, unit_text([k for k in kernels if k.unit == unit.name]))
+    of_unit: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        of_unit.setdefault(kernel.unit, []).append(kernel)
+    units = {}
+    for unit, found in of_unit.items():
+        units[out / unit] = gencode(found[0].archs(archs))
+        write_if_changed(out / unit, unit_text(found))
     units[out / "registry.cu"] = gencode(archs)
     for stale in set(out.glob("*.cu")) - set(units):
         stale.unlink()

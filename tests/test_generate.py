@@ -53,22 +53,23 @@ def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
 def test_a_kernel_names_its_launch_and_its_limits() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels()}
     decode = unit["decode_sm90_8x64x1024_w8x64_s2_bf16_int4_group_zeros"]
-    assert "&launch_decode_sm90<Int4GroupZeros>, 8, 8};" in decode
+    assert "&launch_decode_sm90<Bf16Int4GroupZeros>, 8, 8};" in decode
     assert "using Element = cutlass::bfloat16_t;" in decode
     assert "ScaleMode::kGroupZeros" in decode
-    assert "&launch_gemm_sm90<Int4Group>, 2097120, 8};" in unit["gemm_sm90_32x256x128_w32x64_s6_f16_int4_group"]
-    assert "&launch_gemm_sm90<Int4Group>, 16776960, 1};" in unit["gemm_sm90_256x128x64_w256x64_s5_f16_int4_group"]
-    assert "&launch_gemm_sm80<Int4Group>, 2147483647, 0};" in unit["gemm_sm80_16x64x64_w16x32_s4_f16_int4_group"]
-    assert "&launch_gemv<Int4Channel>, 1, 0};" in unit["gemv_1x16x1024_f16_int4_channel"]
+    assert "&launch_gemm_sm90<F16Int4Group>, 2097120, 8};" in unit["gemm_sm90_32x256x128_w32x64_s6_f16_int4_group"]
+    assert "&launch_gemm_sm90<F16Int4Group>, 16776960, 1};" in unit["gemm_sm90_256x128x64_w256x64_s5_f16_int4_group"]
+    assert "&launch_gemm_sm80<F16Int4Group>, 2147483647, 0};" in unit["gemm_sm80_16x64x64_w16x32_s4_f16_int4_group"]
+    assert "&launch_gemv<F16Int4Channel>, 1, 0};" in unit["gemv_1x16x1024_f16_int4_channel"]
 
 
-def test_a_unit_has_the_kernels_of_one_configuration_and_dtype() -> None:
-    kernels = [k for k in generate.all_kernels() if k.unit == "decode_sm90_8x64x1024_w8x64_s2_bf16.cu"]
+def test_a_unit_has_the_kernels_of_one_configuration() -> None:
+    kernels = [k for k in generate.all_kernels() if k.unit == "decode_sm90_8x64x1024_w8x64_s2.cu"]
     text = generate.unit_text(kernels)
     assert text.count('#include "kernels/decode_sm90.cuh"') == 1
-    types = {"Int4Channel", "Int4Group", "Int4GroupZeros", "Code4Group"}
+    weights = ("Int4Channel", "Int4Group", "Int4GroupZeros", "Code4Group")
+    types = {dtype + weight for dtype in ("F16", "Bf16") for weight in weights}
     assert set(re.findall(r"^struct (\w+) {", text, re.MULTILINE)) == types
-    assert all(f'"{k.symbol}"' in text and k.text() in text for k in kernels) and len(kernels) == 4
+    assert all(f'"{k.symbol}"' in text and k.text() in text for k in kernels) and len(kernels) == 8
 
 
 def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
@@ -107,7 +108,7 @@ def test_files_of_a_build(tmp_path: Path) -> None:
     assert {k.symbol for k in kernels} == expected
     assert {path.name for path in tmp_path.glob("*.cu")} == {k.unit for k in kernels} | {"registry.cu"}
     units = (tmp_path / "units.cmake").read_text()
-    on_hopper = units[units.index('decode_sm90_8x32x2048_w8x32_s2_f16.cu" PROPERTIES') :].splitlines()[0]
+    on_hopper = units[units.index('decode_sm90_8x32x2048_w8x32_s2.cu" PROPERTIES') :].splitlines()[0]
     assert "sm_90a" in on_hopper and "sm_80" not in on_hopper
     registry = (tmp_path / "registry.cu").read_text()
     assert f"kKernelCount = {len(expected)};" in registry
