@@ -324,7 +324,7 @@ cudaError_t launch_decode_kernel(DecodeParams const& p, cudaStream_t stream) {
   constexpr int kLeastSmemBytes = 116 * 1024;
   int const smem_bytes = Kernel::Smem::bytes(p);
   return launch_clusters(decode_kernel<Kernel, kGroups, kIsCluster>, devices_done, p,
-                         dim3(p.split_k, divide_up(p.units, p.units_per_cluster)), p.split_k, Kernel::kThreads,
+                         dim3(p.split_k, divide_up(p.units, p.units_per_cluster)), dim3(p.split_k), Kernel::kThreads,
                          smem_bytes > kLeastSmemBytes ? smem_bytes : kLeastSmemBytes, stream);
 }
 

@@ -3,7 +3,7 @@
 // Two bytes are written for each half byte that is read, so the stores decide. A lane makes eight neighbouring columns:
 // one 16-byte store for each of its rows, and eight lanes side by side are a line of 128 bytes.
 //
-//   one store of a warp         columns 0-7 | 8-15 | ... | 56-63        lane 8 r + c: columns 8 c to 8 c + 7
+//   one store of a warp, tiled  columns 0-7 | 8-15 | ... | 56-63        lane 8 r + c: columns 8 c to 8 c + 7
 //   row of part r = 0              lane 0   |   1  | ... |   7                        of a row of part r
 //   row of part r = 1              lane 8   |   9  | ... |  15
 //   ...
@@ -12,6 +12,7 @@
 // block, interleaved one chunk of each of eight columns. A converted register holds two neighbours along k; a byte
 // permute of those of two columns makes two neighbours along n. Memory, however, has the parts r next to each other, not
 // the columns: loads take lane 4 c + r for what stores call lane 8 r + c, and the packed words are shuffled in between.
+// (Interleaved there are two parts, and 16 lanes side by side.)
 //
 // Without zero points w = q * s is rounded once by a 16-bit multiplication, as q is exact; otherwise it takes fp32, so
 // that the bits are those of weightonly/cpu.py in every case.
@@ -32,16 +33,16 @@ namespace {
 
 enum class Values { kIntegers, kIntegersAndZeros, kTable };
 
-constexpr int kWarps = 4;
-constexpr int kWarpColumns = 64;
+constexpr int kWarps = 8;
 
 /// Words that another lane has loaded: see the top of the file.
-template <int kRows, int kWords>
+template <int kParts, int kRows, int kWords>
 CUTLASS_DEVICE void columns_side_by_side(uint32_t (&words)[kRows][kWords], int lane) {
+  constexpr int kLanes = 32 / kParts;  // side by side
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kRows * kWords; ++i) {
     uint32_t& word = words[i / kWords][i % kWords];
-    word = __shfl_sync(0xffffffffu, word, 4 * (lane % 8) + lane / 8);
+    word = __shfl_sync(0xffffffffu, word, kParts * (lane % kLanes) + lane / kLanes);
   }
 }
 
@@ -49,6 +50,7 @@ CUTLASS_DEVICE void columns_side_by_side(uint32_t (&words)[kRows][kWords], int l
 template <class Weight>
 struct TiledReader {
   using Layout = TiledLayout<Weight>;
+  static constexpr int kParts = 4;
   static constexpr int kWarpK = Layout::kBlockK;
   static constexpr int kPartK = 2;
   static constexpr int kStepK = 16;
@@ -67,7 +69,7 @@ struct TiledReader {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Layout::kLoads; ++i) {
         auto const* const source = block + piece * Layout::kPieceBytes + i * 512;
-        *reinterpret_cast<uint4*>(words[piece] + 4 * i) = __ldcs(reinterpret_cast<uint4 const*>(source));
+        *reinterpret_cast<uint4*>(words[piece] + 4 * i) = __ldg(reinterpret_cast<uint4 const*>(source));
       }
     }
   }
@@ -94,11 +96,13 @@ struct TiledReader {
   }
 };
 
-/// Four chunks along k. Row of step s, pair h and e: k of the part's chunk + 8 h + 2 s + e.
+/// Two chunks along k of 128 columns: rows of four chunks and 64 columns were written at 80% of a copy's rate, these at 87%. Row of
+/// step s, pair h and e: k of the part's chunk + 8 h + 2 s + e.
 template <class Weight>
 struct InterleavedReader {
   using Layout = InterleavedLayout<Weight>;
-  static constexpr int kWarpK = 4 * Layout::kChunkK;
+  static constexpr int kParts = 2;
+  static constexpr int kWarpK = kParts * Layout::kChunkK;
   static constexpr int kPartK = Layout::kChunkK;
   static constexpr int kStepK = 2;
   static constexpr int kPairs = Layout::kWordElements / 2;
@@ -107,8 +111,8 @@ struct InterleavedReader {
   uint32_t words[8][4];
 
   CUTLASS_DEVICE void load(DequantizeParams const& p, int column, int k0, int lane) {
-    int const n = column + 8 * (lane / 4);
-    int const k = k0 + kPartK * (lane % 4);
+    int const n = column + 8 * (lane / kParts);
+    int const k = k0 + kPartK * (lane % kParts);
     bool const inside = n < p.n_end && k < p.k_padded;
     int64_t const line_bytes = int64_t(p.k_padded / kLineBlockK) * kLineBlockBytes;
     auto const* const chunk = static_cast<char const*>(p.weight) + n / Layout::kColumnsPerLine * line_bytes +
@@ -117,7 +121,7 @@ struct InterleavedReader {
     for (int c = 0; c < 8; ++c) {
       auto const* const source = chunk + c / Layout::kColumnsPerLine * line_bytes +
                                  c % Layout::kColumnsPerLine * Layout::kChunksPerColumn * kChunkBytes;
-      uint4 const loaded = inside ? __ldcs(reinterpret_cast<uint4 const*>(source)) : uint4{};
+      uint4 const loaded = inside ? __ldg(reinterpret_cast<uint4 const*>(source)) : uint4{};
       *reinterpret_cast<uint4*>(words[c]) = loaded;
     }
   }
@@ -143,10 +147,12 @@ struct Groups {
   }
 };
 
-/// What a warp makes: 64 columns, Reader::kWarpK rows.
+/// What a warp makes: kColumns columns, Reader::kWarpK rows.
 template <class Element, class Reader_, Values kValues>
 struct Block {
   using Reader = Reader_;
+  static constexpr int kLanes = 32 / Reader::kParts;  // side by side
+  static constexpr int kColumns = 8 * kLanes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   using Integer = cutlass::half_t;  // there is no arithmetic on bf16
 #else
@@ -159,12 +165,12 @@ struct Block {
 
   CUTLASS_DEVICE void load(DequantizeParams const& p, int column, int k0, int lane) {
     reader.load(p, column, k0, lane);
-    int const n = column + 8 * (lane % 8);
-    int const k = Reader::kGroups == 1 ? k0 + Reader::kPartK * (lane / 8) : k0;
+    int const n = column + 8 * (lane % kLanes);
+    int const k = Reader::kGroups == 1 ? k0 + Reader::kPartK * (lane / kLanes) : k0;
     scales.load(p.scales, p, k, n);
     if constexpr (kValues == Values::kIntegersAndZeros) zeros.load(p.zeros, p, k, n);
     if constexpr (kValues == Values::kTable) table = __ldg(p.table + lane % 16);
-    columns_side_by_side(reader.words, lane);  // last, as it waits for the loads
+    columns_side_by_side<Reader::kParts>(reader.words, lane);  // last, as it waits for the loads
   }
 
   /// store(row, w): eight columns, in four registers, of each of a lane's rows, counted from its first one.
@@ -223,11 +229,11 @@ CUTLASS_DEVICE void dequantize_block(DequantizeParams const& p, int column, int 
   using Reader = typename Block::Reader;
   Block block;
   block.load(p, column, k0, lane);
-  int const n = column + 8 * (lane % 8);
-  int const k = k0 + Reader::kPartK * (lane / 8);
+  int const n = column + 8 * (lane % Block::kLanes);
+  int const k = k0 + Reader::kPartK * (lane / Block::kLanes);
   auto* const first = static_cast<uint16_t*>(p.w) + k * p.ldw + (n - p.n_begin);
   bool const aligned = p.ldw % 8 == 0 && reinterpret_cast<uintptr_t>(p.w) % 16 == 0;
-  if (aligned && column + kWarpColumns <= p.n_end && k0 + Reader::kWarpK <= p.k) {
+  if (aligned && column + Block::kColumns <= p.n_end && k0 + Reader::kWarpK <= p.k) {
     block.for_each_row([&](int row, uint32_t const* w) { store_16_bytes(first + row * p.ldw, w); });
   } else {
     int const columns = p.n_end - n;
@@ -249,15 +255,17 @@ CUTLASS_DEVICE void dequantize_block(DequantizeParams const& p, int column, int 
 /// Blocks go through the columns first, so that those at work at one time write whole rows.
 template <class Element, class Reader, Values kValues>
 __global__ void __launch_bounds__(32 * kWarps) dequantize_kernel(__grid_constant__ DequantizeParams const p) {
-  int const column = p.n_begin + kWarpColumns * (kWarps * blockIdx.x + threadIdx.x / 32);
+  using Made = Block<Element, Reader, kValues>;
+  int const column = p.n_begin + Made::kColumns * (kWarps * blockIdx.x + threadIdx.x / 32);
   if (column >= p.n_end) return;
-  dequantize_block<Block<Element, Reader, kValues>>(p, column, Reader::kWarpK * blockIdx.y, threadIdx.x % 32);
+  dequantize_block<Made>(p, column, Reader::kWarpK * blockIdx.y, threadIdx.x % 32);
 }
 
 template <class Element, class Reader, Values kValues>
 cudaError_t launch(DequantizeParams const& p, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(divide_up(p.n_end - p.n_begin, kWarps * kWarpColumns), divide_up(p.k_padded, Reader::kWarpK));
+  constexpr int kColumns = kWarps * Block<Element, Reader, kValues>::kColumns;
+  config.gridDim = dim3(divide_up(p.n_end - p.n_begin, kColumns), divide_up(p.k_padded, Reader::kWarpK));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, dequantize_kernel<Element, Reader, kValues>, p);

@@ -146,19 +146,18 @@ struct GemmSm90 {
     int known_tokens;  // of the tile: the tile before it stores them
 
     CUTLASS_DEVICE Place(GemmSm90Params const& p, int tile) {
-      rank = kMaySplit && (!kMayShareX || p.split_k > 1) ? cute::block_rank_in_cluster() : 0;
+      rank = kMaySplit && (!kMayShareX || p.split_k > 1) ? rank_in_cluster() : 0;
       first_step = rank * p.steps_per_cta;
       end_step = min(p.steps, first_step + p.steps_per_cta);
       int column_tile = tile, token_tile = 0;
       if (p.token_tiles > 1) {
         // Bands of a few token tiles, in each of them the tokens first: CTAs that run at a time share weights as well as x.
-        int const band = tile / p.band_tiles;
-        int const in_band = tile - band * p.band_tiles;
-        int const height = min(p.band_tokens, p.token_tiles - band * p.band_tokens);
-        column_tile = in_band / height;
-        token_tile = band * p.band_tokens + in_band - column_tile * height;
+        int band, in_band, in_column;
+        p.band_tiles(band, in_band, tile);
+        (band < p.full_bands ? p.band_tokens : p.last_band_tokens)(column_tile, in_column, in_band);
+        token_tile = band * p.band_tokens.divisor + in_column;
       }
-      if (shares_x(p)) column_tile = 2 * column_tile + cute::block_rank_in_cluster();
+      if (shares_x(p)) column_tile = 2 * column_tile + rank_in_cluster();
       first_column = column_tile * kColumns;
       // The last tile lies on the one before it rather than beyond M: rows that a TMA box has beyond M are slower than
       // rows of x.
@@ -194,8 +193,10 @@ struct GemmSm90 {
       place = Place(p, tile);
     }
   }
-  CUTLASS_DEVICE static int first_tile() { return cute::cluster_id_in_grid().x; }
-  CUTLASS_DEVICE static int tiles_at_once() { return cute::cluster_grid_dims().x; }
+  // The grid is of clusters along x, of their CTAs along y.
+  CUTLASS_DEVICE static int first_tile() { return blockIdx.x; }
+  CUTLASS_DEVICE static int tiles_at_once() { return gridDim.x; }
+  CUTLASS_DEVICE static int rank_in_cluster() { return blockIdx.y; }
 
   CUTLASS_DEVICE static void consume(GemmSm90Params const& p, Place const& first, Smem const& smem) {
     using namespace cute;
@@ -213,22 +214,27 @@ struct GemmSm90 {
     if (!loops) Epilogue::store(p, first, smem, sums);
   }
 
-  /// By the producers' threads, before any other.
+  /// By the producers' threads, before any other. The first warp waits for nobody: it has made the barriers that it needs first.
   CUTLASS_DEVICE static void begin_barriers(GemmSm90Params const& p, int producer, Smem const& smem) {
     if (producer == 0) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kStages; ++i) {
-        cute::initialize_barrier(smem.full()[i], kProducers);
-        cute::initialize_barrier(smem.empty()[i], kConsumerWarps * p.x_ctas);
+      for (int i = 0; i < kStages; ++i) cute::initialize_barrier(smem.full()[i], kProducers);
+    } else if (producer == 96) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kStages; ++i) cute::initialize_barrier(smem.empty()[i], kConsumerWarps * p.x_ctas);
+      if (p.split_k > 1) {
+        int const owned = max(0, min(p.items_per_cta, p.items - rank_in_cluster() * p.items_per_cta));
+        cute::initialize_barrier(smem.parts_barrier(), 1);
+        cute::set_barrier_transaction_bytes(smem.parts_barrier(), p.sent_parts * owned * kItemBytes);
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    } else if (producer == 96 && p.split_k > 1) {
-      int const owned = max(0, min(p.items_per_cta, p.items - int(cute::block_rank_in_cluster()) * p.items_per_cta));
-      cute::initialize_barrier(smem.parts_barrier(), 1);
-      cute::set_barrier_transaction_bytes(smem.parts_barrier(), p.sent_parts * owned * kItemBytes);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    asm volatile("bar.sync 8, 128;" ::: "memory");
+    if (producer % 96 == 0) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+    if (producer < 32) {
+      asm volatile("bar.arrive 8, 128;" ::: "memory");
+    } else {
+      asm volatile("bar.sync 8, 128;" ::: "memory");
+    }
   }
 
   CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
@@ -236,9 +242,9 @@ struct GemmSm90 {
     uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
     Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
     int const producer = int(threadIdx.x) - kConsumers;
-    if (producer >= 0) begin_barriers(p, producer, smem);
     Place const place(p, first_tile());
-    // Consumers wait until the barriers are there, producers for nobody: what they ask for has the longest way.
+    if (producer >= 0) begin_barriers(p, producer, smem);
+    // Consumers wait until the barriers are there, most producers for nobody: what they ask for has the longest way.
     if (producer < 0) {
       asm volatile("bar.sync 9, %0;" ::"n"(kThreads) : "memory");
       if (p.split_k > 1) cute::cluster_arrive_relaxed();
@@ -249,9 +255,10 @@ struct GemmSm90 {
       consume(p, place, smem);
       if (shares_x(p)) meet();  // the other CTA may still give stages back
     } else {
-      asm volatile("bar.arrive 9, %0;" ::"n"(kThreads) : "memory");
+      if (producer >= 32) asm volatile("bar.arrive 9, %0;" ::"n"(kThreads) : "memory");
       if (producer % 32 == 0) Producers::begin(p, place, smem, producer / 32);
       __syncwarp();
+      if (producer < 32) asm volatile("bar.sync 9, %0;" ::"n"(kThreads) : "memory");
       if (p.split_k > 1) cute::cluster_arrive_relaxed();
       if (shares_x(p)) meet();
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
@@ -299,8 +306,12 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   static_assert(Kernel::kItems <= 64);  // so that it is exact
   g.token_tiles = divide_up(p.m, Kernel::kTokens);
   g.tiles = column_tiles / g.x_ctas * g.token_tiles;
-  g.band_tokens = min(g.token_tiles, Kernel::kBandTokens);
-  g.band_tiles = g.band_tokens * (column_tiles / g.x_ctas);
+  int const band_tokens = min(g.token_tiles, Kernel::kBandTokens);
+  g.full_bands = g.token_tiles / band_tokens;
+  g.band_tokens = cutlass::FastDivmod(band_tokens);
+  g.last_band_tokens = cutlass::FastDivmod(max(1, g.token_tiles % band_tokens));
+  g.band_tiles = cutlass::FastDivmod(band_tokens * (column_tiles / g.x_ctas));
+  g.scale_rows = Kernel::kStepK / g.group_k;
   g.scale_box_rows = Kernel::kStepK % p.group_size == 0 ? Kernel::kStepK / p.group_size : 1;
   cudaError_t error = map_blocks<Element>(&g.x_map, p.x, p.m, p.k, p.ldx, g.x_box_rows, g.x_box_blocks);
   if (error != cudaSuccess) return error;
@@ -318,7 +329,7 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   static std::atomic<uint64_t> devices_done{0};
   int const clusters = Kernel::may_loop(p) ? min(g.tiles, max(1, p.clusters / g.x_ctas)) : g.tiles;
   int const cluster_ctas = p.split_k * g.x_ctas;
-  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(cluster_ctas * clusters), cluster_ctas,
+  return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(clusters, cluster_ctas), dim3(1, cluster_ctas),
                          Kernel::kThreads, Kernel::Smem::bytes(g), stream);
 }
 

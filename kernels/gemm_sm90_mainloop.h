@@ -66,7 +66,7 @@ struct GemmSm90Mainloop {
       empty = cute::cast_smem_ptr_to_uint(smem.empty());
       tells = lane < p.x_ctas;
       if constexpr (Kernel::kMayShareX) {
-        empty = cute::set_block_rank(empty, cute::block_rank_in_cluster() ^ (lane & (p.x_ctas - 1)));
+        empty = cute::set_block_rank(empty, Kernel::rank_in_cluster() ^ (lane & (p.x_ctas - 1)));
       }
       // Without this the compiler computes them anew in every step.
       asm volatile("" : "+r"(weights), "+r"(scales), "+r"(barriers), "+r"(empty));

@@ -76,7 +76,7 @@ struct GemmSm90Producers {
       bytes = kStepBlocks * p.x_rows * kRowBytes;
       // Of what two CTAs share each asks for a half, for both: some of the blocks, or of the only one some of the rows.
       constexpr int kHalf = cutlass::const_max(1, kStepBlocks / 2);
-      int const second = is_shared ? cute::block_rank_in_cluster() : 0;
+      int const second = is_shared ? Kernel::rank_in_cluster() : 0;
       first_block = kStepBlocks == 1 ? 0 : second * kHalf;
       end_block = is_shared ? first_block + kHalf : kStepBlocks;
       first_row = kStepBlocks == 1 ? second * p.x_box_rows : 0;
@@ -110,7 +110,7 @@ struct GemmSm90Producers {
     static constexpr bool is_shared = false;
 
     CUTLASS_DEVICE Groups(GemmSm90Params const& p, char* target, CUtensorMap const& map)
-        : p(p), target(target), map(map), rows(kStepK / p.group_k), bytes(rows * kScaleRowBytes) {}
+        : p(p), target(target), map(map), rows(p.scale_rows), bytes(rows * kScaleRowBytes) {}
 
     CUTLASS_DEVICE static Groups scales(GemmSm90Params const& p, Smem const& smem) {
       return Groups(p, smem.scales(), p.scale_map);

@@ -5,17 +5,17 @@
 
 namespace weightonly {
 
-/// cluster_ctas CTAs along x are a cluster. Params is GemmParams or derived from it.
+/// cluster: CTAs of one, along x and y. Params is GemmParams or derived from it.
 template <class Params>
 cudaError_t launch_clusters(void (*kernel)(Params), std::atomic<uint64_t>& devices_done, Params const& p, dim3 grid,
-                            int cluster_ctas, int threads, int smem_bytes, cudaStream_t stream) {
+                            dim3 cluster, int threads, int smem_bytes, cudaStream_t stream) {
   if (cudaError_t const error = allow_shared_memory(kernel, kMaxSmemBytesSm90, devices_done); error != cudaSuccess) {
     return error;
   }
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = cluster_ctas;
-  attributes[0].val.clusterDim.y = 1;
+  attributes[0].val.clusterDim.x = cluster.x;
+  attributes[0].val.clusterDim.y = cluster.y;
   attributes[0].val.clusterDim.z = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
