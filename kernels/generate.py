@@ -175,13 +175,12 @@ def generate(out: Path, archs: list[str]) -> list[Kernel]:
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     kernels = [k for k in all_kernels() if k.archs(archs)]
-    of_unit: dict[str, list[Kernel]] = {}
+    of_unit: dict[Path, list[Kernel]] = {}
     for kernel in kernels:
-        of_unit.setdefault(kernel.unit, []).append(kernel)
-    units = {}
+        of_unit.setdefault(out / kernel.unit, []).append(kernel)
+    units = {unit: gencode(found[0].archs(archs)) for unit, found in of_unit.items()}
     for unit, found in of_unit.items():
-        units[out / unit] = gencode(found[0].archs(archs))
-        write_if_changed(out / unit, unit_text(found))
+        write_if_changed(unit, unit_text(found))
     units[out / "registry.cu"] = gencode(archs)
     for stale in set(out.glob("*.cu")) - set(units):
         stale.unlink()
