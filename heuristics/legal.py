@@ -15,6 +15,15 @@ DENSE_MIN_M = 256
 """Rows of x from which `select` looks at dequantizing for cuBLAS: with fewer, reading the packed weight is quicker."""
 
 
+def is_worth_dequantizing(problem: Problem) -> bool:
+    """Whether `select` compares dequantizing for cuBLAS with the kernels that read packed weights.
+
+    Not for Hopper's layout: its own kernels were quicker in 787 of 788 measured problems (bench/NOTES.md). Their sums
+    are fp32, too, whatever PyTorch allows cuBLAS. What none of them can run is dequantized all the same.
+    """
+    return problem.m >= DENSE_MIN_M and problem.layout != "tiled"
+
+
 def parts_of_k(config: KernelConfig, problem: Problem) -> int:
     """Units along K that split-K can hand out, of `config.piece_k`."""
     return -(-problem.k_padded // config.piece_k)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .calibration import LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S
 from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
 from .cost import ctas_per_sm, dense_us, is_calibrated, kernel_cost, machine, problem_bytes
-from .legal import DENSE_MIN_M, runs_on, worth_a_look
+from .legal import is_worth_dequantizing, runs_on, worth_a_look
 from .problem import Problem, layouts_of
 from .select_tiled import select_tiled
 from .slices import longest_k
@@ -105,7 +105,7 @@ def select(
         read = ", ".join(layouts_of(arch))
         raise ValueError(f"layout must be one that sm{arch} reads, {read}, got {problem.layout!r}")
     search = select_tiled if problem.layout == "tiled" else _select_waves
-    dense = _dense(problem) if m >= DENSE_MIN_M else None
+    dense = _dense(problem) if is_worth_dequantizing(problem) else None
     best = search(problem, dense_us(dense, problem) if dense else float("inf")) or dense or _dense(problem)
     if best is None:  # too many rows for gemm_sm90 or none of its kernels, and K too long for slices
         most_rows = max(

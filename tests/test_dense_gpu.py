@@ -309,12 +309,9 @@ def test_the_workspace_is_bounded(cuda_device: torch.device, generator: torch.Ge
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
 
 
-@pytest.mark.parametrize("layout", ["own", "interleaved"])
-def test_gemm_chooses_it_for_many_rows(cuda_device: torch.device, generator: torch.Generator, layout: str) -> None:
-    read = layouts_of(this_gpu())
-    if layout == "interleaved" and read[0] == "interleaved":
-        pytest.skip("this GPU has one layout")
-    o = make(Case(512, 1000), generator, read[0] if layout == "own" else layout, exact=True)
+def test_gemm_chooses_it_for_many_rows(cuda_device: torch.device, generator: torch.Generator) -> None:
+    layout = layouts_of(this_gpu())[-1]  # on Hopper that of Ampere: its own kernels are quicker
+    o = make(Case(512, 1000), generator, layout, exact=True)
     sms = sm_count(torch.cuda.current_device())
     m = next((m for m in (256, 1024, 8192, 65536) if choice(m, o, sms).is_dense), None)
     if m is None:

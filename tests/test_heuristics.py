@@ -24,7 +24,7 @@ from weightonly.heuristics.cost import (
     units,
     waves_us,
 )
-from weightonly.heuristics.legal import DENSE_MIN_M, parts_of_k, smem_bytes, worth_a_look
+from weightonly.heuristics.legal import is_worth_dequantizing, parts_of_k, smem_bytes, worth_a_look
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
 from weightonly.heuristics.problem import layouts_of
 
@@ -137,7 +137,7 @@ def test_the_choice_is_legal_and_the_cheapest(p: Problem) -> None:
         for c in candidates(p)
         if worth_a_look(c)
         and (c.shares_cluster or tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count)
-        and (not c.is_dense or p.m >= DENSE_MIN_M)
+        and (not c.is_dense or is_worth_dequantizing(p))
     ]
     cheapest = min(estimate_us(c, p) for c in looked_at)
     assert estimate_us(choice, p) <= 1.0001 * cheapest
