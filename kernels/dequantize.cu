@@ -105,7 +105,7 @@ struct TiledReader {
   }
 };
 
-/// Two chunks along k of 128 columns: rows of four chunks and 64 columns were written at 80% of a copy's rate, these at 87%. Row of
+/// Two chunks along k of 128 columns: the longer the rows and the fewer they are, the quicker they are written. Row of
 /// step s, pair h and e: k of the part's chunk + 8 h + 2 s + e.
 template <class Weight>
 struct InterleavedReader {

@@ -214,7 +214,8 @@ struct GemmSm90 {
     if (!loops) Epilogue::store(p, first, smem, sums);
   }
 
-  /// By the producers' threads, before any other. The first warp waits for nobody: it has made the barriers that it needs first.
+  /// By the producers' threads, before any other. The first warp waits for nobody: what it needs first it has made
+  /// itself.
   CUTLASS_DEVICE static void begin_barriers(GemmSm90Params const& p, int producer, Smem const& smem) {
     if (producer == 0) {
       CUTLASS_PRAGMA_UNROLL
