@@ -6,6 +6,7 @@ what does not depend on the problem is computed once, and a kernel is left when 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import operator
@@ -13,7 +14,16 @@ from typing import NamedTuple
 
 from .calibration_sm90 import DECODE_SM90, GEMM_SM90
 from .configs import CONFIGS, MAX_TOKEN_TILES, KernelConfig, tiled_columns
-from .cost import TILE_PIECE_BYTES, cluster_slots, cluster_us, decode_turns, is_calibrated, machine, problem_bytes
+from .cost import (
+    TILE_PIECE_BYTES,
+    cluster_slots,
+    cluster_us,
+    decode_turns,
+    is_calibrated,
+    machine,
+    overlapped_us,
+    problem_bytes,
+)
 from .legal import CLUSTERS, all_finish, runs_on
 from .problem import Problem
 
@@ -180,9 +190,9 @@ def _shares_as_first(kernel: _ForK) -> bool:
 def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
     """Among the kernels of Hopper; None if none takes less than limit_us."""
     best, best_us = None, limit_us
-    if problem.m <= _DECODE_MAX_M:
-        best, best_us = _search_decode(problem, best_us)
     key, total_bytes = _key(problem), problem_bytes(problem)
+    if problem.m <= _DECODE_MAX_M:
+        best, best_us = _search_decode(problem, total_bytes, best_us)
     one, one_us = _search_gemm(_gemm_sm90_for_k(*key), problem.m, problem.n, total_bytes, best_us)
     if one is not None:
         best, best_us = one, one_us
@@ -192,13 +202,13 @@ def select_tiled(problem: Problem, limit_us: float) -> KernelConfig | None:
     return best
 
 
-def _search_decode(problem: Problem, limit_us: float) -> tuple[KernelConfig | None, float]:
+def _search_decode(problem: Problem, total_bytes: int, limit_us: float) -> tuple[KernelConfig | None, float]:
     """The quickest of decode_sm90 and its time, if that is less than limit_us: cost.decode_us, inline."""
     m, k_padded, sm_count = problem.m, problem.k_padded, problem.sm_count
     per_channel, zeros = problem.per_channel, problem.zeros
     best, best_us = None, limit_us
     columns, limit_bytes = tiled_columns(problem.n), machine(problem.arch).smem_bytes
-    unhidden, memory_us = DECODE_SM90.unhidden, problem_bytes(problem) / (DECODE_SM90.tb_s * 1e6)
+    unhidden, memory_us = DECODE_SM90.unhidden, total_bytes / (DECODE_SM90.tb_s * 1e6)
     group_size = k_padded if per_channel else problem.group_size
     group_step = 128 if group_size % 128 == 0 else 64 if group_size % 64 == 0 else 32
     for kernel in _decode_kernels(problem.format, problem.arch, sm_count, group_step, not per_channel, zeros):
@@ -209,21 +219,24 @@ def _search_decode(problem: Problem, limit_us: float) -> tuple[KernelConfig | No
         all_pieces = -(-k_padded // piece_k)
         rounds = -(-all_pieces // warps_k)
         x_us *= m / sm_count
-        # No split reads less than an SM's share of the columns.
-        bound_us = max(memory_us, units * all_pieces * stream_us / sm_count) + end_us
+        # No split reads less than an SM's share of the columns, nor multiplies less.
+        share_us = units / sm_count * max(all_pieces * stream_us, rounds * round_us)
+        bound_us = overlapped_us(memory_us, share_us, unhidden)
         for split_k, config, slots, fixed_us, smem, token_bytes in splits:
-            if fixed_us + bound_us >= best_us:
+            if fixed_us + bound_us + end_us >= best_us:
                 break
             if (split_k - 1) * -(-all_pieces // split_k) < all_pieces:
                 cluster_units = -(-units // slots)
                 run_pieces = -(-(cluster_units * all_pieces) // split_k)
-                turns = decode_turns(run_pieces, all_pieces, cluster_units)
+                fixed_us += decode_turns(run_pieces, all_pieces, cluster_units) * end_us
+                if fixed_us + bound_us >= best_us:
+                    continue
                 x_pieces = run_pieces if run_pieces < all_pieces else all_pieces
                 us, stream = -(-run_pieces * rounds // all_pieces) * round_us, run_pieces * stream_us
                 ctas = -(-units // cluster_units) * split_k
                 us = (us if us > stream else stream) + x_pieces * ctas * x_us
                 us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
-                us += fixed_us + turns * end_us
+                us += fixed_us
                 if us < best_us and smem + m * (token_bytes + x_pieces * piece_k * 2) <= limit_bytes:
                     best, best_us = config, us
     return best, best_us
@@ -236,8 +249,14 @@ def _search_gemm(
     idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
     best, best_us = None, limit_us
     outputs = m * n
-    # Those likely to be the best first: the list goes from few tokens to many.
-    for parts, block_m, block_n, tile_us, end_us, least_us, output_us in kernels if m <= 32 else reversed(kernels):
+    # Those likely to be the best first. The list goes from few tokens a tile to many: begin with the tile that holds all
+    # tokens; smaller ones come last.
+    if m <= 32:
+        order = kernels
+    else:
+        fitting = bisect.bisect_left(kernels, m, key=_BLOCK_M) if m <= 256 else len(kernels)
+        order = kernels[fitting:] + kernels[fitting - len(kernels) - 1 :: -1]
+    for parts, block_m, block_n, tile_us, end_us, least_us, output_us in order:
         room_us = best_us - least_us
         if outputs * output_us >= room_us or memory_us >= room_us or m > MAX_TOKEN_TILES * block_m:
             continue
@@ -245,15 +264,17 @@ def _search_gemm(
         bound_us = tiles * tile_us
         if bound_us < memory_us:
             bound_us = memory_us
-        bound_us += end_us
+        if bound_us >= room_us:
+            continue
         for slots, work_us, fixed_us, config in parts:
-            if fixed_us + bound_us >= best_us:
-                break
             turns = -(-tiles // slots)
+            fixed_us += turns * end_us
+            if fixed_us + bound_us >= best_us:
+                break  # a larger cluster has more turns, and more that is fixed
             missing = turns * slots - tiles  # in the last wave
             us = (turns - idle * missing / slots) * work_us if missing else turns * work_us
             us = us + unhidden * memory_us if us > memory_us else memory_us + unhidden * us
-            us += fixed_us + turns * end_us
+            us += fixed_us
             if us < best_us:
                 best, best_us = config, us
     return best, best_us
@@ -330,6 +351,7 @@ def _key(problem: Problem) -> _Key:
 
 
 _US = operator.itemgetter(0)
+_BLOCK_M = operator.itemgetter(1)  # of _ForK
 _LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
 _FIRSTS = 1  # launch that is looked at for each configuration wanted, by a bound of the time of both
 _LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
