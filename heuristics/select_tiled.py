@@ -249,8 +249,8 @@ def _search_gemm(
     idle, unhidden, memory_us = GEMM_SM90.idle, GEMM_SM90.unhidden, total_bytes / (GEMM_SM90.tb_s * 1e6)
     best, best_us = None, limit_us
     outputs = m * n
-    # Those likely to be the best first. The list goes from few tokens a tile to many: begin with the tile that holds all
-    # tokens; smaller ones come last.
+    # Those likely to be the best first. The list goes from few tokens a tile to many; begin with the tile that holds
+    # all tokens, and end with smaller ones.
     if m <= 32:
         order = kernels
     else:
