@@ -32,15 +32,15 @@ struct DecodeMma {
     static constexpr bool kFreesSlot = kGroups <= 2;
     static constexpr int kKept = kFreesSlot ? kGroups : 1;
     Words words[Ring::kPieceBlocks];
-    uint32_t scales;  // address
+    typename Ring::ScaleOffsets scales;  // addresses
     uint32_t scale[kKept][kRowTiles];  // of two columns each
     uint32_t zero[kKept][kRowTiles];
 
-    /// scale_offset: WeightRing's, of the warp's first tile.
-    CUTLASS_DEVICE void load(uint32_t slot, uint32_t scale_offset, int lane) {
+    /// offsets: of the scales of the unit's columns.
+    CUTLASS_DEVICE void load(uint32_t slot, typename Ring::ScaleOffsets const& offsets, int lane) {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < Ring::kPieceBlocks; ++block) Ring::read_block(words[block], slot, block, lane);
-      scales = slot + scale_offset;
+      scales = offsets.from(slot);
       if constexpr (kHasScales && kFreesSlot) {
         CUTLASS_PRAGMA_UNROLL
         for (int group = 0; group < kGroups; ++group) read_scales(group, group);
@@ -48,8 +48,18 @@ struct DecodeMma {
     }
 
     CUTLASS_DEVICE void read_scales(int group, int place) {
-      read_shared(scale[place], scales + group * Ring::kScaleRowBytes);
-      if constexpr (kHasZeros) read_shared(zero[place], scales + (kGroups + group) * Ring::kScaleRowBytes);
+      read_columns(scale[place], group * Ring::kScaleRowBytes);
+      if constexpr (kHasZeros) read_columns(zero[place], (Ring::kStripeRows + group) * Ring::kScaleRowBytes);
+    }
+
+    CUTLASS_DEVICE void read_columns(uint32_t (&pairs)[kRowTiles], int row) const {
+      if constexpr (Ring::kStripes == 1) {
+        read_shared(pairs, scales.of[0] + row);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kRowTiles; ++i)
+          read_shared(reinterpret_cast<uint32_t (&)[1]>(pairs[i]), scales.of[i] + row);
+      }
     }
   };
 

@@ -1,7 +1,7 @@
 // The stream of weights of decode_sm90: what one warp has in flight, and in what order it comes.
 //
 // A piece is what a warp multiplies at a time: kRowTiles tiles of 16 columns by kPieceK of k, with the scales (and zero
-// points) of its stripe for each group of k in it. They come by cp.async, 16 bytes a lane. A lane's weights are copied by
+// points) of their stripes for each group of k in it. They come by cp.async, 16 bytes a lane. A lane's weights are copied by
 // itself: the order of a thread's copies is all the synchronization that they need, but scales are read by other lanes,
 // after a __syncwarp.
 //
@@ -47,13 +47,18 @@ struct WeightRing {
   static constexpr bool kHasScales = kScaleMode != ScaleMode::kChannel;
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
 
-  // A slot: the piece's blocks, each [tile][16 bytes of each lane, kLoads times], then rows of 64 scales, one per group, then
+  /// Stripes that kRowTiles neighbours may lie in.
+  static constexpr int kStripes = Layout::kPieces % kRowTiles == 0 ? 1 : 2;
+  static_assert(kRowTiles <= Layout::kPieces);
+
+  // A slot: the piece's blocks, each [tile][16 bytes of each lane, kLoads times], then rows of 64 scales [stripe][group], then
   // zero points likewise.
   static constexpr int kBlockBytes = kRowTiles * Layout::kPieceBytes;
   static constexpr int kWeightsBytes = kPieceBlocks * kBlockBytes;
   static constexpr int kPieceStride = kPieceBlocks * Layout::kBlockBytes;  // from a piece to the next one, in memory
   static constexpr int kScaleRowBytes = Layout::kStripe * int(sizeof(Element));
-  static constexpr int kScaleRows = kHasScales ? (kHasZeros ? 2 : 1) * kGroups : 0;
+  static constexpr int kStripeRows = kStripes * kGroups;
+  static constexpr int kScaleRows = kHasScales ? (kHasZeros ? 2 : 1) * kStripeRows : 0;
   static constexpr int kSlotBytes = kWeightsBytes + kScaleRows * kScaleRowBytes;
   static_assert(kGroups <= 4, "eight lanes copy a row, a warp four rows at once");
 
@@ -63,6 +68,8 @@ struct WeightRing {
     char const* scales;
     char const* zeros;
     uint32_t k;  // of the lane's row of scales, as GroupIndex counts
+    int in_stripe;  // tiles that the first one's stripe has from there on
+    uint32_t jump;  // what the other ones lie further, bytes
 
     Source() = default;
 
@@ -72,8 +79,15 @@ struct WeightRing {
       int64_t const row = tile / Layout::kPieces * kScaleRowBytes + lane % 8 * 16;
       scales = static_cast<char const*>(p.scales) + row;
       zeros = static_cast<char const*>(p.zeros) + row;
-      k = GroupIndex::counted(piece * kPieceK + lane / 8 * kGroupK);
+      k = GroupIndex::counted(piece * kPieceK + lane / 8 % kGroups * kGroupK);
+      in_stripe = Layout::kPieces - tile % Layout::kPieces;
+      jump = stripe_bytes(p) - Layout::kBlockBytes;
     }
+
+    CUTLASS_DEVICE bool crosses() const { return kStripes > 1 && in_stripe < kRowTiles; }
+
+    /// What a tile lies further than it would in the first one's stripe, bytes.
+    CUTLASS_DEVICE uint32_t jump_to(int i) const { return kStripes > 1 && i >= in_stripe ? jump : 0; }
 
     CUTLASS_DEVICE void advance(int pieces) {
       weight += pieces * kPieceStride;
@@ -83,52 +97,83 @@ struct WeightRing {
 
   /// tile: of 16 columns, over all of N. In few instructions: it is what a kernel begins with.
   CUTLASS_DEVICE static char const* first_weight(GemmParams const& p, uint32_t tile, uint32_t piece, uint32_t lane) {
-    uint32_t const stripe_bytes = uint32_t(p.k_padded) * (Layout::kBlockBytes / Layout::kBlockK);
     uint32_t const offset = piece * kPieceStride + tile % Layout::kPieces * Layout::kPieceBytes + lane * 16;
-    return static_cast<char const*>(p.weight) + uint64_t(tile / Layout::kPieces) * stripe_bytes + offset;
+    return static_cast<char const*>(p.weight) + uint64_t(tile / Layout::kPieces) * stripe_bytes(p) + offset;
   }
 
-  /// A lane's columns of `tile` and the kRowTiles - 1 after it, in row 0 of a slot's scales.
-  CUTLASS_DEVICE static uint32_t scale_offset(int tile, int lane) {
-    return kWeightsBytes + lane / 4 * 16 + tile % Layout::kPieces * 4;
+  CUTLASS_DEVICE static uint32_t stripe_bytes(GemmParams const& p) {
+    return uint32_t(p.k_padded) * (Layout::kBlockBytes / Layout::kBlockK);
   }
+
+  /// Where a slot has the scales of a lane's columns of `tile` and the kRowTiles - 1 after it, of group 0: in one stripe they are
+  /// neighbours.
+  struct ScaleOffsets {
+    uint32_t of[kStripes == 1 ? 1 : kRowTiles];
+
+    ScaleOffsets() = default;
+    CUTLASS_DEVICE ScaleOffsets(int tile, int lane) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < int(sizeof(of) / sizeof(of[0])); ++i) {
+        int const piece = tile % Layout::kPieces + i;  // of the first stripe
+        int const stripe = piece / Layout::kPieces;
+        of[i] = kWeightsBytes + stripe * (kGroups * kScaleRowBytes) + lane / 4 * 16 + piece % Layout::kPieces * 4;
+      }
+    }
+
+    CUTLASS_DEVICE ScaleOffsets from(uint32_t slot) const {
+      ScaleOffsets sum = *this;
+      for (uint32_t& offset : sum.of) offset += slot;
+      return sum;
+    }
+  };
 
   /// is_whole: the half that a last piece may lack meets zeros of x, and scales of zero: any integers will do.
-  CUTLASS_DEVICE static void fetch_weights(uint32_t slot, char const* weight, bool is_whole, int lane) {
+  CUTLASS_DEVICE static void fetch_weights(uint32_t slot, Source const& source, bool is_whole, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kPieceBlocks; ++block) {
       if (block > 0 && !is_whole) break;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowTiles * Layout::kLoads; ++i) {
-        copy_async(slot + block * kBlockBytes + lane * 16 + i * 512, weight + block * Layout::kBlockBytes + i * 512);
+      for (int i = 0; i < kRowTiles; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Layout::kLoads; ++j) {
+          copy_async(
+              slot + block * kBlockBytes + lane * 16 + (i * Layout::kLoads + j) * 512,
+              source.weight + source.jump_to(i) + (block * Layout::kBlockBytes + i * Layout::kPieceBytes + j * 512));
+        }
       }
     }
   }
 
   CUTLASS_DEVICE static void fetch_scales(uint32_t slot, Source const& source, GemmParams const& p, int lane) {
     if constexpr (!kHasScales) return;
-    int const row = lane / 8;
-    if (row >= kGroups) return;
+    if (lane / 8 >= kStripeRows) return;
     // Groups beyond K get zeros: weights dequantized with another group's scale might overflow, and Inf times 0 is NaN.
     bool const is_group = kGroups == 1 || GroupIndex::first_k(source.k) < p.k;
     uint32_t const group = p.group.of_counted(source.k);
     uint64_t const offset = uint64_t(group) * (uint32_t(p.ld_scales) * uint32_t(sizeof(Element)));
-    uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
-    copy_async_or_zero(target, source.scales + offset, is_group ? 16 : 0);
-    if constexpr (kHasZeros) {
-      copy_async_or_zero(target + kGroups * kScaleRowBytes, source.zeros + offset, is_group ? 16 : 0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int first = 0; first < kStripeRows; first += 4) {
+      int const row = first + lane / 8, stripe = kStripes == 1 ? 0 : row / kGroups;
+      if (stripe > 0 && !source.crosses()) return;
+      uint32_t const target = slot + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
+      copy_async_or_zero(target, source.scales + offset + stripe * kScaleRowBytes, is_group ? 16 : 0);
+      if constexpr (kHasZeros) {
+        copy_async_or_zero(target + kStripeRows * kScaleRowBytes, source.zeros + offset + stripe * kScaleRowBytes,
+                           is_group ? 16 : 0);
+      }
     }
   }
 
-  /// Brings a piece into the L2 and nothing nearer: allowed before the kernels that precede this one have ended, even if
-  /// one of them writes these bytes.
-  CUTLASS_DEVICE static void prefetch(char const* weight, bool is_whole, int lane) {
-    constexpr int kLines = kRowTiles * Layout::kPieceBytes / 128;  // of a block
+  /// Brings the piece that lies `ahead` bytes further into the L2 and nothing nearer: allowed before the kernels that precede
+  /// this one have ended, even if one of them writes these bytes.
+  CUTLASS_DEVICE static void prefetch(Source const& source, int ahead, bool is_whole, int lane) {
+    constexpr int kTileLines = Layout::kPieceBytes / 128, kLines = kRowTiles * kTileLines;  // of a block
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPieceBlocks * kLines; i += 32) {
       int const line = i + lane;
       int const block = line / kLines;
-      char const* const address = weight - lane * 16 + block * Layout::kBlockBytes + line % kLines * 128;
+      char const* const address = source.weight - lane * 16 + ahead + block * Layout::kBlockBytes +
+                                  source.jump_to(line % kLines / kTileLines) + line % kLines * 128;
       if (block < (is_whole ? kPieceBlocks : 1)) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
     }
   }

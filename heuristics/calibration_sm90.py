@@ -76,10 +76,13 @@ DECODE_SM90 = DecodeCost(
     x_kb_us=35.83,
     kernels={
         ("decode_sm90_8x32x2048_w8x32_s2", "int4"): KernelTimes(0.01835, 0.2885),
+        ("decode_sm90_8x48x1024_w8x48_s2", "int4"): KernelTimes(0.01995, 0.2993),
         ("decode_sm90_8x64x1024_w8x64_s2", "int4"): KernelTimes(0.01818, 0.3476),
         ("decode_sm90_8x32x2048_w8x32_s2", "code4"): KernelTimes(0.0269, 0.08403),
+        ("decode_sm90_8x48x1024_w8x48_s2", "code4"): KernelTimes(0.02545, 0.3794),
         ("decode_sm90_8x64x1024_w8x64_s2", "code4"): KernelTimes(0.02414, 0.2527),
         ("decode_sm90_8x32x1024_w8x32_s2", "int8"): KernelTimes(0.01346, 0.3737),
+        ("decode_sm90_8x48x512_w8x48_s2", "int8"): KernelTimes(0.00888, 0.586),
         ("decode_sm90_8x64x512_w8x64_s2", "int8"): KernelTimes(0.007913, 0.4454),
     },
 )

@@ -225,7 +225,8 @@ class KernelConfig:
         """Weights in flight, with their scales (not per channel) and zero points."""
         # Rows of scales that a piece needs, as the kernel counts them.
         groups = 1 if group_size % self.piece_k == 0 else self.piece_k // (64 if group_size % 64 == 0 else 32)
-        scale_rows = groups * 2 if zeros else groups if scales else 0
+        stripes = 1 if _STRIPE % self.block_n == 0 else 2  # that a unit of columns may lie in
+        scale_rows = groups * stripes * (2 if zeros else 1 if scales else 0)
         return self.stages * self.warps * (self.warp_n // 16 * 1024 + scale_rows * 64 * 2)
 
     def decode_sum_bytes(self) -> int:
@@ -358,8 +359,13 @@ CONFIGS: tuple[KernelConfig, ...] = (
     *_sm80(64, 128, 64, 32, (2, 3, 4)),
     *_sm80(64, 256, 64, 32, (3,)),
     *_sm80(128, 128, 128, 32, (2, 3, 4)),
-    # Decode on Hopper. More warps along K hide more latency, more columns a unit read x less often.
-    *(_decode(formats, *shape) for formats in (("int4", "code4"), ("int8",)) for shape in ((2, 16, 2), (4, 8, 2))),
+    # Decode on Hopper. More warps along K hide more latency, more columns a unit read x less often; 48 columns fit
+    # N = 6144.
+    *(
+        _decode(formats, *shape)
+        for formats in (("int4", "code4"), ("int8",))
+        for shape in ((2, 16, 2), (3, 8, 2), (4, 8, 2))
+    ),
     # Hopper's tensor cores. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
     # N = 10240.
     *_gemms_sm90(),

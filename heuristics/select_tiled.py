@@ -215,7 +215,7 @@ def _search_decode(problem: Problem, total_bytes: int, limit_us: float) -> tuple
         splits, max_m, block_n, piece_k, warps_k, round_us, stream_us, x_us, end_us = kernel
         if m > max_m:
             continue
-        units = columns // block_n
+        units = -(-columns // block_n)
         all_pieces = -(-k_padded // piece_k)
         rounds = -(-all_pieces // warps_k)
         x_us *= m / sm_count

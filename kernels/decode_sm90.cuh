@@ -45,10 +45,8 @@ struct Decode {
   static constexpr int kMaxGroups = kHasScales ? kPieceK / 32 : 1;  // in a piece
   static constexpr int kThreads = 32 * kWarpsK;
   static constexpr int kUnitColumns = 16 * kRowTiles;
-  static constexpr int kUnitsPerStripe = Layout::kPieces / kRowTiles;
   static constexpr int kPairs = kUnitColumns / 2;  // sums are finished by two neighbouring columns
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbours, too
-  static_assert(kUnitsPerStripe >= 1, "a unit lies in one stripe");
   static_assert(8 * kPairs <= kThreads, "a thread finishes a pair");
 
   /// Shared memory: two barriers, the table of codes, the ring, x [token][k], the sums that other CTAs send [CTA][token][column], two buffers of
@@ -99,10 +97,11 @@ struct Decode {
     }
   }
 
-  CUTLASS_DEVICE static int column_of(int unit, int pair) {
-    int const column = 2 * pair;  // in the order of the buffers: a lane's columns lie together
-    return unit / kUnitsPerStripe * Layout::kStripe + column / kLaneColumns * 8 +
-           unit % kUnitsPerStripe * kLaneColumns + column % kLaneColumns;
+  /// The unit's first tile of 16 columns. Where units do not divide a stripe the last one ends with N, and may begin in the one
+  /// before.
+  CUTLASS_DEVICE static int first_tile(DecodeParams const& p, int unit) {
+    int const first = unit * kRowTiles;
+    return Ring<1>::kStripes == 1 ? first : min(first, p.n_padded / 16 - kRowTiles);
   }
 
   CUTLASS_DEVICE static void add(float2& a, float2 const& b) {
@@ -121,6 +120,7 @@ struct Decode {
     float2* parts;
     int senders;  // CTAs whose parts are added
     int token, column;
+    bool is_stored;  // by this unit, not by the one before
 
     /// What does not need the sums.
     CUTLASS_DEVICE Finish(DecodeParams const& p, Place<kIsCluster> const& place, Smem const& smem, int turn) : p(p) {
@@ -131,7 +131,11 @@ struct Decode {
       parts = smem.parts(p, kGroups) + i;
       senders = kIsCluster && place.first_unit + turn == place.last_unit ? place.senders : 0;
       token = i / kPairs;
-      column = column_of(place.first_unit + turn, i % kPairs);
+      // In the order of the buffers: a lane's columns lie together.
+      int const unit = place.first_unit + turn, g = i % kPairs / kRowTiles;
+      int const tile = first_tile(p, unit) + i % kPairs % kRowTiles;
+      column = tile / Layout::kPieces * Layout::kStripe + 8 * g + tile % Layout::kPieces * 2;
+      is_stored = Ring<1>::kStripes == 1 || tile >= unit * kRowTiles;
     }
 
     CUTLASS_DEVICE float2 sum() const {
@@ -164,7 +168,7 @@ struct Decode {
         total.x = ColumnEpilogue::load<Element>(p, column, !kHasScales).affine(total.x);
         total.y = ColumnEpilogue::load<Element>(p, column + 1, !kHasScales).affine(total.y);
       }
-      store_pair<Element>(p, token, column, total);
+      if (is_stored) store_pair<Element>(p, token, column, total);
     }
 
     CUTLASS_DEVICE void send(Place<kIsCluster> const& place, Smem const& smem) const {
@@ -237,7 +241,7 @@ struct Decode {
     int turn = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int unit = place.first_unit; unit <= place.last_unit; ++unit, ++turn) {
-      uint32_t const scale_offset = R::scale_offset(stream.tile(unit), place.lane);
+      typename R::ScaleOffsets const scales(first_tile(p, unit), place.lane);
       uint32_t x = x_row + (place.first(unit) + place.x_base(p, unit)) * kPieceXBytes;
       Sums sums[kRowTiles], sum_x;
       Mma::clear(sums);
@@ -248,7 +252,7 @@ struct Decode {
         __syncwarp();  // scales and x were copied by other lanes
         using Piece = typename Mma::template Piece<kGroups>;
         Piece piece;
-        piece.load(slot, scale_offset, place.lane);
+        piece.load(slot, scales, place.lane);
         auto const refill = [&] {
           __syncwarp();  // all lanes have read the slot
           stream.fetch_next(slot);

@@ -26,12 +26,11 @@ struct DecodeStream {
   int wrapped;  // pieces of the unit after those, from the beginning of K
   int x_left;  // pieces that need their x: the first ones
   uint32_t x_target;  // where x of the next piece belongs, this lane's
-  uint32_t smem_x;
+  uint32_t smem_x;  // of the CTA
   typename R::Source source;
 
-  /// smem_x: of the CTA's x.
-  CUTLASS_DEVICE DecodeStream(DecodeParams const& p, Place const& place, uint32_t smem_x) : p(p), place(place) {
-    this->smem_x = smem_x + place.lane / kXChunks * p.x_row_bytes + place.lane % kXChunks * 16;
+  CUTLASS_DEVICE DecodeStream(DecodeParams const& p, Place const& place, uint32_t smem_x)
+      : p(p), place(place), smem_x(smem_x) {
     unit = place.first_unit;
     begin_unit(unit <= place.last_unit ? place.count(p, unit) : 0);
     x_left = left + wrapped;
@@ -43,7 +42,6 @@ struct DecodeStream {
     if (left == 0) begin_next_unit();
   }
 
-  CUTLASS_DEVICE static int tile(int of_unit) { return of_unit * Kernel::kRowTiles; }
   CUTLASS_DEVICE static bool is_whole(DecodeParams const& p, int piece) { return (piece + 1) * kPieceK <= p.k_padded; }
 
   /// count: of this warp's pieces of it.
@@ -53,8 +51,9 @@ struct DecodeStream {
     if (piece >= p.pieces) piece -= p.pieces;
     left = min(count, int(uint32_t(p.pieces - piece + kWarpsK - 1) / kWarpsK));
     wrapped = count - left;
-    x_target = smem_x + (first + place.x_base(p, unit)) * kPieceXBytes;
-    source = typename R::Source(p, tile(unit), piece, place.lane);
+    x_target = smem_x + place.lane / kXChunks * p.x_row_bytes + place.lane % kXChunks * 16 +
+               (first + place.x_base(p, unit)) * kPieceXBytes;
+    source = typename R::Source(p, Kernel::first_tile(p, unit), piece, place.lane);
   }
 
   /// The next one that has pieces for this warp.
@@ -74,7 +73,7 @@ struct DecodeStream {
       piece -= p.pieces;
       left = wrapped;
       wrapped = 0;
-      source = typename R::Source(p, tile(unit), piece, place.lane);
+      source = typename R::Source(p, Kernel::first_tile(p, unit), piece, place.lane);
     } else {
       begin_next_unit();
     }
@@ -84,8 +83,8 @@ struct DecodeStream {
   CUTLASS_DEVICE void prefetch() const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Kernel::kDepth; ++i) {
-      char const* const weight = source.weight + i * (kWarpsK * R::kPieceStride);
-      if (i < left) R::prefetch(weight, is_whole(p, piece + i * kWarpsK), place.lane);
+      int const ahead = i * (kWarpsK * R::kPieceStride);
+      if (i < left) R::prefetch(source, ahead, is_whole(p, piece + i * kWarpsK), place.lane);
     }
   }
 
@@ -124,7 +123,7 @@ struct DecodeStream {
 
   CUTLASS_DEVICE void fetch_weights(uint32_t slot) const {
     R::fetch_scales(slot, source, p, place.lane);
-    R::fetch_weights(slot, source.weight, is_whole(p, piece), place.lane);
+    R::fetch_weights(slot, source, is_whole(p, piece), place.lane);
   }
 
   /// Copies x of one piece. Beyond K it is zero, whatever the weights there are.
