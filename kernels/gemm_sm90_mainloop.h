@@ -30,8 +30,9 @@ struct GemmSm90Mainloop {
   static constexpr int kScaleRowBytes = Kernel::kScaleRowBytes;
   static constexpr int kMaxScaleRows = Kernel::kMaxScaleRows;
   static constexpr int kScaleBytes = Kernel::kScaleBytes;
-  // A scale multiplies the sums of its group, of 128 at least, where they are fewer than the weights.
-  static constexpr bool kMayScaleSums = kHasScales && Kernel::kTokens <= 32;
+  // A scale multiplies the sums of its group, of 128 at least, where they are no more than the weights and registers hold those
+  // of two groups beside those of the tile.
+  static constexpr bool kMayScaleSums = kHasScales && Kernel::kTokens <= (Kernel::kConsumerRegisters >= 160 ? 64 : 32);
 
   /// What a consumer lane reads of the steps, one stage after another.
   struct Reader {
