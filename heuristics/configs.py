@@ -299,26 +299,31 @@ def _gemm_sm90(
 
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
-# Sixteen warps that multiply hide more than eight, until registers end. Up to 8 tokens int4 and int8 have decode_sm90
-# alone.
+# Up to 16 tokens sixteen warps that multiply hide more than eight; from 32 on eight have the registers to leave scales to
+# the sums. Up to 8 tokens int4 and int8 have decode_sm90 alone.
 _GEMM_SM90_SHAPES = (
     (8, 1, 4, 0, 4, 0),
     (8, 2, 2, 0, 6, 0),
     (8, 4, 1, 0, 7, 0),
+    (16, 1, 2, 0, 0, 8),
     (16, 1, 4, 4, 4, 3),
     (16, 2, 2, 6, 5, 4),
     (16, 3, 1, 9, 8, 6),
     (16, 4, 1, 7, 6, 5),
-    (32, 1, 4, 3, 2, 2),
+    (32, 1, 2, 6, 6, 6),
     (32, 2, 2, 4, 3, 3),
     (32, 3, 1, 6, 6, 5),
     (32, 4, 1, 6, 4, 4),
-    (48, 2, 2, 4, 3, 2),
+    (48, 1, 2, 5, 5, 5),
+    (48, 2, 1, 7, 0, 0),
     (48, 3, 1, 6, 5, 4),
     (48, 4, 1, 5, 4, 3),
-    (64, 2, 2, 3, 3, 2),
+    (64, 1, 2, 4, 4, 4),
+    (64, 2, 1, 6, 0, 6),
+    (64, 2, 2, 0, 3, 0),
     (64, 3, 1, 4, 4, 3),
     (64, 4, 1, 4, 3, 3),
+    (96, 1, 2, 3, 0, 0),
     (96, 2, 1, 5, 4, 4),
     (96, 3, 1, 4, 3, 4),
     (96, 3, 1, 0, 0, 3),

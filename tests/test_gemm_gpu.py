@@ -86,6 +86,18 @@ def test_clusters_that_go_through_many_units(
                 check_exact(config.max_m, case, split, generator)
 
 
+@pytest.mark.parametrize("n", [8, 72, 136, 200, 264])
+def test_units_that_do_not_divide_the_columns(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
+    """Two to five stripes of 64: units of 48 columns lie across them, and the last one begins in the one before."""
+    for config in wo.kernels():
+        if config.family == "decode_sm90":
+            for format in config.formats:
+                group_size, zeros = (32, True) if format == "int8" else (128, False)
+                case = Case(640, n, format, "bf16", group_size, zeros)
+                for split in splits(config, 3, case, (1, 2)):
+                    check_exact(3, case, split, generator)
+
+
 @pytest.mark.parametrize("tiles", ["odd", "even"])
 @pytest.mark.parametrize("k", [64, 448, 1216])
 def test_ctas_that_go_through_many_tiles(
