@@ -78,19 +78,19 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_tune_writes_merges_and_uses(pretended_gpu: Bench, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`path` has a table of M = 1 and 16 for the first shape already."""
-    everywhere = [set(plausible(problem(m, n=n), BUILT)) for n in (4096, 6144) for m in (16, 64)]
+    everywhere = [set(plausible(problem(m, n=n), BUILT)) for n in (4096, 6144) for m in (16, 32)]
     target = min(set.intersection(*everywhere), key=str)
     pretended_gpu.factors[target.name] = 0.2
     options: dict[str, Any] = {"device": "cuda:0", "folder": path.parent}
-    frame = wo.tune([(4096, 4096), "4096x6144"], [16, 64], **options)
+    frame = wo.tune([(4096, 4096), "4096x6144"], [16, 32], **options)
     assert "4/4" in capsys.readouterr().err
     assert list(frame[["k", "n", "m"]].itertuples(index=False, name=None)) == [
-        (4096, n, m) for n in (4096, 6144) for m in (16, 64)
+        (4096, n, m) for n in (4096, 6144) for m in (16, 32)
     ]
     assert set(frame["tuned_config"]) == {target.name}
     of = tuned.read(path, H200, CONFIGS)
     assert len(of) == 5 and of.config(problem(1), "f16") == another(problem(1))
-    assert of.config(problem(16), "f16") == of.config(problem(64, n=6144), "f16") == target
+    assert of.config(problem(16), "f16") == of.config(problem(32, n=6144), "f16") == target
     used = tuned.table_of(0)
     assert used is not None and list(used) == list(of)
     wo.tune("4096x4096", 64, dtype=torch.bfloat16, zeros=True, progress=False, **options)

@@ -63,7 +63,7 @@ def test_what_is_no_pair() -> None:
     with pytest.raises(ValueError, match=r"^config: expected split_k of 1 to 8, got 9$"):
         check_config(bad, p, TypeConfig("f16", "int4", "group"))
     with pytest.raises(ValueError, match="reads int8, but qweight is int4"):
-        check_config(of(128, 192).with_rest(of(48, 128, "int8")), p, TypeConfig("f16", "int4", "group"))
+        check_config(of(128, 192).with_rest(of(48, 192, "int8")), p, TypeConfig("f16", "int4", "group"))
     for rest in (of(128, 128).name, 4):
         with pytest.raises(TypeError, match=rf"^rest: expected a KernelConfig or None, got {type(rest).__name__}$"):
             of(128, 192).with_rest(rest)  # type: ignore[arg-type]
