@@ -55,3 +55,12 @@ def fp32_sums() -> Iterator[None]:
     yield
     for name, value in zip(names, before, strict=True):
         setattr(matmul, name, value)
+
+
+@pytest.fixture
+def launch_overlap() -> Iterator[None]:
+    """Launches overlap again after the test."""
+    yield
+    from weightonly import set_launch_overlap
+
+    set_launch_overlap(True)

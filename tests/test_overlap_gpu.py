@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,13 +21,6 @@ CASES = [
     Case(200, 130, "int8", "f16", -1),
     Case(4096, 192, "code4", "f16", 64),
 ]
-
-
-@pytest.fixture
-def overlap() -> Iterator[None]:
-    """Launches overlap again after the test."""
-    yield
-    wo.set_launch_overlap(True)
 
 
 def outputs_of(calls: int, chain: Chain, *, graph: bool) -> list[torch.Tensor]:
@@ -133,7 +126,7 @@ def check_chain(chain: Chain, *, overlap: LaunchOverlap, graph: bool) -> None:
 @pytest.mark.parametrize("m", [1, 16, 40])
 @pytest.mark.parametrize("written", ["x", "scales", "channel", "bias", "weight"])
 def test_the_kernel_before_may_write_anything(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
+    cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, written: str, m: int, graph: bool
 ) -> None:
     """Launches that overlap wait for what they read, and write no earlier than others have read it."""
     check_chain(Chain(written, m, generator), overlap=True, graph=graph)
@@ -143,7 +136,7 @@ def test_the_kernel_before_may_write_anything(
 @pytest.mark.parametrize("m", [1, 16, 40])
 @pytest.mark.parametrize("written", ["x", "bias"])
 def test_with_constant_weights_the_kernel_before_may_write_all_else(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None, written: str, m: int, graph: bool
+    cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, written: str, m: int, graph: bool
 ) -> None:
     check_chain(Chain(written, m, generator), overlap="constant_weights", graph=graph)
 
@@ -185,7 +178,7 @@ def test_any_kernel_before_may_write_anything(
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("m", [1, 16, 40])
 def test_constant_scales_that_gemm_copies_are_waited_for(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None, m: int, zeros: bool, graph: bool
+    cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, m: int, zeros: bool, graph: bool
 ) -> None:
     """N is no multiple of 64, so each call copies its scales just before its kernel, to where those of others were."""
     case = Case(2048, 136, "int4", "f16", 128, zeros)
@@ -211,7 +204,7 @@ def test_constant_scales_that_gemm_copies_are_waited_for(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlap_of_launches_changes_no_bit(
-    cuda_device: torch.device, generator: torch.Generator, overlap: None, case: Case
+    cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, case: Case
 ) -> None:
     """x is written just before each call, by a kernel of PyTorch or by the gemm before it."""
     modes: tuple[LaunchOverlap, ...] = (True, False, "constant_weights")
