@@ -68,6 +68,31 @@ struct ColumnEpilogue {
   CUTLASS_DEVICE float apply(float sum, int activation) const { return activate(affine(sum), activation); }
 };
 
+/// The constants of two neighbouring output columns, as they lie in memory: few registers, to be asked for early.
+template <class Element>
+struct ColumnPairConstants {
+  uint32_t scales = 0, biases = 0;
+
+  ColumnPairConstants() = default;
+  CUTLASS_DEVICE ColumnPairConstants(GemmParams const& p, int column, bool channel_scale) {
+    auto const load = [&](void const* row, int i) {
+      return uint32_t(static_cast<uint16_t const*>(row)[column + i]) << (16 * i);
+    };
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if (column + i >= p.n) break;
+      if (channel_scale) scales |= load(p.scales, i);
+      if (p.bias != nullptr) biases |= load(p.bias, i);
+    }
+  }
+
+  /// i: 0 or 1, which of the two.
+  CUTLASS_DEVICE ColumnEpilogue column(int i, bool channel_scale) const {
+    auto const value = [&](uint32_t pair) { return float(Element::bitcast(uint16_t(pair >> (16 * i)))); };
+    return {channel_scale ? value(scales) : 1.f, value(biases)};
+  }
+};
+
 /// Stores two neighbouring columns of one token, the first an even one. values: all but the activation is done.
 template <class Element>
 CUTLASS_DEVICE void store_pair(GemmParams const& p, int token, int column, float2 values) {

@@ -239,24 +239,17 @@ class KernelConfig:
         scale_rows = 0 if per_channel and not zeros else self.block_k // 32 * (2 if zeros else 1)  # the smallest groups
         stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
         stages_bytes = self.stages * stage_bytes + self.table_bytes(format)
-        # At the end fp32 rows of y, each with 16 bytes more, take the stages' place, where K is shared beside all sums.
-        # Beside them are the sums that other CTAs send, or rows of y while the stages take the next tile.
+        # At the end the sums of its warpgroups take the stages' place. Beside them are those that other CTAs send, or
+        # rows of y while the stages take the next tile.
         warpgroups = self.warps // 4
-        items = self.shared_sums
-        item_bytes, y_item_bytes = 128 * 16, 8 * (64 * 4 + 16)
-        shared_items = items if self.warpgroups_k > 1 else -(-items // 2)  # that one CTA finishes, at most
-        shared_end_bytes = warpgroups * (self.block_m // 8 * item_bytes + -(-shared_items // warpgroups) * y_item_bytes)
-        # What is compiled for a shared K has its place for sums in any case.
-        if self.split_k > 1 or self.may_share_k(format, per_channel, zeros):
-            end_bytes = shared_end_bytes
-        else:
-            end_bytes = warpgroups * -(-items // warpgroups) * y_item_bytes
+        item_bytes = 128 * 16
+        sums_bytes = warpgroups * (self.block_m // 8) * item_bytes
         if self.split_k > 1:
             beside_bytes = self.sent_sums * item_bytes
         else:
             beside_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
-        alignment_and_barriers = 2 * 1024
-        return alignment_and_barriers + max(stages_bytes, end_bytes) + beside_bytes
+        barriers_bytes = 1024
+        return barriers_bytes + max(stages_bytes, sums_bytes) + beside_bytes
 
     def may_share_k(self, format: str, per_channel: bool, zeros: bool) -> bool:
         """Whether gemm_sm90 is compiled for clusters that share K: a CTA has room for the sums of another one."""
@@ -307,19 +300,19 @@ _GEMM_SM90_SHAPES = (
     (8, 2, 2, 0, 6, 0),
     (8, 4, 1, 0, 7, 0),
     (16, 1, 2, 0, 0, 8),
-    (16, 1, 4, 4, 4, 3),
+    (16, 1, 4, 5, 4, 4),
     (16, 2, 2, 6, 5, 4),
     (16, 3, 1, 9, 8, 6),
     (16, 4, 1, 7, 6, 5),
     (32, 1, 2, 6, 6, 6),
-    (32, 2, 2, 4, 3, 3),
+    (32, 2, 2, 4, 3, 4),
     (32, 3, 1, 6, 6, 5),
     (32, 4, 1, 6, 4, 4),
     (48, 1, 2, 5, 5, 5),
     (48, 2, 1, 7, 0, 0),
     (48, 3, 1, 6, 5, 4),
     (48, 4, 1, 5, 4, 3),
-    (64, 1, 2, 4, 4, 4),
+    (64, 1, 2, 5, 4, 4),
     (64, 2, 1, 6, 0, 6),
     (64, 2, 2, 0, 3, 0),
     (64, 3, 1, 4, 4, 3),

@@ -113,6 +113,10 @@ struct Decode {
   /// of the CTAs that share it, and stores or sends them. Warps take turns at it: `turn` counts the units of the run.
   template <int kGroups, bool kIsCluster>
   struct Finish {
+    struct alignas(2 * sizeof(Element)) Pair {
+      Element values[2];
+    };
+
     DecodeParams const& p;
     bool is_mine;
     int stride;  // between the sums of two warps, of two CTAs
@@ -121,6 +125,9 @@ struct Decode {
     int senders;  // CTAs whose parts are added
     int token, column;
     bool is_stored;  // by this unit, not by the one before
+    ColumnPairConstants<Element> constants;  // per channel; else there is but a bias, if any
+    bool is_plain;  // no bias to be asked for, no activation, and y takes both columns at a time
+    Element* y;
 
     /// What does not need the sums.
     CUTLASS_DEVICE Finish(DecodeParams const& p, Place<kIsCluster> const& place, Smem const& smem, int turn) : p(p) {
@@ -136,6 +143,11 @@ struct Decode {
       int const tile = first_tile(p, unit) + i % kPairs % kRowTiles;
       column = tile / Layout::kPieces * Layout::kStripe + 8 * g + tile % Layout::kPieces * 2;
       is_stored = Ring<1>::kStripes == 1 || tile >= unit * kRowTiles;
+      y = static_cast<Element*>(p.y) + token * p.ldy + column;
+      // The activation and the bias of a group are looked at when there is one: their code is long, and far.
+      if (!kHasScales && is_mine) constants = {p, column, true};
+      is_plain = (!kHasScales || p.bias == nullptr) && p.activation == int(Activation::kIdentity) &&
+                 column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(Pair) == 0;
     }
 
     CUTLASS_DEVICE float2 sum() const {
@@ -164,11 +176,18 @@ struct Decode {
         asm volatile("" ::: "memory");  // what follows is read after it
         for (int part = 0; part < senders; ++part) add(total, parts[part * stride]);
       }
-      if (!kHasScales || p.bias != nullptr) {
-        total.x = ColumnEpilogue::load<Element>(p, column, !kHasScales).affine(total.x);
-        total.y = ColumnEpilogue::load<Element>(p, column + 1, !kHasScales).affine(total.y);
+      if (!is_stored) return;
+      if constexpr (!kHasScales) finish(total, constants);
+      if (is_plain) {
+        *reinterpret_cast<Pair*>(y) = {Element(total.x), Element(total.y)};
+        return;
       }
-      if (is_stored) store_pair<Element>(p, token, column, total);
+      if (kHasScales && p.bias != nullptr) finish(total, {p, column, false});
+      store_pair<Element>(p, token, column, total);
+    }
+
+    CUTLASS_DEVICE static void finish(float2& total, ColumnPairConstants<Element> const& constants) {
+      total = {constants.column(0, !kHasScales).affine(total.x), constants.column(1, !kHasScales).affine(total.y)};
     }
 
     CUTLASS_DEVICE void send(Place<kIsCluster> const& place, Smem const& smem) const {
@@ -204,6 +223,17 @@ struct Decode {
     return code;
   }
 
+  /// Those of a unit's channels into the L2: they are needed last.
+  CUTLASS_DEVICE static void prefetch_scales(DecodeParams const& p, int unit, int last_unit) {
+    if (unit > last_unit) return;
+    auto const prefetch = [&](int tile) {
+      char const* const stripe = static_cast<char const*>(p.scales) + tile / Layout::kPieces * Ring<1>::kScaleRowBytes;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(stripe));
+    };
+    prefetch(first_tile(p, unit));
+    if (Ring<1>::kStripes > 1) prefetch(first_tile(p, unit) + kRowTiles - 1);
+  }
+
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static void run(DecodeParams const& p, char* smem_base) {
     using R = Ring<kGroups>;
@@ -232,6 +262,8 @@ struct Decode {
         cute::set_barrier_transaction_bytes(smem.parts_barrier(), place.senders * Smem::part_bytes(p.m));
       }
     }
+
+    if constexpr (!kHasScales) prefetch_scales(p, place.first_unit + int(threadIdx.x), place.last_unit);
 
     // Tokens from M on are given the row of M - 1: their sums are not stored.
     uint32_t x_row = smem_x + min(place.lane % 8, p.m - 1) * p.x_row_bytes + place.lane / 8 * 16;

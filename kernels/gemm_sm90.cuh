@@ -9,7 +9,7 @@
 //   consumers   LDS, convert 0 | LDS, convert 1 | ...
 //               mma             | wgmma 0       | wgmma 1 | ...
 //
-// Where tiles are few the CTAs of a cluster share K, for few tokens the warpgroups of a CTA, too (gemm_sm90_epilogue.h). Where
+// Where tiles are few the CTAs of a cluster share K, for few tokens the warpgroups of a CTA, too (gemm_sm90_items.h). Where
 // they are many and large, CTAs go through several of them: while the consumers finish a tile, the producers ask for the steps
 // of the next. Two CTAs, side by side along N, share x: each asks for half of it, for both.
 #pragma once
@@ -17,7 +17,8 @@
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
-#include "kernels/gemm_sm90_epilogue.h"
+#include "kernels/gemm_sm90_chunks.h"
+#include "kernels/gemm_sm90_items.h"
 #include "kernels/gemm_sm90_mainloop.h"
 #include "kernels/gemm_sm90_producers.h"
 #include "kernels/launch_sm90.h"
@@ -31,7 +32,8 @@ template <class Config>
 struct GemmSm90 {
   using Producers = GemmSm90Producers<GemmSm90>;
   using Mainloop = GemmSm90Mainloop<GemmSm90>;
-  using Epilogue = GemmSm90Epilogue<GemmSm90>;
+  using Items = GemmSm90Items<GemmSm90>;
+  using Chunks = GemmSm90Chunks<GemmSm90>;
   using Element = typename Config::Element;
   using Weight = typename Config::Weight;
   using Layout = TiledLayout<Weight>;
@@ -80,47 +82,36 @@ struct GemmSm90 {
   using Table = PairTable<(kTokens <= 32)>;  // more x leaves no room for wide rows
   static constexpr int kTableBytes = kIsCode<Weight> ? Table::kBytes : 0;
 
-  // Where K is shared an item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted
-  // with the columns first; each CTA of the cluster finishes some, and each of its warpgroups some of those.
+  // An item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted with the columns first;
+  // where K is shared each CTA of the cluster finishes some.
   static constexpr int kItems = kWarpgroupsN * kTokenTiles;
   static constexpr int kItemBytes = 128 * int(sizeof(float4));
-  static constexpr int kWarpgroupItems = (kItems + kWarpgroups - 1) / kWarpgroups;  // of a tile, that one has
-  // What a CTA, and one of its warpgroups, finishes at most where K is shared: if not by warpgroups, by two CTAs at least.
-  static constexpr int kHalfItems = (kItems + 1) / 2;
-  static constexpr int kSharedItems = kWarpgroupsK > 1 ? kItems : kHalfItems;
-  static constexpr int kWarpgroupSharedItems = (kSharedItems + kWarpgroups - 1) / kWarpgroups;
+  static constexpr int kHalfItems = (kItems + 1) / 2;  // that one CTA finishes at most, of a cluster
+  // Whether registers hold, beside the loop's, what a thread knows of its items before it. Channels' scales come from memory.
+  static constexpr bool kItemsEarly =
+      !kMayLoop && (!kHasScales || kTokens * kWarpgroups <= (kConsumerRegisters >= 240 ? 192 : 96));
 
   /// Barriers, then for each stage x (1024-byte aligned, for the swizzle), the weights, their scales and zero points; of codes
-  /// the table. When all steps have been multiplied, y takes the place of x, where K is shared after all sums of this CTA. The
-  /// sums that other CTAs send have a place of their own: they come earlier.
+  /// the table. When all steps have been multiplied, the sums of this CTA take the place of x. Those that other CTAs send have a
+  /// place of their own: they come earlier.
   struct Smem {
     static constexpr int kBarrierBytes = 1024;
-    /// 16 bytes more than 64 columns, for the banks.
-    template <class Value>
-    static constexpr int y_row_elements() {
-      return 64 + 16 / int(sizeof(Value));
-    }
-    static constexpr int kFixedBytes = 1024 + kBarrierBytes;  // 1024: for the alignment
-    static constexpr int kYItemBytes = 8 * y_row_elements<float>() * int(sizeof(float));
-    static constexpr int kYBytes = kWarpgroups * kWarpgroupItems * kYItemBytes;
     static constexpr int kSumsBytes = kWarpgroups * kTokenTiles * kItemBytes;
-    static constexpr int kSharedEndBytes = kSumsBytes + kWarpgroups * kWarpgroupSharedItems * kYItemBytes;
     static constexpr int kStageBytes = kStages * (kXBytes + kWeightBytes + kScaleBytes) + kTableBytes;
+    static constexpr int kPartsOffset = cutlass::const_max(kStageBytes, kSumsBytes);
     /// Whether there is room for the sums of another CTA.
     static constexpr bool kMaySplit =
-        kFixedBytes + cutlass::const_max(kStageBytes, kSharedEndBytes) + kWarpgroupsK * kHalfItems * kItemBytes <=
-        227 * 1024;
-    static constexpr int kPartsOffset =
-        cutlass::const_max(kStageBytes, cutlass::const_max(kYBytes, kMaySplit ? kSharedEndBytes : 0));
-    /// Of y, for each warpgroup, while the stages take the next tile: two times 16 tokens.
-    static constexpr int kChunkElements = 16 * y_row_elements<Element>();
+        kBarrierBytes + kPartsOffset + kWarpgroupsK * kHalfItems * kItemBytes <= 227 * 1024;
+    /// Of y, for each warpgroup, while the stages take the next tile: two times 16 tokens, rows 16 bytes longer, for the banks.
+    static constexpr int kChunkRowElements = 64 + 16 / int(sizeof(Element));
+    static constexpr int kChunkElements = 16 * kChunkRowElements;
     static constexpr int kChunkBytes = kMayLoop ? 2 * kWarpgroups * kChunkElements * int(sizeof(Element)) : 0;
     static_assert(kPartsOffset % 16 == 0);
     static_assert(8 * (2 * kStages + 1) <= kBarrierBytes);
 
     char* base;
     static int bytes(GemmSm90Params const& p) {
-      return kFixedBytes + kPartsOffset + (p.split_k > 1 ? p.sent_parts * p.items_per_cta * kItemBytes : kChunkBytes);
+      return kBarrierBytes + kPartsOffset + (p.split_k > 1 ? p.sent_parts * p.items_per_cta * kItemBytes : kChunkBytes);
     }
     CUTLASS_DEVICE uint64_t* full() const { return reinterpret_cast<uint64_t*>(base); }
     CUTLASS_DEVICE uint64_t* empty() const { return full() + kStages; }
@@ -130,7 +121,6 @@ struct GemmSm90 {
     CUTLASS_DEVICE char* scales() const { return weights() + kStages * kWeightBytes; }
     CUTLASS_DEVICE char* pairs() const { return scales() + kStages * kScaleBytes; }
     CUTLASS_DEVICE char* sums() const { return x(); }
-    CUTLASS_DEVICE char* y(bool is_shared) const { return is_shared ? sums() + kSumsBytes : x(); }
     CUTLASS_DEVICE char* parts() const { return x() + kPartsOffset; }
     CUTLASS_DEVICE Element* chunks() const { return reinterpret_cast<Element*>(parts()); }
   };
@@ -206,12 +196,29 @@ struct GemmSm90 {
     Tensor const x = thread_mma.make_fragment_B(thread_mma.partition_B(s_x));  // (MMA, 1, k16)
     Tensor sums = partition_fragment_C(mma, Shape<_64, Int<kTokens>>{});  // (MMA, 1, 1)
     typename Mainloop::Reader reader(p, smem);
-    bool const loops = may_loop(p);
-    for_each_tile(p, first, [&](Place const& place) {
-      Mainloop::run(p, place, reader, x, sums);
-      if (loops) Epilogue::store_and_go_on(p, place, smem, sums);
-    });
-    if (!loops) Epilogue::store(p, first, smem, sums);
+    if (p.split_k > 1) cluster_wait();  // all CTAs have their barriers
+    if constexpr (kItemsEarly) {
+      Items items(p, first, smem);
+      Mainloop::run(p, first, reader, x, sums);
+      end(p, items, sums);
+    } else {
+      bool const loops = may_loop(p);
+      for_each_tile(p, first, [&](Place const& place) {
+        Mainloop::run(p, place, reader, x, sums);
+        if constexpr (kMayLoop) {
+          if (loops) Chunks::store(p, place, smem, sums);
+        }
+      });
+      if (loops) return;
+      Items items(p, first, smem);
+      end(p, items, sums);
+    }
+  }
+
+  template <class Sums>
+  CUTLASS_DEVICE static void end(GemmSm90Params const& p, Items& items, Sums const& sums) {
+    items.leave(sums);
+    p.activation == int(Activation::kIdentity) ? items.template finish<true>() : items.template finish<false>();
   }
 
   /// By the producers' threads, before any other. The first warp waits for nobody: what it needs first it has made
@@ -239,9 +246,7 @@ struct GemmSm90 {
   }
 
   CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
-    // The swizzle counts from multiples of 1024.
-    uint32_t const address = cute::cast_smem_ptr_to_uint(smem_base);
-    Smem const smem{smem_base + ((address + 1023) / 1024 * 1024 - address)};
+    Smem const smem{smem_base};
     int const producer = int(threadIdx.x) - kConsumers;
     Place const place(p, first_tile());
     if (producer >= 0) begin_barriers(p, producer, smem);
@@ -272,7 +277,7 @@ struct GemmSm90 {
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1) gemm_sm90_kernel(__grid_constant__ GemmSm90Params const p) {
-  extern __shared__ __align__(128) char smem_bytes[];
+  extern __shared__ __align__(1024) char smem_bytes[];  // the swizzle counts from multiples of it
   Kernel::run(p, smem_bytes);
 }
 

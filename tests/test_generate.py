@@ -36,8 +36,8 @@ def constants(symbol: str) -> dict[str, int]:
             {"kTokens": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6},
         ),
         (
-            "gemm_sm90_16x64x512_w16x64_s3_bf16_int8_group",
-            {"kTokens": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 3},
+            "gemm_sm90_16x64x512_w16x64_s4_bf16_int8_group",
+            {"kTokens": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 4},
         ),
         (
             "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",

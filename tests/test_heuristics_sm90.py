@@ -25,7 +25,7 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
     gemm = next(c for c in CONFIGS if c.kernel == "gemm_sm90_32x256x128_w32x64_s6")
     assert (gemm.warps, gemm.piece_k, gemm.max_split_k, gemm.warpgroups_k) == (16, 128, 8, 1)
     shared = next(c for c in CONFIGS if c.kernel == "gemm_sm90_16x64x512_w16x64_s4")
-    assert (shared.warps, shared.piece_k, shared.formats, shared.warpgroups_k) == (16, 512, ("int4", "code4"), 4)
+    assert (shared.warps, shared.piece_k, shared.formats, shared.warpgroups_k) == (16, 512, ("code4", "int8"), 4)
     assert {c.block_m for c in CONFIGS if c.family == "gemm_sm90" and c.max_split_k == 1} == {256}, "no room for sums"
     hopper = [c for c in CONFIGS if c.shares_cluster]
     assert {c.layout for c in hopper} == {"tiled"}
@@ -56,14 +56,16 @@ def test_shared_memory_of_decode(
     assert with_table == expected_bytes + 256 * 256
 
 
+BARRIERS_BYTES = 1024
+
+
 def items(config: KernelConfig) -> int:
     """Of gemm_sm90: sums of 8 tokens and 64 columns, 2 KB each."""
     return config.block_m // 8 * (config.block_n // 64)
 
 
 def stage_and_end_bytes(config: KernelConfig, format: str, scale_rows: int) -> tuple[int, int]:
-    """Of gemm_sm90: all of its stages, and what takes their place at the end: fp32 rows of y, or sums of all parts of K
-    and the rows of those that the CTA finishes, half of them if CTAs alone share K.
+    """Of gemm_sm90: all of its stages, and what takes their place at the end, the sums of all of its warpgroups.
 
     scale_rows: of scales and zero points, for 32 k.
     """
@@ -72,17 +74,7 @@ def stage_and_end_bytes(config: KernelConfig, format: str, scale_rows: int) -> t
     stages_bytes = config.stages * (config.block_k * config.block_m * 2 + weight_bytes + scale_bytes)
     if format == "code4":
         stages_bytes += (64 if config.block_m <= 32 else 32) * 1024
-
-    def rows_of_y(count: int) -> int:
-        """Bytes; warpgroups have equal numbers of items; a row has 16 bytes more."""
-        warpgroups = config.warps // 4
-        return warpgroups * -(-count // warpgroups) * 8 * (64 * 4 + 16)
-
-    all_items, k_warpgroups = items(config), config.warpgroups_k
-    half = -(-all_items // 2)
-    shared_bytes = all_items * k_warpgroups * 2048 + rows_of_y(all_items if k_warpgroups > 1 else half)
-    has_room = 2048 + max(stages_bytes, shared_bytes) + half * k_warpgroups * 2048 <= machine(90).smem_bytes
-    return stages_bytes, max(rows_of_y(all_items), shared_bytes * has_room)
+    return stages_bytes, items(config) * config.warpgroups_k * 2048
 
 
 def test_the_table_of_codes_in_shared_memory() -> None:
@@ -92,7 +84,7 @@ def test_the_table_of_codes_in_shared_memory() -> None:
             stages_bytes, end_bytes = stage_and_end_bytes(config, "code4", 1)
             chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
             needed = config.gemm_sm90_smem_bytes("code4", per_channel=False, zeros=False)
-            assert needed == 2048 + max(stages_bytes, end_bytes) + chunk_bytes
+            assert needed == BARRIERS_BYTES + max(stages_bytes, end_bytes) + chunk_bytes
             assert needed <= machine(90).smem_bytes
 
 
@@ -107,8 +99,8 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
         bare = config.gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
         assert config.loops == (config.block_m >= 128 and config.block_n * config.block_m > 128 * 128)
         chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
-        assert bare == 2048 + max(stage_and_end_bytes(config, format, 0)) + chunk_bytes
-        assert needed == 2048 + max(stage_and_end_bytes(config, format, 2)) + chunk_bytes
+        assert bare == BARRIERS_BYTES + max(stage_and_end_bytes(config, format, 0)) + chunk_bytes
+        assert needed == BARRIERS_BYTES + max(stage_and_end_bytes(config, format, 2)) + chunk_bytes
         # Of two CTAs one sends half of what it has.
         for split_k in (2, 4):
             shared = config.with_split_k(split_k).gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
