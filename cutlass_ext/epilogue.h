@@ -93,19 +93,35 @@ struct ColumnPairConstants {
   }
 };
 
+/// Two neighbouring columns of a token, the first an even one.
+template <class Element>
+struct alignas(2 * sizeof(Element)) ColumnPair {
+  Element values[2];
+
+  /// Whether y takes both in one store.
+  CUTLASS_DEVICE static bool is_one_store(GemmParams const& p, int column) {
+    return column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(ColumnPair) == 0;
+  }
+
+  CUTLASS_DEVICE void store(Element* y) const { *reinterpret_cast<ColumnPair*>(y) = *this; }
+
+  /// Those of them that exist.
+  CUTLASS_DEVICE void store_each(GemmParams const& p, Element* y, int column) const {
+    for (int i = 0; i < 2 && column + i < p.n; ++i) y[i] = values[i];
+  }
+};
+
 /// Stores two neighbouring columns of one token, the first an even one. values: all but the activation is done.
 template <class Element>
 CUTLASS_DEVICE void store_pair(GemmParams const& p, int token, int column, float2 values) {
   float finished[2] = {values.x, values.y};
   activate(finished, p.activation);
-  struct alignas(2 * sizeof(Element)) Pair {
-    Element values[2];
-  } const pair = {Element(finished[0]), Element(finished[1])};
+  ColumnPair<Element> const pair = {Element(finished[0]), Element(finished[1])};
   Element* const y = static_cast<Element*>(p.y) + token * p.ldy + column;
-  if (column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(Pair) == 0) {
-    *reinterpret_cast<Pair*>(y) = pair;
+  if (pair.is_one_store(p, column)) {
+    pair.store(y);
   } else {
-    for (int i = 0; i < 2 && column + i < p.n; ++i) y[i] = pair.values[i];
+    pair.store_each(p, y, column);
   }
 }
 

@@ -172,6 +172,12 @@ class KernelConfig:
         return self.family == "gemm_sm90" and self.block_m >= 128 and self.block_m * self.block_n > 128 * 128
 
     @property
+    def stores_chunks(self) -> bool:
+        """Whether gemm_sm90 has room beside its stages for chunks of y, if K is not shared (gemm_sm90_chunks.h)."""
+        is_large = self.block_m >= 96 or self.block_m * self.block_n >= 128 * 128
+        return self.family == "gemm_sm90" and self.warpgroups_k == 1 and is_large
+
+    @property
     def warpgroups_k(self) -> int:
         """Warpgroups of gemm_sm90 that share the k of a block: each takes 128, for more than 128 tokens 64."""
         return self.block_k // (128 if self.block_m <= 128 else 64)
@@ -239,15 +245,15 @@ class KernelConfig:
         scale_rows = 0 if per_channel and not zeros else self.block_k // 32 * (2 if zeros else 1)  # the smallest groups
         stage_bytes = self.block_m * self.block_k * 2 + self.block_n * (self.block_k * bits // 8 + scale_rows * 2)
         stages_bytes = self.stages * stage_bytes + self.table_bytes(format)
-        # At the end the sums of its warpgroups take the stages' place. Beside them are those that other CTAs send, or
-        # rows of y while the stages take the next tile.
+        # At the end the sums of its warpgroups take the stages' place. Beside them are those that other CTAs send, or,
+        # in place of both, chunks of y.
         warpgroups = self.warps // 4
         item_bytes = 128 * 16
         sums_bytes = warpgroups * (self.block_m // 8) * item_bytes
         if self.split_k > 1:
             beside_bytes = self.sent_sums * item_bytes
         else:
-            beside_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.loops else 0
+            beside_bytes = warpgroups * 2 * 16 * (64 * 2 + 16) if self.stores_chunks else 0
         barriers_bytes = 1024
         return barriers_bytes + max(stages_bytes, sums_bytes) + beside_bytes
 

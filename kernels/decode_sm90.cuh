@@ -113,10 +113,6 @@ struct Decode {
   /// of the CTAs that share it, and stores or sends them. Warps take turns at it: `turn` counts the units of the run.
   template <int kGroups, bool kIsCluster>
   struct Finish {
-    struct alignas(2 * sizeof(Element)) Pair {
-      Element values[2];
-    };
-
     DecodeParams const& p;
     bool is_mine;
     int stride;  // between the sums of two warps, of two CTAs
@@ -147,7 +143,7 @@ struct Decode {
       // The activation and the bias of a group are looked at when there is one: their code is long, and far.
       if (!kHasScales && is_mine) constants = {p, column, true};
       is_plain = (!kHasScales || p.bias == nullptr) && p.activation == int(Activation::kIdentity) &&
-                 column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(Pair) == 0;
+                 ColumnPair<Element>::is_one_store(p, column);
     }
 
     CUTLASS_DEVICE float2 sum() const {
@@ -179,7 +175,7 @@ struct Decode {
       if (!is_stored) return;
       if constexpr (!kHasScales) finish(total, constants);
       if (is_plain) {
-        *reinterpret_cast<Pair*>(y) = {Element(total.x), Element(total.y)};
+        ColumnPair<Element>{Element(total.x), Element(total.y)}.store(y);
         return;
       }
       if (kHasScales && p.bias != nullptr) finish(total, {p, column, false});

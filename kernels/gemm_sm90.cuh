@@ -61,6 +61,8 @@ struct GemmSm90 {
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr bool kMayLoop = kTokens >= 128 && kTokens * kColumns > 128 * 128;  // over tiles
   static constexpr bool kMayShareX = kMayLoop;  // with a CTA beside this one
+  // Whether y may go by gemm_sm90_chunks.h. Smaller tiles are not quicker by it, and lose in their loops.
+  static constexpr bool kMayChunk = kWarpgroupsK == 1 && (kTokens >= 96 || kTokens * kColumns >= 128 * 128);
 
   // Blocks of 64 k that a warpgroup waits for at a time: the fewer tokens, the more each wait weighs.
   static constexpr int kWarpgroupBlocks = kTokens <= 128 ? 2 : 1;
@@ -105,7 +107,7 @@ struct GemmSm90 {
     /// Of y, for each warpgroup, while the stages take the next tile: two times 16 tokens, rows 16 bytes longer, for the banks.
     static constexpr int kChunkRowElements = 64 + 16 / int(sizeof(Element));
     static constexpr int kChunkElements = 16 * kChunkRowElements;
-    static constexpr int kChunkBytes = kMayLoop ? 2 * kWarpgroups * kChunkElements * int(sizeof(Element)) : 0;
+    static constexpr int kChunkBytes = kMayChunk ? 2 * kWarpgroups * kChunkElements * int(sizeof(Element)) : 0;
     static_assert(kPartsOffset % 16 == 0);
     static_assert(8 * (2 * kStages + 1) <= kBarrierBytes);
 
@@ -156,10 +158,9 @@ struct GemmSm90 {
     }
   };
 
-  /// Whether a CTA may go through several tiles: with an activation the stages take y, where K is shared the sums, and so no
-  /// next tile.
-  CUTLASS_HOST_DEVICE static bool may_loop(GemmParams const& p) {
-    return kMayLoop && p.split_k == 1 && p.activation == int(Activation::kIdentity);
+  /// Whether y is stored in chunks. Then a CTA may go through several tiles: else the stages take the sums, and so no next tile.
+  CUTLASS_HOST_DEVICE static bool in_chunks(GemmParams const& p) {
+    return kMayChunk && p.split_k == 1 && p.activation == int(Activation::kIdentity);
   }
 
   CUTLASS_DEVICE static bool shares_x(GemmSm90Params const& p) { return kMayShareX && p.x_ctas > 1; }
@@ -197,22 +198,31 @@ struct GemmSm90 {
     Tensor sums = partition_fragment_C(mma, Shape<_64, Int<kTokens>>{});  // (MMA, 1, 1)
     typename Mainloop::Reader reader(p, smem);
     if (p.split_k > 1) cluster_wait();  // all CTAs have their barriers
+    bool const chunks = in_chunks(p);
+    auto const visit = [&](Place const& place) {
+      if constexpr (!kHasScales && !kItemsEarly) prefetch_scales(p, place);
+      Mainloop::run(p, place, reader, x, sums);
+      if constexpr (kMayChunk) {
+        if (chunks) Chunks::store(p, place, smem, sums);
+      }
+    };
     if constexpr (kItemsEarly) {
       Items items(p, first, smem);
-      Mainloop::run(p, first, reader, x, sums);
-      end(p, items, sums);
+      visit(first);
+      if (!chunks) end(p, items, sums);
     } else {
-      bool const loops = may_loop(p);
-      for_each_tile(p, first, [&](Place const& place) {
-        Mainloop::run(p, place, reader, x, sums);
-        if constexpr (kMayLoop) {
-          if (loops) Chunks::store(p, place, smem, sums);
-        }
-      });
-      if (loops) return;
+      for_each_tile(p, first, visit);
+      if (chunks) return;
       Items items(p, first, smem);
       end(p, items, sums);
     }
+  }
+
+  /// Channels' scales into the L2: they come from memory, and are needed when the loop is over.
+  CUTLASS_DEVICE static void prefetch_scales(GemmSm90Params const& p, Place const& place) {
+    int const column = place.first_column + 64 * int(threadIdx.x);
+    if (threadIdx.x >= kWarpgroupsN || column >= p.n) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<Element const*>(p.scales) + column));
   }
 
   template <class Sums>
@@ -333,7 +343,7 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   if (Kernel::kHasZeros) error = map_groups(&g.zero_map, p.zeros);
   if (error != cudaSuccess) return error;
   static std::atomic<uint64_t> devices_done{0};
-  int const clusters = Kernel::may_loop(p) ? min(g.tiles, max(1, p.clusters / g.x_ctas)) : g.tiles;
+  int const clusters = Kernel::kMayLoop && Kernel::in_chunks(p) ? min(g.tiles, max(1, p.clusters / g.x_ctas)) : g.tiles;
   int const cluster_ctas = p.split_k * g.x_ctas;
   return launch_clusters(gemm_sm90_kernel<Kernel>, devices_done, g, dim3(clusters, cluster_ctas), dim3(1, cluster_ctas),
                          Kernel::kThreads, Kernel::Smem::bytes(g), stream);

@@ -1,5 +1,5 @@
-// The end of a tile of gemm_sm90 that others may follow: y goes through shared memory in chunks of 16 tokens, beside the stages,
-// which take the next tile meanwhile. Without an activation, and where K is not shared.
+// The end of a large tile of gemm_sm90 whose K is not shared, without an activation: y goes through shared memory in chunks of 16
+// tokens, as 16 bits and beside the stages. Those take the next tile meanwhile, if there is one.
 #pragma once
 
 #include "cutlass_ext/epilogue.h"
@@ -18,6 +18,7 @@ struct GemmSm90Chunks {
   /// sums(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class Sums>
   CUTLASS_DEVICE static void store(GemmSm90Params const& p, Place const& place, Smem const& smem, Sums const& sums) {
+    static_assert(Kernel::kWarpgroupsK == 1);
     static_assert(Kernel::kTokenTiles % 4 == 0, "the next tile begins with the first buffer");
     int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0), thread = threadIdx.x % 128;
     int const g = thread % 32 / 4, t = thread % 4;
@@ -37,12 +38,10 @@ struct GemmSm90Chunks {
       for (int j = 0; j < 2; ++j) {
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < 2; ++e) {
-          struct alignas(2 * sizeof(Element)) Pair {
-            Element values[2];
-          } pair;
+          ColumnPair<Element> pair;
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) pair.values[h] = Element(columns[h].affine(sums(4 * (i + j) + 2 * h + e)));
-          *reinterpret_cast<Pair*>(rows + (8 * j + 2 * t + e) * kRowElements + column) = pair;
+          pair.store(rows + (8 * j + 2 * t + e) * kRowElements + column);
         }
       }
       asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");

@@ -1,4 +1,5 @@
-// The end of gemm_sm90 where a CTA has one tile: sums of warpgroups and CTAs that share K meet in shared memory and become y.
+// The end of gemm_sm90 where gemm_sm90_chunks.h does not serve: the sums of all warpgroups and CTAs that share K meet in shared
+// memory and become y.
 //
 // An item is the sums of eight tokens and 64 columns, struct GemmSm90. Each CTA of a cluster finishes some of the tile's items,
 // each of its warps a quarter of some of those:
@@ -30,11 +31,6 @@ struct GemmSm90Items {
   static constexpr bool kMaySplit = Kernel::kMaySplit;
   static constexpr int kOwnBytes = kWarpgroupsK * kItemBytes;  // a CTA's own sums of an item
 
-  /// Two neighbouring columns of a token.
-  struct alignas(2 * sizeof(Element)) Pair {
-    Element values[2];
-  };
-
   GemmSm90Params const& p;
   Place const& place;
   Smem const& smem;
@@ -47,7 +43,7 @@ struct GemmSm90Items {
   ColumnPairConstants<Element> constants;  // asked for before the loop: they come from memory
   uint32_t own, others;  // this CTA's sums of the first item, and those that were sent
   int end_row;
-  bool is_pair;  // y takes both columns at a time
+  bool is_one_store;  // of both columns
   Element* y;
 
   CUTLASS_DEVICE GemmSm90Items(GemmSm90Params const& p, Place const& place, Smem const& smem)
@@ -101,7 +97,12 @@ struct GemmSm90Items {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < 2; ++e) {
         if (row + e >= end_row || row + e < place.known_tokens) continue;
-        store(y + e * p.ldy, {Element(values[2 * e]), Element(values[2 * e + 1])});
+        ColumnPair<Element> const pair = {Element(values[2 * e]), Element(values[2 * e + 1])};
+        if (is_one_store) {
+          pair.store(y + e * p.ldy);
+        } else {
+          pair.store_each(p, y + e * p.ldy, column);
+        }
       }
       row += 8 * kWarpgroupsK;
       y += 8 * kWarpgroupsK * p.ldy;
@@ -127,7 +128,7 @@ struct GemmSm90Items {
     own = own_sums() + warp / 4 * kOwnBytes + mine;
     others = sent_sums() + warp / 4 * sent_bytes() + mine;
     end_row = column < p.n ? p.m - place.first_token : 0;
-    is_pair = column + 2 <= p.n && (p.ldy * sizeof(Element) | reinterpret_cast<uintptr_t>(p.y)) % sizeof(Pair) == 0;
+    is_one_store = ColumnPair<Element>::is_one_store(p, column);
     y = static_cast<Element*>(p.y) + int64_t(place.first_token + row) * p.ldy + column;
   }
 
@@ -183,15 +184,6 @@ struct GemmSm90Items {
     sum.y += addend.y;
     sum.z += addend.z;
     sum.w += addend.w;
-  }
-
-  CUTLASS_DEVICE void store(Element* target, Pair const& pair) const {
-    if (is_pair) {
-      *reinterpret_cast<Pair*>(target) = pair;
-    } else {
-      target[0] = pair.values[0];
-      if (column + 1 < p.n) target[1] = pair.values[1];
-    }
   }
 
   CUTLASS_DEVICE static void all_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(Kernel::kConsumers) : "memory"); }

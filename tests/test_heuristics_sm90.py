@@ -82,7 +82,7 @@ def test_the_table_of_codes_in_shared_memory() -> None:
     for config in CONFIGS:
         if config.family == "gemm_sm90" and "code4" in config.formats:
             stages_bytes, end_bytes = stage_and_end_bytes(config, "code4", 1)
-            chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
+            chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.stores_chunks else 0
             needed = config.gemm_sm90_smem_bytes("code4", per_channel=False, zeros=False)
             assert needed == BARRIERS_BYTES + max(stages_bytes, end_bytes) + chunk_bytes
             assert needed <= machine(90).smem_bytes
@@ -98,7 +98,7 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
         assert needed <= machine(90).smem_bytes
         bare = config.gemm_sm90_smem_bytes(format, per_channel=True, zeros=False)
         assert config.loops == (config.block_m >= 128 and config.block_n * config.block_m > 128 * 128)
-        chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.loops else 0
+        chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if config.stores_chunks else 0
         assert bare == BARRIERS_BYTES + max(stage_and_end_bytes(config, format, 0)) + chunk_bytes
         assert needed == BARRIERS_BYTES + max(stage_and_end_bytes(config, format, 2)) + chunk_bytes
         # Of two CTAs one sends half of what it has.
