@@ -164,20 +164,6 @@ struct WeightRing {
     }
   }
 
-  /// Brings the piece that lies `ahead` bytes further into the L2 and nothing nearer: allowed before the kernels that precede
-  /// this one have ended, even if one of them writes these bytes.
-  CUTLASS_DEVICE static void prefetch(Source const& source, int ahead, bool is_whole, int lane) {
-    constexpr int kTileLines = Layout::kPieceBytes / 128, kLines = kRowTiles * kTileLines;  // of a block
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPieceBlocks * kLines; i += 32) {
-      int const line = i + lane;
-      int const block = line / kLines;
-      char const* const address = source.weight - lane * 16 + ahead + block * Layout::kBlockBytes +
-                                  source.jump_to(line % kLines / kTileLines) + line % kLines * 128;
-      if (block < (is_whole ? kPieceBlocks : 1)) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-    }
-  }
-
   CUTLASS_DEVICE static void read_block(uint32_t (&words)[kRowTiles][Layout::kLaneWords], uint32_t slot, int block,
                                         int lane) {
     CUTLASS_PRAGMA_UNROLL

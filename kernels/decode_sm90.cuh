@@ -15,6 +15,7 @@
 #include "cutlass_ext/epilogue.h"
 #include "kernels/decode_sm90_stream.h"
 #include "kernels/launch_sm90.h"
+#include "kernels/prefetch_sm90.h"
 #include "kernels/registry.h"
 
 namespace weightonly {
@@ -192,8 +193,35 @@ struct Decode {
     }
   };
 
-  /// Fills the ring for the first time, when the kernels before this one have ended: they may be writing x. Before that weights
-  /// come into the ring if nobody is writing them, else into the L2, where they may still change. Returns this lane's code.
+  /// What the run begins with, before this CTA knows more of it. Neighbours have parts of the same bytes: each asks for as many of a
+  /// stripe's as it has columns of it.
+  template <int kGroups, bool kIsCluster>
+  CUTLASS_DEVICE static void prefetch_first(DecodeParams const& p) {
+    int const warp = threadIdx.x / 32;
+    if (warp > (Ring<1>::kHasZeros ? 2 : 1)) return;  // at once: all warps have much to do
+    int const begin = kIsCluster ? blockIdx.x * p.run_pieces : 0, units = kIsCluster ? p.units_in(begin) : 0;
+    int const unit = blockIdx.y * p.units_per_cluster + units;
+    if (kIsCluster && unit >= p.units) return;
+    int piece = begin - units * p.pieces + int(__umulhi(blockIdx.y, p.rotation_multiplier));
+    if (piece >= p.pieces) piece -= p.pieces;
+    int const tile = first_tile(p, unit), stripe = tile / Layout::kPieces, in_stripe = tile % Layout::kPieces;
+    if (threadIdx.x == 0) {
+      // Before the kernels in front have ended there is time for all of the ring.
+      constexpr int kRingBytes = kDepth * kWarpsK * Ring<kGroups>::kWeightsBytes;
+      int const all = p.overlap == int(Overlap::kPrefetch) ? kRingBytes : p.m == 1 ? 24 * 1024 : 16 * 1024;
+      int const bytes = all / kRowTiles / 16 * 16;  // of a tile
+      int const tiles = min(kRowTiles, Layout::kPieces - in_stripe);
+      int const block = piece * kDecodePieceBlocks<Weight>;
+      prefetch_stripe<Weight>(p, stripe, block, in_stripe * bytes, tiles * bytes);
+      if (tiles < kRowTiles) prefetch_stripe<Weight>(p, stripe + 1, block, 0, (kRowTiles - tiles) * bytes);
+    }
+    constexpr int kStripes = Ring<1>::kStripes;
+    if (kHasScales && warp == 1) prefetch_groups<Element, kStripes>(p, p.scales, stripe, piece * kPieceK);
+    if (Ring<1>::kHasZeros && warp == 2) prefetch_groups<Element, kStripes>(p, p.zeros, stripe, piece * kPieceK);
+  }
+
+  /// Fills the ring for the first time, when the kernels before this one have ended: they may be writing x. Weights come before that,
+  /// if nobody is writing them. Returns this lane's code.
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static uint32_t fetch_first(DecodeParams const& p, Stream<kGroups, kIsCluster>& stream,
                                              uint32_t first_slot, uint32_t last_slot) {
@@ -211,7 +239,6 @@ struct Decode {
       CUTLASS_PRAGMA_NO_UNROLL
       for (uint32_t slot = first_slot; slot <= last_slot; slot += kSlotBytes) x_stream.fetch_next_x();
     } else {
-      if (p.overlap == int(Overlap::kPrefetch)) stream.prefetch();
       wait();
       CUTLASS_PRAGMA_NO_UNROLL
       for (uint32_t slot = first_slot; slot <= last_slot; slot += kSlotBytes) stream.fetch_next(slot);
@@ -223,8 +250,7 @@ struct Decode {
   CUTLASS_DEVICE static void prefetch_scales(DecodeParams const& p, int unit, int last_unit) {
     if (unit > last_unit) return;
     auto const prefetch = [&](int tile) {
-      char const* const stripe = static_cast<char const*>(p.scales) + tile / Layout::kPieces * Ring<1>::kScaleRowBytes;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(stripe));
+      prefetch_line(static_cast<char const*>(p.scales) + tile / Layout::kPieces * Ring<1>::kScaleRowBytes);
     };
     prefetch(first_tile(p, unit));
     if (Ring<1>::kStripes > 1) prefetch(first_tile(p, unit) + kRowTiles - 1);
@@ -233,6 +259,7 @@ struct Decode {
   template <int kGroups, bool kIsCluster>
   CUTLASS_DEVICE static void run(DecodeParams const& p, char* smem_base) {
     using R = Ring<kGroups>;
+    prefetch_first<kGroups, kIsCluster>(p);
     Smem const smem{smem_base};
     Place<kIsCluster> place(p);
     uint32_t const smem_x = cute::cast_smem_ptr_to_uint(smem.x(kGroups));

@@ -79,15 +79,6 @@ struct DecodeStream {
     }
   }
 
-  /// What is fetched first, up to the end of K or of the unit, into the L2.
-  CUTLASS_DEVICE void prefetch() const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Kernel::kDepth; ++i) {
-      int const ahead = i * (kWarpsK * R::kPieceStride);
-      if (i < left) R::prefetch(source, ahead, is_whole(p, piece + i * kWarpsK), place.lane);
-    }
-  }
-
   /// One commit, of the next piece or of nothing. All lanes have read what was in the slot. x comes first: what is asked for
   /// behind the weights of all warps arrives behind them.
   CUTLASS_DEVICE void fetch_next(uint32_t slot) {

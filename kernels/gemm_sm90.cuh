@@ -22,6 +22,7 @@
 #include "kernels/gemm_sm90_mainloop.h"
 #include "kernels/gemm_sm90_producers.h"
 #include "kernels/launch_sm90.h"
+#include "kernels/prefetch_sm90.h"
 #include "kernels/registry.h"
 
 namespace weightonly {
@@ -221,14 +222,31 @@ struct GemmSm90 {
   /// Channels' scales into the L2: they come from memory, and are needed when the loop is over.
   CUTLASS_DEVICE static void prefetch_scales(GemmSm90Params const& p, Place const& place) {
     int const column = place.first_column + 64 * int(threadIdx.x);
-    if (threadIdx.x >= kWarpgroupsN || column >= p.n) return;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<Element const*>(p.scales) + column));
+    if (threadIdx.x < kWarpgroupsN && column < p.n) prefetch_line(static_cast<Element const*>(p.scales) + column);
   }
 
   template <class Sums>
   CUTLASS_DEVICE static void end(GemmSm90Params const& p, Items& items, Sums const& sums) {
     items.leave(sums);
     p.activation == int(Activation::kIdentity) ? items.template finish<true>() : items.template finish<false>();
+  }
+
+  /// By some of the consumers, before anything else; where there are more tiles of tokens, copies are not what a call waits for.
+  CUTLASS_DEVICE static void prefetch_first(GemmSm90Params const& p) {
+    int const warp = threadIdx.x / 32;
+    if (warp > (kHasZeros ? 2 : 1) || p.token_tiles > 1) return;
+    constexpr int kBytes = (kTokens <= 16 ? 24 : 16) * 1024 / kWarpgroupsN / 128 * 128;  // of a stripe
+    constexpr int kStepBytes = kStepBlocks * Layout::kBlockBytes;
+    int const stripe = first_tile() * kWarpgroupsN;
+    int const first_step = rank_in_cluster() * p.steps_per_cta;
+    if (threadIdx.x < kWarpgroupsN) {
+      // Before the kernels in front have ended there is time for all stages.
+      int const bytes = p.overlap == int(Overlap::kPrefetch) ? kStages * kStepBytes : kBytes;
+      prefetch_stripe<Weight>(p, stripe + threadIdx.x, first_step * kStepBlocks, 0,
+                              min(bytes, p.steps_per_cta * kStepBytes));
+    }
+    if (kHasScales && warp == 1) prefetch_groups<Element, kWarpgroupsN>(p, p.scales, stripe, first_step * kStepK);
+    if (kHasZeros && warp == 2) prefetch_groups<Element, kWarpgroupsN>(p, p.zeros, stripe, first_step * kStepK);
   }
 
   /// By the producers' threads, before any other. The first warp waits for nobody: what it needs first it has made
@@ -256,6 +274,7 @@ struct GemmSm90 {
   }
 
   CUTLASS_DEVICE static void run(GemmSm90Params const& p, char* smem_base) {
+    prefetch_first(p);
     Smem const smem{smem_base};
     int const producer = int(threadIdx.x) - kConsumers;
     Place const place(p, first_tile());

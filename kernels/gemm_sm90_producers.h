@@ -51,15 +51,6 @@ struct GemmSm90Producers {
       LoadWeights::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
                         smem.weights() + stage * kWeightBytes, 0, step * kUnits, place.first_column / 64);
     }
-
-    /// Into the L2 and nothing nearer: allowed before the kernels in front of this one have ended, even if one of them
-    /// writes these bytes.
-    CUTLASS_DEVICE void prefetch(Place const& place) const {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = place.first_step; step < min(place.end_step, place.first_step + kStages); ++step) {
-        LoadWeights::PREFETCH::copy(&p.weight_map, 0, step * kUnits, place.first_column / 64);
-      }
-    }
   };
 
   struct X {
@@ -171,7 +162,6 @@ struct GemmSm90Producers {
 
   /// By one thread of each of the producers' warps, when this CTA has its barriers.
   CUTLASS_DEVICE static void begin(GemmSm90Params const& p, Place const& place, Smem const& smem, int warp) {
-    if (warp == 0 && p.overlap == int(Overlap::kPrefetch)) Weights{p, smem}.prefetch(place);
     with_operand(p, smem, warp, [&](auto const& operand) {
       wait_for_kernels_before<std::decay_t<decltype(operand)>>(p);
       CUTLASS_PRAGMA_NO_UNROLL

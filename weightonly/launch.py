@@ -17,8 +17,8 @@ _overlap: LaunchOverlap = True
 def set_launch_overlap(overlap: LaunchOverlap) -> None:
     """Let the kernels of Hopper start while the kernel before them in the stream still runs, or not; default: True.
 
-    True: a kernel that starts early only asks for its weights to come nearer, into the L2 cache, and uses nothing until
-    all work before it in the stream is done. The results are the same, whatever that work writes.
+    True: a kernel that starts early only asks for weights and scales to come nearer, into the L2 cache, and uses
+    nothing until all work before it in the stream is done. The results are the same, whatever that work writes.
 
     "constant_weights": it takes its first weights and scales into shared memory meanwhile, which is faster. This is a
     promise: no work that runs just before a `gemm` writes that call's packed weight, scales or zero points (x, bias and
