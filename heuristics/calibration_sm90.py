@@ -146,7 +146,7 @@ GEMM_SM90 = GemmSm90Cost(
         ("gemm_sm90_64x256x128_w64x64_s3", "code4"): KernelTimes(0.9239, 4.271),
         ("gemm_sm90_64x256x128_w64x64_s3", "int8"): KernelTimes(0.7731, 4.498),
         ("gemm_sm90_96x64x256_w96x64_s3", "int4"): KernelTimes(0.6095, 3.069),
-        ("gemm_sm90_96x128x128_w96x64_s5", "int4"): KernelTimes(0.5578, 3.352),
+        ("gemm_sm90_96x128x128_w96x64_s5", "int4"): KernelTimes(0.5578, 3.017),
         ("gemm_sm90_96x128x128_w96x64_s4", "code4"): KernelTimes(0.6105, 3.478),
         ("gemm_sm90_96x128x128_w96x64_s4", "int8"): KernelTimes(0.5184, 2.949),
         ("gemm_sm90_96x192x128_w96x64_s4", "int4"): KernelTimes(0.7647, 3.878),
