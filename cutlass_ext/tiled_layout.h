@@ -29,6 +29,10 @@ struct TiledLayout {
   static constexpr int kPieceBytes = 32 * kLaneWords * 4;
   static constexpr int kBlockBytes = kPieces * kPieceBytes;
 
+  CUTLASS_HOST_DEVICE static uint32_t stripe_bytes(int k_padded) {
+    return uint32_t(k_padded) * (kBlockBytes / kBlockK);
+  }
+
   /// Offset of a block, bytes.
   CUTLASS_HOST_DEVICE static int64_t block_offset(int stripe, int block, int k_blocks) {
     return (int64_t(stripe) * k_blocks + block) * kBlockBytes;

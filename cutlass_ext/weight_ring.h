@@ -81,7 +81,7 @@ struct WeightRing {
       zeros = static_cast<char const*>(p.zeros) + row;
       k = GroupIndex::counted(piece * kPieceK + lane / 8 % kGroups * kGroupK);
       in_stripe = Layout::kPieces - tile % Layout::kPieces;
-      jump = stripe_bytes(p) - Layout::kBlockBytes;
+      jump = Layout::stripe_bytes(p.k_padded) - Layout::kBlockBytes;
     }
 
     CUTLASS_DEVICE bool crosses() const { return kStripes > 1 && in_stripe < kRowTiles; }
@@ -98,11 +98,8 @@ struct WeightRing {
   /// tile: of 16 columns, over all of N. In few instructions: it is what a kernel begins with.
   CUTLASS_DEVICE static char const* first_weight(GemmParams const& p, uint32_t tile, uint32_t piece, uint32_t lane) {
     uint32_t const offset = piece * kPieceStride + tile % Layout::kPieces * Layout::kPieceBytes + lane * 16;
-    return static_cast<char const*>(p.weight) + uint64_t(tile / Layout::kPieces) * stripe_bytes(p) + offset;
-  }
-
-  CUTLASS_DEVICE static uint32_t stripe_bytes(GemmParams const& p) {
-    return uint32_t(p.k_padded) * (Layout::kBlockBytes / Layout::kBlockK);
+    return static_cast<char const*>(p.weight) + uint64_t(tile / Layout::kPieces) * Layout::stripe_bytes(p.k_padded) +
+           offset;
   }
 
   /// Where a slot has the scales of a lane's columns of `tile` and the kRowTiles - 1 after it, of group 0: in one stripe they are

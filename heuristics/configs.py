@@ -298,14 +298,15 @@ def _gemm_sm90(
 
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose table needs room, and for int8.
-# Up to 16 tokens sixteen warps that multiply hide more than eight (int8: not everywhere); from 32 on eight leave fewer
-# sums to add, and from 48 on have the registers to let scales multiply them. Up to 8 tokens int4 and int8 have
-# decode_sm90 alone.
+# Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer sums
+# to add, and from 48 on have the registers to let scales multiply them. Up to 8 tokens int8 has decode_sm90 alone.
 _GEMM_SM90_SHAPES = (
-    (8, 1, 4, 0, 4, 0),
-    (8, 2, 2, 0, 6, 0),
-    (8, 4, 1, 0, 7, 0),
-    (16, 1, 2, 0, 0, 8),
+    (8, 1, 2, 6, 0, 0),
+    (8, 1, 4, 5, 4, 0),
+    (8, 2, 2, 6, 6, 0),
+    (8, 3, 1, 8, 0, 0),
+    (8, 4, 1, 7, 7, 0),
+    (16, 1, 2, 6, 0, 8),
     (16, 1, 4, 5, 4, 4),
     (16, 2, 2, 6, 5, 4),
     (16, 3, 1, 9, 8, 6),

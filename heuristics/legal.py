@@ -60,11 +60,6 @@ def splits_evenly(parts: int, split_k: int) -> bool:
     return (split_k - 1) * -(-parts // split_k) < parts
 
 
-def all_finish(config: KernelConfig) -> bool:
-    """Whether each CTA of a cluster of gemm_sm90 has sums to finish: with one that has none it would wait for ever."""
-    return config.family != "gemm_sm90" or splits_evenly(config.shared_sums, config.split_k)
-
-
 def legal(config: KernelConfig, problem: Problem) -> bool:
     """Whether the configuration computes this problem on this architecture, in the layout of its weight."""
     if config.rest is not None:
@@ -75,7 +70,7 @@ def legal(config: KernelConfig, problem: Problem) -> bool:
         return False
     if not runs_on(config, problem.arch, problem.layout) or not 1 <= config.split_k <= config.max_split_k:
         return False
-    if not splits_evenly(parts_of_k(config, problem), config.split_k) or not all_finish(config):
+    if not splits_evenly(parts_of_k(config, problem), config.split_k):
         return False
     return smem_bytes(config, problem) <= machine(problem.arch).smem_bytes
 

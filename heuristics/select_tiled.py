@@ -24,7 +24,7 @@ from .cost import (
     overlapped_us,
     problem_bytes,
 )
-from .legal import CLUSTERS, all_finish, runs_on
+from .legal import CLUSTERS, runs_on
 from .problem import Problem
 
 TWO_LAUNCHES_MIN_M = 64
@@ -112,7 +112,7 @@ def _gemm_sm90_kernels(format: str, arch: int, sm_count: int, per_channel: bool,
             splits = []
             for c in (config.with_split_k(s) for s in CLUSTERS if s <= config.max_split_k):
                 smem_bytes = c.gemm_sm90_smem_bytes(format, per_channel, zeros)
-                if all_finish(c) and smem_bytes <= limit_bytes:
+                if smem_bytes <= limit_bytes:
                     fixed_us = cost.fixed_us + cluster_us(cost, c.split_k)
                     splits.append(_Split(c.split_k, c, cluster_slots(sm_count, c.split_k), fixed_us, smem_bytes, 0))
             times = cost.kernels[config.kernel, format]

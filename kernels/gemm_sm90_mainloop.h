@@ -34,6 +34,12 @@ struct GemmSm90Mainloop {
   // of two groups beside those of the tile.
   static constexpr bool kMayScaleSums = kHasScales && Kernel::kTokens <= (Kernel::kConsumerRegisters >= 160 ? 64 : 32);
 
+  using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a block
+  // Whether those of the second block are read with those of the first, before they are converted: one wait for shared memory, not
+  // two. Sixteen warps, and more sums, are slower by it.
+  static constexpr bool kReadsAhead = Kernel::kTokens < 32 || (Kernel::kWarpgroups == 2 && Kernel::kTokens < 64);
+  static constexpr bool kReadsAheadOfSums = Kernel::kTokens < 32 || Kernel::kWarpgroups == 2;
+
   /// What a consumer lane reads of the steps, one stage after another.
   struct Reader {
     uint32_t weights, scales, barriers;  // of stage 0
@@ -106,7 +112,8 @@ struct GemmSm90Mainloop {
       }
     }
 
-    CUTLASS_DEVICE void read_words(uint32_t (&words)[Layout::kLaneWords], int block) const {
+    /// Its packed weights of a block.
+    CUTLASS_DEVICE void read_words(Words& words, int block) const {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Layout::kLoads; ++i) {
         read_shared(reinterpret_cast<uint32_t (&)[4]>(words[4 * i]),
@@ -129,16 +136,14 @@ struct GemmSm90Mainloop {
     return ScalePair<Element, kScaleMode>(scale[0], zero[0]);
   }
 
-  /// sums += a block of w x, in place of what they were if kIsFirst. When it returns the tensor cores have read all blocks
-  /// but this one. kGroups: of the block; pairs(group): their scales; kScales: whether weights are multiplied by them.
+  /// sums += a block of w x, in place of what they were if kIsFirst, is asked of the tensor cores. kGroups: of the block; pairs(group):
+  /// their scales; kScales: whether weights are multiplied by them.
   template <int kGroups, bool kScales, bool kIsFirst, class Fragment, class XFragments, class Sums, class Pairs>
-  CUTLASS_DEVICE static void multiply_block(Reader const& reader, int block, Fragment& w, XFragments const& x,
-                                            Sums& sums, Pairs const& pairs) {
+  CUTLASS_DEVICE static void multiply_block(Reader const& reader, int block, Words const& words, Fragment& w,
+                                            XFragments const& x, Sums& sums, Pairs const& pairs) {
     using namespace cute;
     using Scaled = ScaledFragment<Element, Weight, kScaleMode, kScales>;
     TiledMma mma;
-    uint32_t words[Layout::kLaneWords];
-    reader.read_words(words, block);
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kGroups; ++group) {
       auto const pair = pairs(group);
@@ -159,8 +164,13 @@ struct GemmSm90Mainloop {
       gemm(mma, w(_, _, k16), x_block(_, _, k16), sums);
     }
     warpgroup_commit_batch();
-    warpgroup_wait<1>();  // the block before has been multiplied
-    warpgroup_fence_operand(sums);
+  }
+
+  /// When it returns the tensor cores have read all blocks but the last one, which is multiplied into these sums.
+  template <class Sums>
+  CUTLASS_DEVICE static void wait_for_block_before(Sums& sums) {
+    cute::warpgroup_wait<1>();
+    cute::warpgroup_fence_operand(sums);
   }
 
   /// sums = w x. While one block is converted, the tensor cores read the one before it. kGroups: of a block, 1 or 2.
@@ -169,18 +179,25 @@ struct GemmSm90Mainloop {
     using namespace cute;
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, Shape<_64, _64>{}));  // (MMA, 1, k16)
     Tensor w1 = make_fragment_like(w0);  // (MMA, 1, k16)
-    auto const block = [&](auto& w, int block) {
-      multiply_block<kGroups, true, false>(reader, block, w, x, sums, [&](int group) {
+    auto const block = [&](auto& w, Words const& words, int block) {
+      multiply_block<kGroups, true, false>(reader, block, words, w, x, sums, [&](int group) {
         return scale_pair(reader, block * reader.block_bytes + group * kScaleRowBytes);
       });
+      wait_for_block_before(sums);
     };
     int previous_stage = 0;
     bool is_first = true;
     auto const step = [&](auto& w, auto& w_second) {
       reader.wait();
-      block(w, 0);
+      Words words, second_words;
+      reader.read_words(words, 0);
+      if constexpr (kWarpgroupBlocks == 2 && kReadsAhead) reader.read_words(second_words, 1);
+      block(w, words, 0);
       if (!is_first) reader.release(previous_stage);
-      if constexpr (kWarpgroupBlocks == 2) block(w_second, 1);
+      if constexpr (kWarpgroupBlocks == 2) {
+        if constexpr (!kReadsAhead) reader.read_words(second_words, 1);
+        block(w_second, second_words, 1);
+      }
       is_first = false;
       previous_stage = reader.stage;
       reader.advance();
@@ -230,13 +247,19 @@ struct GemmSm90Mainloop {
     int previous_stage = 0;
     auto const step = [&](auto& mine, auto& before, bool is_first) {
       reader.wait();
+      Words words, second_words;
+      reader.read_words(words, 0);
+      if constexpr (kReadsAheadOfSums) reader.read_words(second_words, 1);
       auto const pair = scale_pair(reader, 0);
       auto const same = [&](int) { return pair; };
-      multiply_block<1, false, true>(reader, 0, w0, x, mine, same);
+      multiply_block<1, false, true>(reader, 0, words, w0, x, mine, same);
+      wait_for_block_before(mine);
       if (!is_first) reader.release(previous_stage);
+      if constexpr (!kReadsAheadOfSums) reader.read_words(second_words, 1);
+      multiply_block<1, false, false>(reader, 1, second_words, w1, x, mine, same);
       add_scaled(sums, scales, before);
       set_scales(scales, pair);
-      multiply_block<1, false, false>(reader, 1, w1, x, mine, same);
+      wait_for_block_before(mine);
       previous_stage = reader.stage;
       reader.advance();
     };

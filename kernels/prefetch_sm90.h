@@ -21,7 +21,7 @@ CUTLASS_DEVICE void prefetch_line(void const* address) {
 template <class Weight>
 CUTLASS_DEVICE void prefetch_stripe(GemmParams const& p, int stripe, int block, int skipped, int bytes) {
   using Layout = TiledLayout<Weight>;
-  uint32_t const stripe_bytes = uint32_t(p.k_padded) / Layout::kBlockK * Layout::kBlockBytes;
+  uint32_t const stripe_bytes = Layout::stripe_bytes(p.k_padded);
   uint32_t const first = uint32_t(block) * Layout::kBlockBytes + skipped;
   if (first >= stripe_bytes || stripe * Layout::kStripe >= p.n_padded) return;
   char const* const address = static_cast<char const*>(p.weight) + uint64_t(uint32_t(stripe)) * stripe_bytes + first;

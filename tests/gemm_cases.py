@@ -11,7 +11,7 @@ import weightonly as wo
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.configs import KernelConfig, TypeConfig
 from weightonly.heuristics.cost import machine
-from weightonly.heuristics.legal import all_finish, parts_of_k, smem_bytes, splits_evenly
+from weightonly.heuristics.legal import parts_of_k, smem_bytes, splits_evenly
 from weightonly.heuristics.problem import layouts_of
 from weightonly.kernels import device_arch, is_compiled, runs_on, sm_count
 
@@ -110,8 +110,6 @@ def splits(config: KernelConfig, m: int, case: Case, wanted: tuple[int, ...]) ->
     found = []
     for s in (config.with_split_k(s) for s in wanted if s <= config.max_split_k):
         if not splits_evenly(parts_of_k(s, problem), s.split_k):
-            continue
-        if not all_finish(s):
             continue
         if smem_bytes(s, problem) <= machine(this_gpu()).smem_bytes:
             found.append(s)

@@ -98,10 +98,6 @@ BAD_CONFIGS = {
     "cluster beyond K": (
         SM90.with_split_k(3), problem(90), "f16", "tiled",
         f"config: split_k of 3 leaves a part of K without work: K = 192 is 2 units of {SM90.kernel}"),
-    "cluster beyond the columns": (
-        SM90.with_split_k(7), problem(90, k=4096), "f16", "tiled",
-        "config: split_k of 7 leaves a CTA of the cluster without sums to finish: "
-        f"{SM90.kernel} has 16 parts of them"),
 }  # fmt: skip
 
 

@@ -155,9 +155,6 @@ def test_candidates_are_what_is_legal(p: Problem) -> None:
         assert smem_bytes(config, p) <= machine(p.arch).smem_bytes
         parts = parts_of_k(config, p)
         assert (config.split_k - 1) * -(-parts // config.split_k) < parts, "a part of K without work"
-        if config.family == "gemm_sm90":
-            sums = config.shared_sums
-            assert (config.split_k - 1) * -(-sums // config.split_k) < sums, "a CTA without sums to finish"
     assert {c.layout for c in found} == {p.layout}
 
 

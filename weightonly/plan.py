@@ -8,7 +8,7 @@ from .dense_plan import DensePlan
 from .heuristics import KernelConfig, Problem, select
 from .heuristics.configs import FAMILIES, TypeConfig
 from .heuristics.cost import first_columns, launches, machine
-from .heuristics.legal import all_finish, leaves_a_rest, parts_of_k, smem_bytes, splits_evenly
+from .heuristics.legal import leaves_a_rest, parts_of_k, smem_bytes, splits_evenly
 from .heuristics.problem import layouts_of
 from .heuristics.slices import longest_k
 from .kernel_plan import KernelPlan, Plan
@@ -143,11 +143,6 @@ def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> N
         raise ValueError(
             f"config: {config} needs {needed_bytes} bytes of shared memory for {problem.format}, "
             f"but the GPU has {limit_bytes}"
-        )
-    if not all_finish(config):
-        raise ValueError(
-            f"config: split_k of {config.split_k} leaves a CTA of the cluster without sums to finish: "
-            f"{config.kernel} has {config.shared_sums} parts of them"
         )
     units = parts_of_k(config, problem)
     if not splits_evenly(units, config.split_k):
