@@ -184,7 +184,7 @@ def test_only_hopper_reads_two_layouts() -> None:
 
 def test_a_long_k_goes_to_clusters_and_then_to_the_gemm() -> None:
     """x of decode_sm90 stays in shared memory. If 8 rows of it do not fit, more SMs help where each has a part."""
-    assert select(8, 4096, 4096, "int4", 128, 90, 132).family == "decode_sm90"
+    assert select(4, 4096, 4096, "int4", 128, 90, 132).family == "decode_sm90"
     decode = [c for c in candidates(problem(8, 14336, 4096)) if c.family == "decode_sm90"]
     assert min(c.split_k for c in decode) == 2
     assert all(c.family != "decode_sm90" for c in candidates(problem(8, 28672, 8192)))
