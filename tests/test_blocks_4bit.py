@@ -39,6 +39,11 @@ def midpoints(table: tuple[float, ...]) -> torch.Tensor:
     return (numbers[:-1] + numbers[1:]) / 2
 
 
+def flushed(values: torch.Tensor) -> torch.Tensor:
+    """The same with zero for what is subnormal in fp32: the package's code for a CPU may round products of it to zero."""
+    return torch.where(values.float().abs() < torch.finfo(torch.float32).tiny, 0, values)
+
+
 def check_against_the_package(w: torch.Tensor, blocksize: int, quant_type: str) -> None:
     packed, absmax = wo.quantize_4bit(w, blocksize, quant_type)
     data, state = functional.quantize_4bit(w, blocksize=blocksize, quant_type=quant_type)
@@ -57,7 +62,7 @@ def check_against_the_package(w: torch.Tensor, blocksize: int, quant_type: str) 
         )
         restored = wo.dequantize_4bit(packed, absmax, blocksize, quant_type, w.shape, dtype)
         assert restored.shape == w.shape and restored.dtype == dtype
-        assert torch.equal(restored.view(-1), functional.dequantize_4bit(data, flat).view(-1))
+        assert torch.equal(flushed(restored.view(-1)), flushed(functional.dequantize_4bit(data, flat).view(-1)))
 
 
 @st.composite
