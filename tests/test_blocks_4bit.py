@@ -40,7 +40,7 @@ def midpoints(table: tuple[float, ...]) -> torch.Tensor:
 
 
 def flushed(values: torch.Tensor) -> torch.Tensor:
-    """The same with zero for what is subnormal in fp32: the package's code for a CPU may round products of it to zero."""
+    """With zero for what is subnormal in fp32: the package's code for a CPU may flush such products."""
     return torch.where(values.float().abs() < torch.finfo(torch.float32).tiny, 0, values)
 
 
