@@ -334,8 +334,6 @@ cudaError_t launch_gemm_sm90(GemmParams const& p, cudaStream_t stream) {
   g.x_box_rows = Kernel::kStepBlocks == 1 ? g.x_rows / g.x_ctas : g.x_rows;
   g.x_box_blocks = p.k % Layout::kBlockK == 0 ? max(1, Kernel::kStepBlocks / g.x_ctas) : 1;
   g.items = Kernel::kWarpgroupsN * (g.x_rows / 8);
-  // Each CTA has some to finish, if the tile has as many.
-  if ((p.split_k - 1) * divide_up(g.items, p.split_k) >= g.items) g.items = Kernel::kItems;
   g.items_per_cta = divide_up(g.items, p.split_k);
   g.item_multiplier = divide_up(1 << 16, g.items_per_cta);
   static_assert(Kernel::kItems <= 64);  // so that it is exact

@@ -35,10 +35,16 @@ struct GemmSm90Mainloop {
   static constexpr bool kMayScaleSums = kHasScales && Kernel::kTokens <= (Kernel::kConsumerRegisters >= 160 ? 64 : 32);
 
   using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a block
+  // Whether descriptors of x are added to as numbers of 64 bits: one instruction each. ptxas makes three of CuTe's way, the low half
+  // alone, which more tokens are quicker by.
+  static constexpr bool kAddsWide = Kernel::kTokens <= 64;
   // Whether those of the second block are read with those of the first, before they are converted: one wait for shared memory, not
   // two. Sixteen warps, and more sums, are slower by it.
   static constexpr bool kReadsAhead = Kernel::kTokens < 32 || (Kernel::kWarpgroups == 2 && Kernel::kTokens < 64);
   static constexpr bool kReadsAheadOfSums = Kernel::kTokens < 32 || Kernel::kWarpgroups == 2;
+  // Whether the steps of all stages stand one after another in the code, which so has their addresses: 12% fewer instructions. For want
+  // of registers ptxas spills some with more stages, or, with more warps, makes every wgmma wait for the one before.
+  static constexpr bool kUnrollsStages = Kernel::kWarpgroups == 2 && kStages % 2 == 0 && kStages <= 6;
 
   /// What a consumer lane reads of the steps, one stage after another.
   struct Reader {
@@ -47,7 +53,9 @@ struct GemmSm90Mainloop {
     bool tells;
     uint32_t block_bytes;  // of scales, from a block to the next
     Table table;  // of codes
-    int first_x, block_x;  // 16-byte units of x: in a stage before the warpgroup's first block, and of a block
+    // 16-byte units of x: in a stage before the warpgroup's first block, and of a block. Blocks lie as far apart as they have rows; beyond
+    // them the MMA reads what it finds, for tokens that do not exist.
+    int first_x, block_x;
     int stage = 0, phase = 0;
 
     CUTLASS_DEVICE Reader(GemmSm90Params const& p, Smem const& smem)
@@ -112,6 +120,12 @@ struct GemmSm90Mainloop {
       }
     }
 
+    /// The descriptor of x of the warpgroup's first block. x: the fragments of stage 0.
+    template <class XFragments>
+    CUTLASS_DEVICE cute::GmmaDescriptor x_of_stage(XFragments const& x) const {
+      return advanced(x.data().desc_, stage * (Kernel::kXBytes / 16) + first_x);
+    }
+
     /// Its packed weights of a block.
     CUTLASS_DEVICE void read_words(Words& words, int block) const {
       CUTLASS_PRAGMA_UNROLL
@@ -129,6 +143,16 @@ struct GemmSm90Mainloop {
     }
   };
 
+  /// A descriptor of what lies some units of 16 bytes further.
+  CUTLASS_DEVICE static cute::GmmaDescriptor advanced(cute::GmmaDescriptor descriptor, uint32_t units) {
+    if constexpr (kAddsWide) {
+      descriptor.desc_ += units;
+    } else {
+      descriptor.reg32_[0] += units;
+    }
+    return descriptor;
+  }
+
   /// The scales, and zero points, of a lane's columns for the group that starts at an offset into those of the stage.
   CUTLASS_DEVICE static ScalePair<Element, kScaleMode> scale_pair(Reader const& reader, uint32_t offset) {
     uint32_t scale[1] = {0}, zero[1] = {0};
@@ -136,11 +160,11 @@ struct GemmSm90Mainloop {
     return ScalePair<Element, kScaleMode>(scale[0], zero[0]);
   }
 
-  /// sums += a block of w x, in place of what they were if kIsFirst, is asked of the tensor cores. kGroups: of the block; pairs(group):
-  /// their scales; kScales: whether weights are multiplied by them.
+  /// sums += a block of w x, in place of what they were if kIsFirst, is asked of the tensor cores. x: the fragments of any block, x_block
+  /// the descriptor of this one's. kGroups: of the block; pairs(group): their scales; kScales: whether weights are multiplied by them.
   template <int kGroups, bool kScales, bool kIsFirst, class Fragment, class XFragments, class Sums, class Pairs>
-  CUTLASS_DEVICE static void multiply_block(Reader const& reader, int block, Words const& words, Fragment& w,
-                                            XFragments const& x, Sums& sums, Pairs const& pairs) {
+  CUTLASS_DEVICE static void multiply_block(Reader const& reader, Words const& words, Fragment& w, XFragments const& x,
+                                            cute::GmmaDescriptor x_block, Sums& sums, Pairs const& pairs) {
     using namespace cute;
     using Scaled = ScaledFragment<Element, Weight, kScaleMode, kScales>;
     TiledMma mma;
@@ -152,16 +176,14 @@ struct GemmSm90Mainloop {
         Scaled::load(words + k16 * Scaled::kWords, reader.table, pair, reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
       }
     }
-    // Blocks lie as far apart as they have rows; beyond them the MMA reads what it finds, for tokens that do not exist.
-    Tensor const x_block =
-        make_tensor(x.data() + (reader.stage * (Kernel::kXBytes / 16) + reader.first_x + block * reader.block_x),
-                    x.layout());  // (MMA, 1, k16)
     warpgroup_fence_operand(sums);
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int k16 = 0; k16 < 4; ++k16) {
       mma.accumulate_ = kIsFirst && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      gemm(mma, w(_, _, k16), x_block(_, _, k16), sums);
+      constexpr int kUnits = 16 * int(sizeof(Element)) / 16;  // of 16 k
+      GMMA::DescriptorIterator const x_k16{advanced(x_block, kUnits * k16)};
+      gemm(mma, w(_, _, k16), make_tensor(x_k16, x(_, _, 0).layout()), sums);
     }
     warpgroup_commit_batch();
   }
@@ -179,8 +201,9 @@ struct GemmSm90Mainloop {
     using namespace cute;
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, Shape<_64, _64>{}));  // (MMA, 1, k16)
     Tensor w1 = make_fragment_like(w0);  // (MMA, 1, k16)
-    auto const block = [&](auto& w, Words const& words, int block) {
-      multiply_block<kGroups, true, false>(reader, block, words, w, x, sums, [&](int group) {
+    auto const block = [&](auto& w, Words const& words, GmmaDescriptor x_stage, int block) {
+      GmmaDescriptor const x_block = advanced(x_stage, block * reader.block_x);
+      multiply_block<kGroups, true, false>(reader, words, w, x, x_block, sums, [&](int group) {
         return scale_pair(reader, block * reader.block_bytes + group * kScaleRowBytes);
       });
       wait_for_block_before(sums);
@@ -192,11 +215,12 @@ struct GemmSm90Mainloop {
       Words words, second_words;
       reader.read_words(words, 0);
       if constexpr (kWarpgroupBlocks == 2 && kReadsAhead) reader.read_words(second_words, 1);
-      block(w, words, 0);
+      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      block(w, words, x_stage, 0);
       if (!is_first) reader.release(previous_stage);
       if constexpr (kWarpgroupBlocks == 2) {
         if constexpr (!kReadsAhead) reader.read_words(second_words, 1);
-        block(w_second, second_words, 1);
+        block(w_second, second_words, x_stage, 1);
       }
       is_first = false;
       previous_stage = reader.stage;
@@ -244,39 +268,61 @@ struct GemmSm90Mainloop {
     float scales[2] = {0.f, 0.f};  // of the step before
     clear(sums);
     clear(odd);
-    int previous_stage = 0;
-    auto const step = [&](auto& mine, auto& before, bool is_first) {
+    auto const step = [&](auto& mine, auto& before, int previous_stage, bool is_first) {
       reader.wait();
       Words words, second_words;
       reader.read_words(words, 0);
       if constexpr (kReadsAheadOfSums) reader.read_words(second_words, 1);
       auto const pair = scale_pair(reader, 0);
       auto const same = [&](int) { return pair; };
-      multiply_block<1, false, true>(reader, 0, words, w0, x, mine, same);
+      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      multiply_block<1, false, true>(reader, words, w0, x, x_stage, mine, same);
       wait_for_block_before(mine);
       if (!is_first) reader.release(previous_stage);
       if constexpr (!kReadsAheadOfSums) reader.read_words(second_words, 1);
-      multiply_block<1, false, false>(reader, 1, second_words, w1, x, mine, same);
+      multiply_block<1, false, false>(reader, second_words, w1, x, advanced(x_stage, reader.block_x), mine, same);
       add_scaled(sums, scales, before);
       set_scales(scales, pair);
       wait_for_block_before(mine);
-      previous_stage = reader.stage;
-      reader.advance();
     };
-    int i = place.first_step;
-    CUTLASS_PRAGMA_NO_UNROLL
-    while (true) {
-      step(even, odd, i == place.first_step);
-      if (++i == place.end_step) {
-        warpgroup_wait<0>();
-        add_scaled(sums, scales, even);
-        break;
+    auto const finish = [&](auto& last) {
+      warpgroup_wait<0>();
+      add_scaled(sums, scales, last);
+    };
+    int left = place.end_step - place.first_step;
+    bool is_first = true;
+    if constexpr (kUnrollsStages) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (true) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int stage = 0; stage < kStages; ++stage) {
+          reader.stage = stage;
+          int const previous_stage = (stage + kStages - 1) % kStages;
+          if (stage % 2 == 0) {
+            step(even, odd, previous_stage, stage == 0 && is_first);
+          } else {
+            step(odd, even, previous_stage, false);
+          }
+          if (--left > 0) continue;
+          stage % 2 == 0 ? finish(even) : finish(odd);
+          return;
+        }
+        is_first = false;
+        reader.phase ^= 1;
       }
-      step(odd, even, false);
-      if (++i == place.end_step) {
-        warpgroup_wait<0>();
-        add_scaled(sums, scales, odd);
-        break;
+    } else {
+      int previous_stage = 0;
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (true) {
+        step(even, odd, previous_stage, is_first);
+        if (--left == 0) return finish(even);
+        is_first = false;
+        previous_stage = reader.stage;
+        reader.advance();
+        step(odd, even, previous_stage, false);
+        if (--left == 0) return finish(odd);
+        previous_stage = reader.stage;
+        reader.advance();
       }
     }
   }
