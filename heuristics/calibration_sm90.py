@@ -65,7 +65,7 @@ class GemmSm90Cost:
 
 # Constants: fitted to the times of 437 problems, then moved so that choices cost least; those of decode_sm90 later,
 # with its model, those of int4's tiles of 8 tokens and 16 x 64 with eight warps taken from their neighbours and checked
-# by the regret (bench/NOTES.md).
+# by the regret, which two of these and 64 x 128 have since been moved by (bench/NOTES.md).
 
 DECODE_SM90 = DecodeCost(
     fixed_us=2.766,
