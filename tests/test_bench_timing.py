@@ -59,3 +59,24 @@ def test_rotated_weights_pass_the_l2(cuda_device: torch.device) -> None:
     l2_bytes = torch.cuda.get_device_properties(cuda_device).L2_cache_size
     assert (timing.copies_beyond_l2(1 << 20, cuda_device) - 1) << 20 >= 3 * l2_bytes
     assert timing.copies_beyond_l2(1 << 32, cuda_device) == 2
+
+
+@pytest.mark.gpu
+def test_each_turn_begins_with_a_call_as_programs_make_it(cuda_device: torch.device) -> None:
+    """The last launch outside of graphs decides in which state the GPU is (bench/NOTES.md)."""
+    x = torch.zeros(1 << 20, device=cuda_device)
+    seen: list[tuple[object, bool]] = []
+
+    def call() -> None:
+        seen.append((wo.launch_overlap(), torch.cuda.is_current_stream_capturing()))
+        x.add_(1)
+
+    with timing.overlapping(False):
+        watch = timing.Stopwatch([call], cuda_device)
+        watch.prepare()
+        assert {overlap for overlap, _ in seen} == {False}
+        seen.clear()
+        watch.turn(1.0)
+        watch.turn(1.0)
+        assert seen == [(True, False)] * 2
+        assert not wo.launch_overlap()
