@@ -212,7 +212,8 @@ struct GemmSm90Mainloop {
     bool is_first = true;
     auto const step = [&](auto& w, auto& w_second) {
       reader.wait();
-      Words words, second_words;
+      Words words;
+      [[maybe_unused]] Words second_words;
       reader.read_words(words, 0);
       if constexpr (kWarpgroupBlocks == 2 && kReadsAhead) reader.read_words(second_words, 1);
       GmmaDescriptor const x_stage = reader.x_of_stage(x);
@@ -262,6 +263,7 @@ struct GemmSm90Mainloop {
                                                    Sums& sums) {
     using namespace cute;
     static_assert(kWarpgroupBlocks == 2);
+    static_assert(!Kernel::kMayLoop, "begins with stage 0");
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, Shape<_64, _64>{}));  // (MMA, 1, k16)
     Tensor w1 = make_fragment_like(w0);  // (MMA, 1, k16)
     Tensor even = make_fragment_like(sums), odd = make_fragment_like(sums);  // (MMA, 1, 1), of a step
@@ -296,7 +298,7 @@ struct GemmSm90Mainloop {
       while (true) {
         CUTLASS_PRAGMA_UNROLL
         for (int stage = 0; stage < kStages; ++stage) {
-          reader.stage = stage;
+          reader.stage = stage;  // the loop's own: else nvcc does not unroll it
           int const previous_stage = (stage + kStages - 1) % kStages;
           if (stage % 2 == 0) {
             step(even, odd, previous_stage, stage == 0 && is_first);
