@@ -43,8 +43,8 @@ _METHOD_CUDA = (
     "Each time is a median over replays of one CUDA graph, between CUDA events. The graph is a chain of calls, each on "
     "its own copy of the weights, so many that three times the L2 cache passes before a copy is used again. Providers "
     "take turns, three each for a shape and M: after a rest of 20 ms, or, with calls above 400 us, after 60 ms of the "
-    "same calls, which lower the clocks. Calls do not overlap. x and w are random. Each provider's product is compared "
-    "with the dense one first."
+    "same calls, which lower the clocks, and after one eager call. Calls do not overlap. x and w are random. Each "
+    "provider's product is compared with the dense one first."
 )
 _METHOD_CPU = (
     "Each time is a median of single calls on random data, after each product was compared with the dense one."

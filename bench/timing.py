@@ -167,7 +167,10 @@ class Stopwatch:
         return quick_us
 
     def turn(self, budget_ms: float, settle_ms: float = 0.0) -> None:
-        """Some more samples, in about this device time, three at least; on CUDA after settle_ms of the same work."""
+        """Some more samples, in about this device time, three at least.
+
+        On CUDA after one eager call, which may overlap with others, and settle_ms of the same work.
+        """
         fewest, most = _REPLAYS
         if not self.on_gpu:
             deadline, count = time.perf_counter() + budget_ms / 1e3, 0

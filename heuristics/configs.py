@@ -155,7 +155,7 @@ class KernelConfig:
 
     @property
     def shared_sums(self) -> int:
-        """What the CTAs of a cluster of gemm_sm90 divide among them to finish, each some: 8 tokens of 64 columns."""
+        """What the CTAs of a cluster of gemm_sm90 divide among them to finish: sums of 8 tokens and 64 columns."""
         return self.block_n // 64 * (self.block_m // 8)
 
     @property

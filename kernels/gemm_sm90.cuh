@@ -86,7 +86,7 @@ struct GemmSm90 {
   static constexpr int kTableBytes = kIsCode<Weight> ? Table::kBytes : 0;
 
   // An item is the sums of eight tokens and one warpgroup's columns: one float4 a thread. Items are counted with the columns first;
-  // where K is shared each CTA of the cluster finishes some.
+  // where K is shared each CTA of the cluster finishes its part of them, which may be none.
   static constexpr int kItems = kWarpgroupsN * kTokenTiles;
   static constexpr int kItemBytes = 128 * int(sizeof(float4));
   static constexpr int kHalfItems = (kItems + 1) / 2;  // that one CTA finishes at most, of a cluster

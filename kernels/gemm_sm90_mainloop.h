@@ -34,10 +34,10 @@ struct GemmSm90Mainloop {
   // of two groups beside those of the tile.
   static constexpr bool kMayScaleSums = kHasScales && Kernel::kTokens <= (Kernel::kConsumerRegisters >= 160 ? 64 : 32);
 
-  using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a block
   // Whether descriptors of x are added to as numbers of 64 bits: one instruction each. ptxas makes three of CuTe's way, the low half
   // alone, which more tokens are quicker by.
   static constexpr bool kAddsWide = Kernel::kTokens <= 64;
+  using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a block
   // Whether those of the second block are read with those of the first, before they are converted: one wait for shared memory, not
   // two. Sixteen warps, and more sums, are slower by it.
   static constexpr bool kReadsAhead = Kernel::kTokens < 32 || (Kernel::kWarpgroups == 2 && Kernel::kTokens < 64);
