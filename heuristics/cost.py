@@ -20,8 +20,8 @@ Of the two limits below the longer counts in full, of the shorter the part that 
            work     decode_sm90   copy of x + the greater of an SM's products and its part of the stream of weights
                     gemm_sm90     waves of tiles * pieces of a CTA * unit
 
-`turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. decode_sm90
-gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
+`turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. The end of a unit
+of decode_sm90 is longer the more tokens have sums. It gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
 gemm_sm90 are quicker, by up to `idle` of their time.
 
 Their constants are in calibration_sm90.py.
@@ -298,6 +298,7 @@ def decode_us(config: KernelConfig, problem: Problem, cost: DecodeCost = DECODE_
     stream_us = work.pieces * TILE_PIECE_BYTES / (cost.sm_kb_us * 1e3)
     work_us = work.x_bytes / (cost.x_kb_us * 1e3) + max(stream_us, work.products * unit_us)
     memory_us = problem_bytes(problem) / (cost.tb_s * 1e6)
+    end_us += problem.m * cost.token_us
     fixed_us = cost.fixed_us + cluster_us(cost, config.split_k) + work.turns * end_us
     return fixed_us + overlapped_us(memory_us, work_us, cost.unhidden)
 

@@ -42,6 +42,7 @@ START: dict[str, dict[str, tuple[float, float, float]]] = {
         "unhidden": (0.05, 0.002, 0.5),
         "sm_kb_us": (40.0, 25.0, 120.0),
         "x_kb_us": (45.0, 20.0, 300.0),
+        "token_us": (0.03, 0.001, 0.3),
     },
     "gemm_sm90": {
         "fixed_us": (3.0, 1.0, 6.0),
@@ -110,6 +111,7 @@ class Rows:
         self.is_candidate = np.array([worth_a_look(c) for c, p in pairs], dtype=bool)
         self.mb = np.array([problem_bytes(p) / 1e6 for _, p in pairs])
         self.split_k = np.array([c.split_k for c, _ in pairs], dtype=float)
+        self.m = frame.m.to_numpy(float)
         work = decode_work if family == "decode_sm90" else gemm_sm90_work
         width = 4 if family == "decode_sm90" else 3
         self.work = np.array([work(c, p) for c, p in pairs], dtype=float).reshape(-1, width).T
@@ -137,7 +139,8 @@ class Rows:
         split_k, work = self.split_k[part], self.work[:, part]
         memory_us = self.mb[part] / tb_s
         if self.family == "decode_sm90":
-            sm_kb_us, x_kb_us = own
+            sm_kb_us, x_kb_us, token_us = own
+            end_us = end_us + self.m[part] * token_us
             turns, pieces, products, x_bytes = work
             stream_us = pieces * TILE_PIECE_BYTES / (sm_kb_us * 1e3)
             work_us = x_bytes / (x_kb_us * 1e3) + np.maximum(stream_us, products * unit_us)

@@ -219,6 +219,7 @@ def _search_decode(problem: Problem, total_bytes: int, limit_us: float) -> tuple
         all_pieces = -(-k_padded // piece_k)
         rounds = -(-all_pieces // warps_k)
         x_us *= m / sm_count
+        end_us += m * DECODE_SM90.token_us
         # No split reads less than an SM's share of the columns, nor multiplies less.
         share_us = units / sm_count * max(all_pieces * stream_us, rounds * round_us)
         bound_us = overlapped_us(memory_us, share_us, unhidden)
