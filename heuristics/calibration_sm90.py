@@ -65,9 +65,9 @@ class GemmSm90Cost:
     kernels: dict[tuple[str, str], KernelTimes]
 
 
-# Constants: fitted to the times of 437 problems, then moved so that choices cost least. Those of decode_sm90 and of tiles of
-# up to 32 tokens were searched once more, with 251 problems of other shapes, for choices and for the differences of near
-# times within a problem (bench/NOTES.md); larger tiles stand as they were.
+# Constants: fitted to the times of 437 problems, then moved so that choices cost least. Those of decode_sm90 and of
+# tiles of up to 32 tokens were searched once more, with 251 problems of other shapes, for choices and for the
+# differences of near times within a problem (bench/NOTES.md); larger tiles stand as they were.
 
 DECODE_SM90 = DecodeCost(
     fixed_us=2.702,

@@ -20,9 +20,9 @@ Of the two limits below the longer counts in full, of the shorter the part that 
            work     decode_sm90   copy of x + the greater of an SM's products and its part of the stream of weights
                     gemm_sm90     waves of tiles * pieces of a CTA * unit
 
-`turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. The end of a unit
-of decode_sm90 is longer the more tokens have sums. It gives every CTA the same number of pieces, so there is no last wave. In a wave that does not fill the GPU the SMs of
-gemm_sm90 are quicker, by up to `idle` of their time.
+`turns` are the units that a CTA of decode_sm90 computes one after another, or the waves of gemm_sm90. The end of a
+unit of decode_sm90 is longer the more tokens have sums. It gives every CTA the same number of pieces, so there is no
+last wave. In a wave that does not fill the GPU the SMs of gemm_sm90 are quicker, by up to `idle` of their time.
 
 Their constants are in calibration_sm90.py.
 
