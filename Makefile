@@ -1,14 +1,15 @@
-# make demo | test | lint | kernels | binding | clean. Each sets up what it needs, once; later runs are quick.
+# make demo | test | test-vllm | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
 PYTHON ?= python3# the interpreter that the environment is made from, and that `make binding` compiles for
 VENV ?= .venv
 PY := $(VENV)/bin/python
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
 TORCH ?= $(if $(HAS_GPU),torch>=2.4,torch==2.13.0)# where the interpreter brings none of its own
-CPP_SOURCES = $(wildcard $(addprefix kernels/*.,h cuh cu cpp) $(addprefix cutlass_ext/*.,h cuh) tests/*.cpp)
+CPP_SOURCES = $(shell find cutlass_ext kernels tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+HASHED := --require-hashes --only-binary=:all: -r kernels/weightonly_build/requirements.txt
 BUILD = PYTHONPATH=kernels $(PY) -m weightonly_build
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint mypy kernels binding clean
+.PHONY: demo test test-vllm lint docs mypy kernels binding wheel clean
 
 demo: $(VENV)/demo.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
@@ -20,10 +21,30 @@ test: $(VENV)/test.stamp
 	$(BUILD) auto
 	$(PY) -m pytest $(PYTEST_ARGS)
 
+# The plug-in in vLLM's own layers, on the CPU, with each of VLLM_VERSIONS: 4 GB in .venv-vllm. vLLM's wheel comes without
+# its CUDA libraries, which layers on the CPU do not need, and beside the PyTorch of tests/vllm_requirements.txt.
+VLLM_VERSIONS ?= 0.33.0 0.32.0 0.29.0
+test-vllm: .venv-vllm/made.stamp
+	@for version in $(VLLM_VERSIONS); do \
+	  .venv-vllm/bin/pip install --quiet --no-deps "vllm==$$version" && echo "vLLM $$version" && \
+	  VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/test_vllm_*.py \
+	  || exit 1; \
+	done
+
+.venv-vllm/made.stamp: tests/vllm_requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet -r tests/vllm_requirements.txt
+	WEIGHTONLY_CUDA=off .venv-vllm/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
 lint: $(VENV)/dev.stamp mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+# The site of docs/, in build/site. A broken link is an error.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 # mypy does not know the mapped folders of setup.py: build/mypy holds the package as it is installed.
 mypy: $(VENV)/dev.stamp
@@ -40,6 +61,11 @@ kernels: $(VENV)/made.stamp
 # The pybind11 module alone, for $(PYTHON), against the kernels library in weightonly/lib: one library serves every Python.
 binding:
 	PYTHONPATH=kernels $(PYTHON) -m weightonly_build binding
+
+# A wheel in dist/, built with packages whose hashes are pinned.
+wheel: $(VENV)/made.stamp
+	$(PY) -m pip install --quiet $(HASHED)
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf build weightonly/lib weightonly/_C*.so weightonly/_build.json weightonly.egg-info
@@ -63,6 +89,6 @@ $(VENV)/torch.stamp: $(VENV)/made.stamp
 
 # The package itself is installed from the checkout without kernels; `$(BUILD) auto` brings them up to date each time.
 $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py
-	$(PY) -m pip install --quiet 'setuptools>=70.1' 'pybind11>=2.12'
+	$(PY) -m pip install --quiet $(HASHED)
 	WEIGHTONLY_CUDA=off $(PY) -m pip install --quiet --no-build-isolation --editable '.[$*]'
 	@touch $@

@@ -1,6 +1,6 @@
 """The linears of a model's layers, one after another: what decoding costs when every weight is used once.
 
-`python -m weightonly.bench chain --model llama3-8b --layers 32 --m 1 16`
+`python -m weightonly.bench chain --shapes llama3-8b --layers 32 --batch 1,16`
 
 Single kernels are timed apart from each other (sweep.py). In a chain a kernel's launch, its first loads and its last
 stores can hide behind its neighbours: with overlap of launches (programmatic dependent launch) they do, most of all
@@ -21,12 +21,13 @@ from tqdm import tqdm
 
 import weightonly as wo
 from weightonly.launch import LaunchOverlap
-from weightonly.packed import format_of
+from weightonly.packing import format_of
 
+from .devices import default_device, require_gpu
 from .providers import nbytes
 from .roofline import activation_bytes, ceilings, roofline_us
-from .shapes import NAMED, Shape, resolve
-from .sweep import check_arguments, default_device
+from .shapes import Shape, resolve
+from .sweep import check_arguments
 from .timing import overlapping, time_calls
 
 OVERLAPS: tuple[LaunchOverlap, ...] = (False, True, "constant_weights")
@@ -93,19 +94,17 @@ class Chain:
             raise RuntimeError(f"chain: relative error of the first linear is {error:.3g}, expected below 0.01")
 
 
-def _shapes_of(model: str) -> list[Shape]:
+def _chained(shapes: str | Iterable[str | Shape]) -> list[Shape]:
     """The linears of one layer, in order. Raises ValueError unless each has inputs enough from the one before it."""
-    if model not in NAMED:
-        raise ValueError(f"model: expected one of {', '.join(NAMED)}, got {model!r}")
-    shapes = resolve(model)
-    for (_, n), (k, _) in itertools.pairwise([*shapes, shapes[0]]):
+    linears = resolve(shapes)
+    for (_, n), (k, _) in itertools.pairwise([*linears, linears[0]]):
         if n < k:
-            raise ValueError(f"model: expected a chain, but in {model} a linear of {k} inputs follows {n} outputs")
-    return shapes
+            raise ValueError(f"shapes: expected a chain, but a linear of {k} inputs follows one of {n} outputs")
+    return linears
 
 
 def chain(
-    model: str = "llama3-8b",
+    shapes: str | Iterable[str | Shape] = "llama3-8b",
     layers: int = 32,
     batch: int | Iterable[int] = (1, 16),
     *,
@@ -117,40 +116,41 @@ def chain(
     budget_ms: float = 200.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Time `layers` times the linears of one layer of `model`, as one CUDA graph (on a CPU: one call after another).
+    """Time `layers` times the linears of one layer, as one CUDA graph (on a CPU: one call after another).
 
-    `model`: "llama3-8b", "llama3-70b" or another name of shapes that follow each other. Other arguments as `sweep`.
+    `shapes`: those of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
+    `sweep`, but that a CPU is measured only where `device` names it.
     Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
     Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).
 
     Returns one row per m and `overlap` (a str, as in `wo.set_launch_overlap`; on a CPU only "False"): `ms` per pass
     (median, with `ms_min`), `us_per_linear`, `tb_s` (weights, x and y of all linears, 10**12 bytes/s), `roofline_ms`
     (sum of the rooflines of the linears) and `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError
-    naming the argument as `sweep`.
+    naming the argument as `sweep`, RuntimeError without a GPU.
     """
-    shapes = _shapes_of(model)
-    sizes = check_arguments(shapes, batch, format_of(bits, None), group_size, symmetric, dtype, budget_ms)
+    pairs = _chained(shapes)
+    sizes = check_arguments(pairs, batch, format_of(bits, None), group_size, symmetric, dtype, budget_ms)
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"layers: expected a positive integer, got {layers!r}")
-    where = default_device(device)
+    where = require_gpu("chain") if device is None else default_device(device)
     limits = ceilings(where)
     linears = [
         Linear.random(shape, bits, group_size, symmetric, dtype, where)
         for _ in tqdm(range(layers), disable=not progress, unit="layer", desc="weights")
-        for shape in shapes
+        for shape in pairs
     ]
     weight_bytes = sum(linear.nbytes for linear in linears)
     rows: list[dict[str, object]] = []
     for m in sizes:
         calls = Chain(linears, m)
         calls.check()
-        moved = weight_bytes + layers * sum(activation_bytes(m, k, n) for k, n in shapes)
+        moved = weight_bytes + layers * sum(activation_bytes(m, k, n) for k, n in pairs)
         roofline_ms = (
             1e-3
             * layers
             * math.fsum(
                 roofline_us(m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits)
-                for k, n in shapes
+                for k, n in pairs
             )
         )
         for overlap in OVERLAPS if where.type == "cuda" else OVERLAPS[:1]:
@@ -158,7 +158,7 @@ def chain(
                 timing = time_calls([calls.run], where, budget_ms=budget_ms)
             rows.append(
                 {
-                    "model": model,
+                    "shapes": ",".join(f"{k}x{n}" for k, n in pairs),
                     "layers": layers,
                     "m": m,
                     "format": f"int{bits}",

@@ -11,8 +11,9 @@ import torch
 import weightonly as wo
 from weightonly.heuristics import KernelConfig
 
-from .providers import Weights, packed_copies
-from .timing import Stopwatch, Timing, copies_beyond_l2, overlapping, time_calls, time_in_turns
+from .providers import packed_copies
+from .timing import CallTimer, Timing, copies_beyond_l2, overlapping, time_calls, time_in_rounds
+from .weights import Weights
 
 
 class ConfigTimer:
@@ -21,7 +22,7 @@ class ConfigTimer:
     def __init__(self, weights: Weights, max_m: int, layout: str | None = None) -> None:
         """max_m: the most rows that will be asked for. layout: of the packed weight, None for the GPU's own."""
         self.device = weights.q.device
-        self._ring, self._weight_bytes = packed_copies(
+        self._weights, self._weight_bytes = packed_copies(
             weights, functools.partial(copies_beyond_l2, device=self.device), layout
         )
         self._x = torch.randn(max_m, weights.k, device=self.device, dtype=weights.scales.dtype)  # [max_m, k]
@@ -32,16 +33,16 @@ class ConfigTimer:
         with overlapping(False):
             return time_calls(self._calls(m, config), self.device, budget_ms=budget_ms, give_up_us=give_up_us)
 
-    def in_turns(self, m: int, configs: Sequence[KernelConfig], *, budget_ms: float) -> list[Timing]:
-        """The same of several, with `time_in_turns`."""
-        watches = [Stopwatch(self._calls(m, config), self.device) for config in configs]
+    def in_rounds(self, m: int, configs: Sequence[KernelConfig], *, budget_ms: float) -> list[Timing]:
+        """The same of several, with `time_in_rounds`."""
+        timers = [CallTimer(self._calls(m, config), self.device) for config in configs]
         with overlapping(False):
-            return time_in_turns(watches, budget_ms)
+            return time_in_rounds(timers, budget_ms)
 
     def _calls(self, m: int, config: KernelConfig) -> list[Callable[[], object]]:
         x, out = self._x[:m], self._out[:m]
         count = copies_beyond_l2(self._weight_bytes, self.device, x.nbytes + out.nbytes)
         return [
             functools.partial(wo.gemm, x, w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
-            for w in self._ring[:count]
+            for w in self._weights[:count]
         ]

@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
-from weightonly.blocks_4bit import BLOCKSIZES
-from weightonly.code_tables import CODE_TABLES
+from weightonly.codebooks import CODEBOOKS
 from weightonly.layout import INTERLEAVED, TILED
+from weightonly.ops.blocks_4bit import BLOCKSIZES
 
+from .devices import default_device, require_gpu
 from .providers import nbytes
 from .shapes import Shape, resolve
-from .sweep import default_device
 from .timing import copies_beyond_l2, time_calls
 
 SHAPES: tuple[str, ...] = ("8192x8192", "8192x28672")
@@ -138,7 +138,7 @@ def _cases(
                 yield partial(_dequantize, shape, bits, layout, group, dtype, device)
     for make in (_quantize_4bit, _dequantize_4bit):
         for count in counts:
-            for quant_type in CODE_TABLES:
+            for quant_type in CODEBOOKS:
                 yield partial(make, count, blocksize, quant_type, dtype, device)
 
 
@@ -157,16 +157,17 @@ def conversions(
 
     shapes: "KxN" or names (see `sweep`); N a multiple of 8. elements: of what is quantized in 4-bit blocks. group_size:
     of the weights, -1 is all of K; blocksize: that of the blocks. dtype: of scales and results, of what is quantized.
-    device: the GPU where there is one, unless given.
+    device: a GPU; a CPU is measured only where it is named.
     A part of each result is compared with the CPU's first (RuntimeError). Inputs and results rotate beyond the L2.
 
     Returns one row per conversion: `us` (median, with `us_min`), `bytes` (inputs and results, each moved once), `tb_s`
     (10**12 bytes/s), `copy_us` and `copy_tb_s` of PyTorch's copy of half the bytes, which moves as many, in the same
-    run, and `share_of_copy`, their ratio. Raises ValueError naming the argument for sizes that do not fit.
+    run, and `share_of_copy`, their ratio. Raises ValueError naming the argument for sizes that do not fit,
+    RuntimeError without a GPU.
     """
     pairs, counts = resolve(shapes), list(elements)
     _check(pairs, counts, group_size, blocksize, budget_ms)
-    where = default_device(device)
+    where = require_gpu("conversions") if device is None else default_device(device)
     rows: list[dict[str, object]] = []
     makers = list(_cases(pairs, counts, group_size, blocksize, dtype, where))
     for make in tqdm(makers, disable=not progress, unit="conversion"):

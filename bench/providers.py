@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,67 +27,11 @@ from typing import Generic, TypeVar
 import torch
 
 import weightonly as wo
-from weightonly.code_tables import CODE_TABLES, code_table
 from weightonly.heuristics.problem import FORMATS
-from weightonly.packed import format_of
+
+from .weights import DTYPES, Weights, dtype_name
 
 Operand = TypeVar("Operand")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One random weight, quantized: w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]), or, where q are the
-    codes of a table, scales[k // g, n] * table[q[k, n]]."""
-
-    k: int
-    n: int
-    format: str  # "int4", "int8", or that of a table, "nf4" or "fp4"
-    group_size: int  # -1: per channel
-    q: torch.Tensor  # [k, n] int8
-    scales: torch.Tensor  # [k/g, n]
-    zeros: torch.Tensor | None  # [k/g, n]
-    dense: torch.Tensor  # [k, n], dtype of scales: the values that q stands for
-
-    @classmethod
-    def random(
-        cls,
-        k: int,
-        n: int,
-        *,
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: str | None = None,
-        seed: int = 0,
-    ) -> Weights:
-        """Normal values of variance 1/k, for y of the size of x, quantized. bits, format: as for `preprocess`."""
-        generator = torch.Generator(device).manual_seed(seed)
-        w = torch.randn(k, n, generator=generator, device=device).mul_(k**-0.5).to(dtype)  # [k, n]
-        name = format_of(bits, format)
-        zeros = None
-        if name in CODE_TABLES:
-            q, scales = _quantize_to_codes(w, k if group_size == -1 else group_size, name)
-        else:
-            q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
-        groups = scales.shape[0]
-        values = code_table(name, device)[q.int()] if name in CODE_TABLES else q.float()  # [k, n]
-        values = values.view(groups, k // groups, n)  # [k/g, g, n]
-        if zeros is not None:
-            values -= zeros[:, None].float()
-        values *= scales[:, None].float()
-        return cls(k, n, name, group_size, q, scales, zeros, values.view(k, n).to(dtype))
-
-
-def _quantize_to_codes(w: torch.Tensor, group_size: int, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(nearest codes of the table [k, n] int8, largest magnitude of each group as its scale [k/g, n])."""
-    k, n = w.shape
-    blocks = w.float().view(k // group_size, group_size, n)  # [k/g, g, n]
-    scales = blocks.abs().amax(1)  # [k/g, n]
-    table, order = code_table(format, w.device).sort()
-    places = torch.bucketize(blocks / scales[:, None], (table[1:] + table[:-1]) / 2, out_int32=True)
-    return order.to(torch.int8)[places].view(k, n), scales.to(w.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,9 +56,13 @@ class Prepared(Generic[Operand]):
 
 
 class Provider(ABC):
-    """A way to multiply by a quantized weight. `name` is what tables and the command line call it."""
+    """A way to multiply by a quantized weight. `name` is what the command line calls it."""
 
     name: str
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What tables and pictures call it: its name, unless it is another thing on another device."""
+        return self.name
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
         """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
@@ -169,10 +118,14 @@ class Ours(Provider):
         return Prepared(packed, run, packed.nbytes, weights.dense)
 
 
-class Cublas(Provider):
-    """`torch.matmul` with the dense 16-bit weights: cuBLAS on a GPU, PyTorch's own library on a CPU."""
+class Dense(Provider):
+    """`torch.matmul` with the dense weight in the dtype of x: cuBLAS on a GPU, PyTorch's own library on a CPU."""
 
-    name = "cublas"
+    name = "dense"
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Such as "cuBLAS fp16" or "torch fp32"."""
+        return f"{'cuBLAS' if device.type == 'cuda' else 'torch'} {dtype_name(dtype)}"
 
     def prepare(self, weights: Weights) -> Prepared[torch.Tensor]:
         def run(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -267,6 +220,16 @@ class BitsAndBytes(Provider):
         return Prepared((packed, state), run, nbytes(packed, state.absmax), expected)
 
 
+def is_dense(label: str) -> bool:
+    """Whether a label is that of `Dense`, on whatever device."""
+    return re.fullmatch(rf"(cuBLAS|torch) ({'|'.join(DTYPES)})", label) is not None
+
+
+def of_label(label: str) -> Provider | None:
+    """The provider of a label; None for one that is not registered here."""
+    return PROVIDERS.get(Dense.name if is_dense(label) else label)
+
+
 PROVIDERS: dict[str, Provider] = {}
 """Name -> provider, in the order of tables and pictures."""
 
@@ -278,7 +241,7 @@ def register(provider: Provider) -> None:
     PROVIDERS[provider.name] = provider
 
 
-for _provider in (Ours(), Cublas(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
+for _provider in (Ours(), Dense(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
     register(_provider)
 
 # ||y - dense product|| / ||dense product||: bf16 rounding stays below 1e-2, a wrong layout or scale is near 1.

@@ -17,20 +17,21 @@ from tqdm import tqdm
 import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.problem import layouts_of
-from weightonly.heuristics.select_tiled import likely_pairs
-from weightonly.packed import format_of
+from weightonly.heuristics.select import likely_pairs
+from weightonly.packing import format_of
 
 from .config_timer import ConfigTimer
-from .providers import Weights
+from .devices import gpu_facts, require_gpu
 from .shapes import Shape, resolve
-from .sweep import check_arguments, default_device, gpu_facts
+from .sweep import check_arguments
 from .timing import Timing
+from .weights import Weights
 
 # A configuration this many times slower than the best so far, after one quick measurement, is not measured
 # further.
 _HOPELESS = 1.6
 
-# While calls that take so long are measured, clocks drift: the best and what is so close are measured again, in turns.
+# While calls that take so long are measured, clocks drift: the best and what is so close are measured again, in rounds.
 _DRIFTS_US = 100.0
 _CLOSE = 1.3
 _MOST_CLOSE = 10
@@ -63,9 +64,7 @@ def measure_configs(
     pairs = resolve(shapes)
     name = format_of(bits, format)
     sizes = check_arguments(pairs, batch, name, group_size, symmetric, dtype, budget_ms)
-    where = default_device(device)
-    if where.type != "cuda":
-        raise RuntimeError(f"device: expected a CUDA device (configurations are GPU kernels), got {where}")
+    where = require_gpu("regret", device)
     arch, sm_count = gpu_facts(where)
     if layout is not None and layout not in layouts_of(arch):
         raise ValueError(f"layout: expected one of {', '.join(layouts_of(arch))}, which the GPU reads, got {layout!r}")
@@ -92,7 +91,7 @@ def measure_configs(
                 if best_us > _DRIFTS_US:
                     close = sorted((c for c in times if times[c].us <= _CLOSE * best_us), key=lambda c: times[c].us)
                     close = list(dict.fromkeys([*close[:_MOST_CLOSE], legal[0]]))
-                    again = dict(zip(close, timer.in_turns(m, close, budget_ms=budget_ms), strict=True))
+                    again = dict(zip(close, timer.in_rounds(m, close, budget_ms=budget_ms), strict=True))
                     # What the clocks make of the others is estimated.
                     slower = statistics.median(timing.us / times[config].us for config, timing in again.items())
                     times = {config: Timing.of([t.us * slower], coarse=True) for config, t in times.items()} | again
@@ -117,8 +116,7 @@ def _row(problem: Problem, config: KernelConfig, us: float, coarse: bool) -> dic
 
 def heuristic_choice(problem: Problem) -> str:
     """Name of the configuration that `gemm` runs."""
-    p = problem
-    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros).name
+    return select(problem).name
 
 
 @dataclass(frozen=True)

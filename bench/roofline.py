@@ -73,9 +73,9 @@ def weight_bytes(k: int, n: int, bits: int, group_size: int, symmetric: bool) ->
     return k * n * bits // 8 + groups * n * 2 * (1 if symmetric else 2)
 
 
-def activation_bytes(m: int, k: int, n: int) -> int:
-    """Bytes of x [m, k] and y [m, n] in fp16 or bf16."""
-    return 2 * m * (k + n)
+def activation_bytes(m: int, k: int, n: int, dtype: torch.dtype = torch.float16) -> int:
+    """Bytes of x [m, k] and y [m, n]."""
+    return dtype.itemsize * m * (k + n)
 
 
 def roofline_us(
@@ -86,3 +86,11 @@ def roofline_us(
         return math.nan
     moved = weight_bytes(k, n, bits, group_size, symmetric) + activation_bytes(m, k, n)
     return max(moved / limits.tb_s, 2 * m * n * k / limits.tflop_s) / 1e6 + limits.launch_us
+
+
+def describe(limits: Ceilings) -> str:
+    """What the roofline is on this GPU."""
+    return (
+        f"the longer of bytes / {limits.tb_s:.2f} TB/s and operations / {limits.tflop_s:.0f} TFLOP/s, "
+        f"plus {limits.launch_us} us for a launch; bytes: the quantized weight, scales, x and y, each once"
+    )

@@ -30,10 +30,10 @@ _GRAPH_US = 1000.0  # a replay costs a few us beside its launches: 1 ms of them 
 _GRAPH_LAUNCHES = 4096
 _REPLAYS = (3, 50)
 
-_TURNS = 3  # of each of several stopwatches, one after another
+_ROUNDS = 3  # in each round all timers measure, one after another
 
 # A GPU that multiplies large matrices for long lowers its clocks. Calls that take so long are timed as they are then:
-# before each turn the GPU is kept busy with them for some time. Before turns of shorter ones it rests.
+# before each measurement the GPU is kept busy with them for some time. Before shorter ones it rests.
 _LONG_US = 400.0
 _SETTLE_MS = 60.0
 _REST_MS = 20.0
@@ -124,11 +124,11 @@ def _release_old_graphs() -> None:
         torch.cuda.empty_cache()
 
 
-class Stopwatch:
-    """Times calls turn by turn, so that the turns of several, one after another, meet the same clocks and temperature.
+class CallTimer:
+    """Times calls in rounds, so that several that alternate meet the same clocks and temperature.
 
     `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On CUDA they
-    are captured, when the first turn begins: they must launch on the current stream and not synchronize.
+    are captured, when the first round begins: they must launch on the current stream and not synchronize.
     """
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
@@ -158,15 +158,15 @@ class Stopwatch:
                 for call in calls:
                     call()
             torch.cuda.synchronize()
-            ring = _capture(calls, 1, stream)
-            quick_us = min(_replays_us(ring, len(calls), 2))
-            ring_us = quick_us * len(calls)
-            repeats = max(1, min(math.ceil(_GRAPH_US / ring_us), _GRAPH_LAUNCHES // len(calls)))
-            self._graph = ring if repeats == 1 else _capture(calls, repeats, stream)
-        self._launches, self._replay_us = len(calls) * repeats, ring_us * repeats
+            once = _capture(calls, 1, stream)
+            quick_us = min(_replays_us(once, len(calls), 2))
+            once_us = quick_us * len(calls)
+            repeats = max(1, min(math.ceil(_GRAPH_US / once_us), _GRAPH_LAUNCHES // len(calls)))
+            self._graph = once if repeats == 1 else _capture(calls, repeats, stream)
+        self._launches, self._replay_us = len(calls) * repeats, once_us * repeats
         return quick_us
 
-    def turn(self, budget_ms: float, settle_ms: float = 0.0) -> None:
+    def round(self, budget_ms: float, settle_ms: float = 0.0) -> None:
         """Some more samples, in about this device time, three at least.
 
         On CUDA after one eager call, which may overlap with others, and settle_ms of the same work.
@@ -186,7 +186,7 @@ class Stopwatch:
         replays = max(fewest, min(most, int(budget_ms * 1e3 / self._replay_us)))
         with torch.cuda.device(self._device):
             # One call as programs make it, eager and overlapping. The kernels of a graph take 0.35 us more each if the
-            # last such launch was not a programmatic one (bench/NOTES.md): each is timed in the state that its own
+            # last such launch was not a programmatic one (docs/appendix): each is timed in the state that its own
             # calls leave.
             with overlapping(True):
                 self._calls[0]()
@@ -195,7 +195,7 @@ class Stopwatch:
             self._samples_us += _replays_us(self._graph, self._launches, replays)
 
     def timing(self) -> Timing:
-        """Of all turns so far."""
+        """Of all rounds so far."""
         return Timing.of(self._samples_us)
 
 
@@ -204,30 +204,30 @@ def time_calls(
 ) -> Timing:
     """Median time of one call in us.
 
-    `calls`: as for `Stopwatch`. `budget_ms` bounds the timed work (three replays are made whatever they take). A first
+    `calls`: as for `CallTimer`. `budget_ms` bounds the timed work (three replays are made whatever they take). A first
     quick measurement slower than `give_up_us` per call is returned as it is, marked `coarse`.
     """
-    stopwatch = Stopwatch(calls, device)
-    quick_us = stopwatch.prepare()
+    timer = CallTimer(calls, device)
+    quick_us = timer.prepare()
     if quick_us > give_up_us:
         return Timing.of([quick_us], coarse=True)
-    stopwatch.turn(budget_ms)
-    return stopwatch.timing()
+    timer.round(budget_ms)
+    return timer.timing()
 
 
-def time_in_turns(
-    watches: Sequence[Stopwatch], budget_ms: float, after_turn: Callable[[int], None] | None = None
+def time_in_rounds(
+    timers: Sequence[CallTimer], budget_ms: float, after_round: Callable[[int], None] | None = None
 ) -> list[Timing]:
-    """The timings of several, which take turns: budget_ms for all turns of one. after_turn(i) follows each of i."""
-    is_long = min(watch.prepare() for watch in watches) > _LONG_US
-    for _ in range(_TURNS):
-        for i, watch in enumerate(watches):
-            if not is_long and watch.on_gpu:
+    """The timings of several that alternate: budget_ms for all rounds of one. after_round(i) follows each of i."""
+    is_long = min(timer.prepare() for timer in timers) > _LONG_US
+    for _ in range(_ROUNDS):
+        for i, timer in enumerate(timers):
+            if not is_long and timer.on_gpu:
                 time.sleep(_REST_MS / 1e3)
-            watch.turn(budget_ms / _TURNS, _SETTLE_MS if is_long else 0.0)
-            if after_turn is not None:
-                after_turn(i)
-    return [watch.timing() for watch in watches]
+            timer.round(budget_ms / _ROUNDS, _SETTLE_MS if is_long else 0.0)
+            if after_round is not None:
+                after_round(i)
+    return [timer.timing() for timer in timers]
 
 
 def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9) -> float:

@@ -8,19 +8,21 @@ by taste.
 from __future__ import annotations
 
 from .configs import KernelConfig
-from .cost import cluster_slots, ctas_per_sm, kernel_cost, tiles
+from .families.waves import WaveFamily, ctas_per_sm
 from .legal import candidates
+from .machine import resident_clusters
 from .problem import Problem
 
 
 def last_wave(config: KernelConfig, problem: Problem) -> tuple[float, int]:
     """(idle part of the last wave: 0 when CTAs fill it, towards 1 when they leave it empty; waves)."""
-    ctas = tiles(config, problem.m, problem.n) * config.split_k
-    if config.shares_cluster:
-        per_wave = cluster_slots(problem.sm_count, config.split_k) * config.split_k  # one CTA on an SM
-    else:
-        registers = kernel_cost(config, problem.format).registers
+    family = config.rules
+    ctas = family.tiles(config, problem.m, problem.n) * config.split_k
+    if isinstance(family, WaveFamily):
+        registers = family.times(config, problem.format, problem.arch).registers
         per_wave = ctas_per_sm(config, problem.format, problem.arch, registers) * problem.sm_count
+    else:
+        per_wave = resident_clusters(problem.sm_count, config.split_k) * config.split_k  # one CTA on an SM
     waves = -(-ctas // per_wave)
     return waves - ctas / per_wave, waves
 
@@ -36,8 +38,8 @@ def occupancy_rule(problem: Problem) -> KernelConfig:
     best_score, best_waves = float("inf"), 2**31
     ordered = sorted(candidates(problem), key=lambda c: (c.block_m, c.block_n, c.stages, c.split_k))
     for config in ordered:
-        if config.family in ("gemv", "decode_sm90") or config.is_dense:
-            continue
+        if config.max_m == config.block_m or config.unfused:
+            continue  # no GEMM: it takes the tokens of one tile
         if best is not None and problem.m <= best.block_m < config.block_m:
             continue
         score, waves = last_wave(config, problem)

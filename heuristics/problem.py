@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .arch import parse_arch
+
 FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "code4": 4}
 """Weight formats and their bits."""
 
 CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "code4")
-"""Those whose 4-bit codes stand for the numbers of a table. To a kernel, which is given the table, all are "code4"."""
+"""Formats whose codes stand for the numbers of a codebook. A kernel is given the codebook: all are "code4" to it."""
 
 K_ALIGNMENT = 64
-"""K is padded to this by `preprocess`: one block of the layout along K, elements."""
+"""Rows: `preprocess` pads K to a multiple of this, a k_block of the layout."""
 
 
 LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
@@ -20,7 +22,9 @@ LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
 def layouts_of(arch: int) -> tuple[str, ...]:
     """The weight layouts that the kernels of an architecture read, its own (what `preprocess` makes) first.
 
-    sm90 still runs the kernels of sm80, for weights that were packed for those.
+    sm70 and sm72 have no ldmatrix: their kernels read the weight row by row and dequantize it after the global load.
+    sm90 has wgmma, whose operand in registers is A: the weight becomes A, in the order of its fragments. sm90 still
+    runs the kernels of sm80, for weights that were packed for those.
     """
     if arch == 90:
         return ("tiled", "interleaved")
@@ -32,9 +36,10 @@ class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
     `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
-    channel. `arch` is the compute capability as an integer (80, 86, 90). `layout` is that of the packed weight; "": the
-    format's or else the architecture's own. Raises ValueError naming the field for a size below 1, an unknown format or
-    layout, a group size that K is no multiple of, or a code table in another layout than "tiled" or with zeros.
+    channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
+    that of the packed weight; "": the format's or else the architecture's own. Raises ValueError naming the field for a
+    size below 1, an unknown format, arch or layout, a group size that K is no multiple of, or codes in another layout
+    than "tiled" or with zeros.
     """
 
     m: int
@@ -53,8 +58,7 @@ class Problem:
             raise ValueError(f"{name} must be at least 1, got {value}")
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
-        if self.arch < 70:
-            raise ValueError(f"arch must be a compute capability from 70, got {self.arch}")
+        object.__setattr__(self, "arch", parse_arch(self.arch))
         is_code = self.format in CODE_FORMATS
         if not self.layout:
             object.__setattr__(self, "layout", "tiled" if is_code else layouts_of(self.arch)[0])
@@ -81,7 +85,18 @@ class Problem:
 
     @property
     def k_padded(self) -> int:
-        return -(-self.k // K_ALIGNMENT) * K_ALIGNMENT
+        return padded_k(self.k)
+
+    @property
+    def group_step(self) -> int:
+        """The largest of 128, 64 and 32 that divides its groups; all rows are one group per channel."""
+        size = self.k_padded if self.per_channel else self.group_size
+        return 128 if size % 128 == 0 else 64 if size % 64 == 0 else 32
+
+
+def padded_k(k: int) -> int:
+    """Rows of a weight with those that `preprocess` adds."""
+    return -(-k // K_ALIGNMENT) * K_ALIGNMENT
 
 
 def check_group_size(group_size: int, k: int) -> None:

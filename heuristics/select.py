@@ -1,170 +1,230 @@
-"""candidates -> legal -> cheapest.
+"""candidates -> bound -> cheapest: the configuration that `gemm` runs.
 
-`candidates` and `legal` (legal.py) are the definition; `select` gives the cheapest of them by cost.py, and is written
-to be quick: a new shape costs some microseconds (what a kernel's cost does not depend on is computed once per
-architecture), a shape seen before a dictionary look-up.
+What M and N do not change of a configuration is computed once (space.py). The search then takes kernels in an order
+that is likely to begin with the best, and leaves those whose lower bound is above the best time found. Few are
+estimated: a new shape costs some microseconds, one seen before a dictionary look-up.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import overload
 
-from .calibration import LAUNCH_US, REDUCE_LAUNCH_US, REDUCE_TB_S
-from .configs import CONFIGS, MAX_SPLIT_K, KernelConfig
-from .cost import ctas_per_sm, dense_us, is_calibrated, kernel_cost, machine, problem_bytes
-from .legal import is_worth_dequantizing, runs_on, worth_a_look
-from .problem import Problem, layouts_of
-from .select_tiled import select_tiled
+from .arch import Arch, parse_arch
+from .configs import CONFIGS, KernelConfig
+from .cost import moved_bytes, problem_bytes, total_us
+from .families.base import Split
+from .legal import candidates
+from .problem import Problem
 from .slices import longest_k
+from .space import AtK, Order, Row, space_at, space_for
 
-_ALL_OF_M = 2**31
-_BOUND = operator.itemgetter(0)
+TAIL_MIN_M = 64
+"""Rows of x from which `select` looks at two launches."""
 
-
-class _Kernel(NamedTuple):
-    """What the search needs of one kernel, for one format and architecture."""
-
-    splits: tuple[KernelConfig, ...]  # with split_k = 1, 2, ...
-    tile_m: int  # rows of a tile; _ALL_OF_M for the GEMV
-    tile_n: int
-    max_m: int
-    part_k: int  # k that split-K hands out
-    parts_per_unit: int  # part_k in one unit of work
-    resident: int
-    unit_us: float
-    latency_us: float
-    full_us: float  # a unit when `resident` CTAs share the SM
-    fixed_us: float
-    us_per_k: float  # of one CTA on a busy SM
+_LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
+_LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
+_FIRSTS = 1  # launch that is looked at for each pair wanted, by a bound of the time of both
 
 
-@functools.cache
-def _kernels(format: str, arch: int, layout: str) -> tuple[_Kernel, ...]:
-    gpu = machine(arch)
-    found = []
-    for config in CONFIGS:
-        if format not in config.formats or not runs_on(config, arch, layout) or config.is_dense:
+def search(
+    at: AtK, rows: Sequence[Row], by_m: bool, m: int, n: int, total_bytes: float, limit_us: float
+) -> tuple[Split | None, float]:
+    """The quickest configuration of one launch and its time, if that is less than limit_us.
+
+    Of equal times that of the kernel that computes for less. rows, by_m: see `Order`.
+    """
+    space, k, splits_of = at.space, at.k_padded, at.splits
+    sm_count, panel = space.sm_count, space.panel_columns
+    outputs, columns = m * n, -(-n // panel) * panel
+    counted = k * outputs if by_m else k * n
+    best, best_us, best_compute_us = None, limit_us, 0.0
+    for rest_us, rest_column_us, bound_us, column_us, byte_us, looked in rows:
+        if rest_us + counted * rest_column_us > best_us:
+            break
+        memory_us = total_bytes * byte_us
+        if bound_us + counted * column_us > best_us or bound_us + memory_us > best_us:
             continue
-        if config.smem_bytes(format) > gpu.smem_bytes:
+        number, min_m, max_m, tile_m, tile_n, kernel, bounds, _, _ = looked
+        launch_us, end_us, token_us, copy_us, start_us, k_us, last_us, _, unhidden = bounds
+        tiles = -(-m // tile_m) * -(-columns // tile_n)
+        compute_us = start_us + tiles * k * k_us
+        if bound_us + compute_us > best_us or not min_m <= m <= max_m:
             continue
-        if not is_calibrated(config, format) or not worth_a_look(config):
-            continue  # (a kernel not measured yet is compiled, but not chosen: see fit.py)
-        cost = kernel_cost(config, format)
-        gemv = config.family == "gemv"
-        resident = ctas_per_sm(config, format, arch, cost.registers)
-        unit_us, latency_us = cost.unit_us / gpu.speed, cost.latency_us / gpu.speed
-        part_k = config.piece_k
-        found.append(
-            _Kernel(
-                splits=tuple(config.with_split_k(s) for s in range(1, MAX_SPLIT_K + 1)),
-                tile_m=_ALL_OF_M if gemv else config.block_m,
-                tile_n=config.block_n,
-                max_m=config.max_m,
-                part_k=part_k,
-                parts_per_unit=config.block_k // part_k,
-                resident=resident,
-                unit_us=unit_us,
-                latency_us=latency_us,
-                full_us=max(latency_us, resident * unit_us),
-                fixed_us=cost.fixed_us / gpu.speed,
-                us_per_k=unit_us / config.block_k,
-            )
-        )
-    return tuple(k for k in found if not any(_dominates(other, k) for other in found))
+        # At least, whatever split_k: the ends of tiles, and what is beside all that is fixed.
+        end_us += m * token_us
+        ends_us = end_us * tiles / sm_count if tiles > sm_count else end_us
+        both_us = total_us((0.0, compute_us, memory_us, unhidden))
+        bound_us = launch_us + ends_us + both_us
+        if bound_us >= best_us and (bound_us > best_us or compute_us >= best_compute_us):
+            continue
+        least_us, unhidden_us = ends_us + both_us, unhidden * memory_us
+        rest_us, copy_us = ends_us + unhidden_us, copy_us * m * k
+        for split in splits_of[number] or at.make(looked):
+            parts, slots, most_tiles, most_m, fixed_us, output_us, share_us, ends, wave_us, tile_us, turns, _, _ = split
+            fixed_us += outputs * output_us
+            if fixed_us + least_us > best_us or fixed_us + rest_us + tiles * share_us > best_us or tiles > most_tiles:
+                break
+            waves = -(-tiles * parts // slots)
+            ends *= waves
+            if ends < 1.0:
+                fixed_us += end_us
+            elif m > most_m:
+                continue
+            else:
+                fixed_us += ends * end_us
+            bound_us = fixed_us + waves * wave_us + tiles * tile_us + unhidden_us
+            if last_us:
+                bound_us -= turns * last_us[-(-(tiles * parts - (waves - 1) * slots) // sm_count)]
+            elif copy_us:
+                ctas = -(-tiles // waves) * split[-1].split_k
+                bound_us += copy_us * (ctas if ctas < tiles else tiles)
+            if bound_us > best_us or fixed_us + both_us > best_us:
+                continue
+            us = total_us(kernel.work(split, m, n, tiles, total_bytes))
+            if (us < best_us or (us == best_us and compute_us < best_compute_us)) and kernel.fits(split, m, n):
+                best, best_us, best_compute_us = split, us, compute_us
+    return best, best_us
 
 
-def _dominates(a: _Kernel, b: _Kernel) -> bool:
-    """Whether `a`, of the same tile as `b`, is at least as quick in every respect: `b` need not be looked at."""
-    same = a[1:6] == b[1:6]  # tile, rows, parts of K
-    costs = [(a.unit_us, b.unit_us), (a.latency_us, b.latency_us), (a.fixed_us, b.fixed_us), (-a.resident, -b.resident)]
-    return same and all(x <= y for x, y in costs) and any(x < y for x, y in costs)
+def search_pairs(
+    at: AtK, order: Order, m: int, n: int, limit_us: float, count: int
+) -> list[tuple[float, KernelConfig]]:
+    """The quickest configurations of two launches, and their times: at most `count`, below limit_us, the best first.
+
+    A first launch takes its full waves of CTAs, the best of all others the columns that are left. A few first launches
+    are looked at, those with the least bound for both.
+    """
+    space, k, of_column, splits_of = at.space, at.k_padded, at.column_bytes, at.splits
+    sm_count, overlap_us = space.sm_count, space.tail_overlap_us
+    tail_us = space.tail_us - overlap_us
+    found: list[tuple[float, KernelConfig]] = []
+    if space.tail_us + tail_us + (m * n if order.by_m else n) * k * order.pair_column_us >= limit_us:
+        return found
+    column_us, most, first_limit_us = m * k * space.output_us, _FIRSTS * count, limit_us
+    firsts: list[tuple[float, float, int, KernelConfig]] = []
+    for looked in order.firsts:
+        number, _, max_m, tile_m, tile_n, kernel, bounds, first_parts, _ = looked
+        row_tiles = -(-m // tile_m)
+        # Its columns take more than the least. Fewer are left than a wave and a column of tiles have.
+        more_us = row_tiles * k * bounds.k_us / tile_n - column_us
+        bound_us = bounds.launch_us + bounds.end_us + tail_us + n * column_us
+        if bound_us + (n - (sm_count // row_tiles + 1) * tile_n) * more_us >= first_limit_us or m > max_m:
+            continue
+        all_tiles = row_tiles * -(-n // tile_n)
+        for split in (splits_of[number] or at.make(looked))[:first_parts]:
+            _, slots, _, _, fixed_us, _, _, ends, wave_us, tile_us, _, _, config = split
+            column_tiles = all_tiles // slots * slots // row_tiles  # whole columns of them
+            columns, tiles = column_tiles * tile_n, column_tiles * row_tiles
+            left = n - columns
+            if columns == 0 or left <= 0:
+                continue
+            rest_us = tail_us + left * column_us
+            wave_us += ends * bounds.end_us
+            if fixed_us + -(-tiles // slots) * wave_us + tiles * tile_us + rest_us >= first_limit_us:
+                continue
+            us = total_us(kernel.work(split, m, columns, tiles, moved_bytes(m, columns, at.k, of_column)))
+            if us + rest_us < first_limit_us:
+                firsts.append((us + rest_us, us - overlap_us, left, config))
+                firsts.sort(key=_BOUND)
+                del firsts[most:]
+                if len(firsts) == most:
+                    first_limit_us = firsts[-1][0]
+    for bound_us, us, left, config in firsts:
+        if bound_us >= limit_us:
+            break
+        left_bytes = moved_bytes(m, left, at.k, of_column)
+        tail, left_us = search(at, order.pair_rows, order.by_m, m, left, left_bytes, limit_us - us)
+        if tail is not None:
+            found.append((us + left_us, config.with_tail(tail[-1])))
+            found.sort(key=_BOUND)
+            del found[count:]
+            if len(found) == count:
+                limit_us = found[-1][0]
+    return found
 
 
-@functools.lru_cache(maxsize=65536)
+def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -> list[tuple[float, KernelConfig]]:
+    """`search_pairs` for a problem."""
+    at = space_for(problem)
+    return search_pairs(at, at.space.order(problem.m), problem.m, problem.n, limit_us, count)
+
+
+def likely_pairs(problem: Problem) -> list[KernelConfig]:
+    """Of the many configurations of two launches the few worth measuring: the quickest, if they might be the best."""
+    m, n, at = problem.m, problem.n, space_for(problem)
+    if m < TAIL_MIN_M:
+        return []
+    order = at.space.order(m)
+    _, one_us = search(at, order.pair_rows, order.by_m, m, n, problem_bytes(problem), math.inf)
+    return [config for _, config in two_launches(problem, _LIKELY * one_us, _LIKELY_PAIRS)]
+
+
+@overload
+def select(m: Problem) -> KernelConfig: ...
+
+
+@overload
 def select(
     m: int,
     n: int,
     k: int,
     format: str,
     group_size: int,
-    arch: int,
+    arch: Arch,
     sm_count: int,
     layout: str | None = None,
     zeros: bool = False,
+) -> KernelConfig: ...
+
+
+@functools.lru_cache(maxsize=65536)
+def select(
+    m: int | Problem,
+    n: int = 0,
+    k: int = 0,
+    format: str = "",
+    group_size: int = 0,
+    arch: Arch = 0,
+    sm_count: int = 0,
+    layout: str | None = None,
+    zeros: bool = False,
 ) -> KernelConfig:
-    """The configuration that `gemm` runs for y [m, n] = x [m, k] @ w [k, n], but for tuned tables; needs no GPU.
+    """The configuration that `gemm` runs, but for tuned tables; needs no GPU: select(problem), or what a problem has.
 
-    format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch the compute capability as an
-    integer (80, 90); sm_count any; layout that of the packed weight, None for the one that `preprocess` makes for arch.
-    Raises ValueError naming the argument for values out of range, and for a layout that arch's kernels do not read.
+    y [m, n] = x [m, k] @ w [k, n]. format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch
+    that of the GPU in any spelling that `parse_arch` knows (90, "sm90", (9, 0)); sm_count any; layout that of the
+    packed weight, None for the one that `preprocess` makes for arch. Raises ValueError naming the argument for values
+    out of range, and for a layout that arch's kernels do not read.
     """
-    problem = Problem(m, n, k, format, group_size, arch, sm_count, layout or "", zeros)
-    if problem.layout not in layouts_of(arch):
-        read = ", ".join(layouts_of(arch))
-        raise ValueError(f"layout must be one that sm{arch} reads, {read}, got {problem.layout!r}")
-    search = select_tiled if problem.layout == "tiled" else _select_waves
-    dense = _dense(problem) if is_worth_dequantizing(problem) else None
-    best = search(problem, dense_us(dense, problem) if dense else float("inf")) or dense or _dense(problem)
-    if best is None:  # too many rows for gemm_sm90 or none of its kernels, and K too long for slices
-        most_rows = max(
-            (c.max_m for c in CONFIGS if c.family == "gemm_sm90" and problem.format in c.formats), default=0
-        )
-        name, most, value = ("m", most_rows, m) if most_rows else ("k", longest_k(), k)
-        raise ValueError(f"{name}: expected at most {most}, got {value}")
-    return best
+    if isinstance(m, Problem):
+        p = m
+        return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
+    if m < 1 or n < 1:
+        Problem(m, n, k, format, group_size, parse_arch(arch), sm_count, layout or "", zeros)  # it says which
+    at = space_at(k, format, group_size, arch, sm_count, layout, zeros)
+    order = at.space.order(m)
+    one, us = search(at, order.rows, order.by_m, m, n, moved_bytes(m, n, k, at.column_bytes), math.inf)
+    best = None if one is None else one[-1]
+    if m >= TAIL_MIN_M and order.firsts:
+        for _, pair in search_pairs(at, order, m, n, _LEAST_GAIN * us, 1):
+            best = pair
+    return best or _last_resort(Problem(m, n, k, format, group_size, parse_arch(arch), sm_count, layout or "", zeros))
 
 
-def _dense(problem: Problem) -> KernelConfig | None:
-    """What dequantizes this for cuBLAS."""
-    config = _dense_config(problem.format, problem.arch, problem.layout)
-    return config if problem.k <= longest_k() else None
+def _last_resort(problem: Problem) -> KernelConfig:
+    """For what no kernel computes that the search looks at. Raises ValueError where nothing else does either."""
+    p = problem
+    if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
+        return unfused
+    # Too many rows or no fused kernel, and K too long for slices.
+    of_format = [c for c in CONFIGS if p.format in c.formats and c.layout == p.layout and not c.unfused]
+    most_rows = max((config.max_m for config in of_format), default=0)
+    name, most, value = ("m", most_rows, p.m) if most_rows else ("k", longest_k(), p.k)
+    raise ValueError(f"{name}: expected at most {most}, got {value}")
 
 
-@functools.cache
-def _dense_config(format: str, arch: int, layout: str) -> KernelConfig | None:
-    of_format = (c for c in CONFIGS if c.is_dense and format in c.formats)
-    return next((c for c in of_format if runs_on(c, arch, layout)), None)
-
-
-def _select_waves(problem: Problem, limit_us: float) -> KernelConfig | None:
-    """Among the kernels that cost.waves_us describes; None if none takes less than limit_us."""
-    m, n, arch, sm_count = problem.m, problem.n, problem.arch, problem.sm_count
-    k_padded = problem.k_padded
-    memory_us = problem_bytes(problem) / (machine(arch).tb_s * 1e6)
-    # No split_k beats the SMs' throughput. Kernels go by that bound, until it is above the best time found.
-    bounded = []
-    for kernel in _kernels(problem.format, arch, problem.layout):
-        if m <= kernel.max_m:
-            tiles = -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
-            bounded.append((kernel.fixed_us + tiles * k_padded * kernel.us_per_k / sm_count, tiles, kernel))
-    bounded.sort(key=_BOUND)
-    reduce_us, partial_us = REDUCE_LAUNCH_US, 2 * m * n * 4 / (REDUCE_TB_S * 1e6)
-    best, best_split_k, best_us = None, 1, limit_us - LAUNCH_US
-    for bound_us, tiles, kernel in bounded:
-        if bound_us >= best_us:
-            break
-        _, _, _, _, part_k, parts_per_unit, resident, unit_us, latency_us, full_us, fixed_us, _ = kernel
-        parts = -(-k_padded // part_k)
-        slots = sm_count * resident
-        for split_k in range(1, min(MAX_SPLIT_K, parts, 1 + 2 * slots // tiles) + 1):  # no more than the GPU can hold
-            per_part = -(-parts // split_k)
-            if (split_k - 1) * per_part >= parts:
-                continue  # a part would be empty
-            # waves_us and reduction_us of cost.py, inline: this loop is the time of a new shape.
-            work = -(-per_part // parts_per_unit)
-            ctas = tiles * split_k
-            full = ctas // slots
-            us = full * (fixed_us + work * full_us)
-            rest = ctas - full * slots
-            if rest:
-                busy_us = -(-rest // sm_count) * unit_us
-                us += fixed_us + work * (busy_us if busy_us > latency_us else latency_us)
-            if us < memory_us:
-                us = memory_us
-            if split_k > 1:
-                us += reduce_us + split_k * partial_us
-            if us < best_us:
-                best, best_split_k, best_us = kernel, split_k, us
-    return None if best is None else best.splits[best_split_k - 1]
+_BOUND = operator.itemgetter(0)

@@ -1,4 +1,4 @@
-"""Weights of random codes in NF4, FP4 and a table of one's own, for the tests of these formats."""
+"""Weights of random codes in NF4, FP4 and another codebook, for the tests of these formats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weightonly as wo
-from weightonly.code_tables import CODE_TABLES
+from weightonly.codebooks import CODEBOOKS
 
 FORMATS = ["nf4", "fp4", "code4"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -29,6 +29,6 @@ def packed(codes: torch.Tensor, format: str) -> wo.PackedWeight:
     return wo.preprocess(codes, format=format, code=own(format))
 
 
-def table_of(format: str) -> torch.Tensor:
+def codebook_of(format: str) -> torch.Tensor:
     """fp32 [16]"""
-    return torch.tensor(CODE_TABLES.get(format, OWN))
+    return torch.tensor(CODEBOOKS.get(format, OWN))

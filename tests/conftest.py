@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from stand_in import Module
 
 os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
@@ -30,6 +34,22 @@ def seed() -> int:
 def generator(seed: int) -> torch.Generator:
     """A CPU generator, in the same state at the start of every test."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Each test starts without plans: those of another one were made by what that one replaced."""
+    from weightonly.plan import cache
+
+    cache.clear()
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Stands in for the compiled module: see stand_in.py."""
+    from stand_in import installed
+
+    return installed(monkeypatch)
 
 
 @pytest.fixture

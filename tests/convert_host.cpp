@@ -1,7 +1,8 @@
-// wo_convert_host (kernels/api.h) from the header alone, so that the host path is tested without a build of the kernels.
+// wo_convert_host (kernels/api/api.h) from the header alone, so that the host path is tested without a build of the
+// kernels.
 #include <cstring>
 
-#include "cutlass_ext/numeric_conversion.h"
+#include "cutlass_ext/convert/numeric_conversion.h"
 
 namespace {
 

@@ -11,7 +11,7 @@ import formats_reference as ref
 import torch
 
 import weightonly as wo
-from weightonly.code_tables import code_table
+from weightonly.codebooks import codebook
 
 K, N, GROUP = 64, 16, 32
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
@@ -55,17 +55,17 @@ def bnb_layer(g: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         "weight": torch.randint(0, 256, (N * K // 2, 1), generator=g).to(torch.uint8),
         "weight.absmax": torch.rand(N * K // GROUP, generator=g),
-        "weight.quant_map": code_table("nf4"),
+        "weight.quant_map": codebook("nf4"),
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
 
 
-def own_table_layer(g: torch.Generator) -> dict[str, torch.Tensor]:
-    """bitsandbytes' tensors with another table, and blocks of 48 that cross from row to row of [N, K]."""
-    state = {"quant_type": "fp4", "blocksize": 48, "dtype": "bfloat16", "shape": [N, K]}
+def own_codebook_layer(g: torch.Generator, blocksize: int = 48) -> dict[str, torch.Tensor]:
+    """bitsandbytes' tensors with another codebook. Blocks of 48 run over the ends of rows of [N, K]."""
+    state = {"quant_type": "fp4", "blocksize": blocksize, "dtype": "bfloat16", "shape": [N, K]}
     return {
         "weight": torch.randint(0, 256, (N * K // 2, 1), generator=g).to(torch.uint8),
-        "weight.absmax": torch.rand(-(-N * K // 48), generator=g),
+        "weight.absmax": torch.rand(-(-N * K // blocksize), generator=g),
         "weight.quant_map": torch.randn(16, generator=g),
         "weight.quant_state.bitsandbytes__fp4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }

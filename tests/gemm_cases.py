@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import weightonly as wo
+from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.configs import KernelConfig, TypeConfig
-from weightonly.heuristics.cost import machine
-from weightonly.heuristics.legal import parts_of_k, smem_bytes, splits_evenly
+from weightonly.heuristics.legal import why_not
 from weightonly.heuristics.problem import layouts_of
-from weightonly.kernels import device_arch, is_compiled, runs_on, sm_count
+from weightonly.kernels import is_compiled, runs_on
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 ACTIVATIONS = {
@@ -57,13 +57,13 @@ class Operands:
 
 
 def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operands:
-    """exact: scales are powers of two, zeros and tables integers, so that every product and sum is exact in fp32."""
+    """exact: scales are powers of two, zeros and codebooks integers, so that every product and sum is exact in fp32."""
     limit = 128 if case.format == "int8" else 8
     q = torch.randint(-limit, limit, (case.k, case.n), generator=g, dtype=torch.int8)
     values, dtype = q.double(), DTYPES[case.dtype]
     if case.format == "code4":
         q, order = q + 8, torch.randperm(16, generator=g)
-        # Kernels hold the table in the dtype of x: of a rounding that 32 weights share, no average is left.
+        # Kernels hold the codebook in the dtype of x. 32 weights share each rounding, which does not average out.
         table = (order - 8).float() if exact else torch.randn(16, generator=g).to(dtype).float()
         values = table.double()[q.int()]
     shape = (case.groups, case.n)
@@ -89,7 +89,7 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
 
 
 def formats_of(layout: str) -> tuple[str, ...]:
-    """The formats that there are in a layout; "code4" stands for all tables."""
+    """The formats that there are in a layout; "code4" stands for every codebook."""
     return ("int4", "int8", "code4") if layout == "tiled" else ("int4", "int8")
 
 
@@ -107,13 +107,7 @@ def splits(config: KernelConfig, m: int, case: Case, wanted: tuple[int, ...]) ->
     problem = Problem(
         m, case.n, case.k, case.format, case.group_size, this_gpu(), 132, layout=config.layout, zeros=case.zeros
     )
-    found = []
-    for s in (config.with_split_k(s) for s in wanted if s <= config.max_split_k):
-        if not splits_evenly(parts_of_k(s, problem), s.split_k):
-            continue
-        if smem_bytes(s, problem) <= machine(this_gpu()).smem_bytes:
-            found.append(s)
-    return found
+    return [c for c in (config.with_split_k(s) for s in wanted) if why_not(c, problem) is None]
 
 
 def chosen(m: int, case: Case) -> KernelConfig:
@@ -143,7 +137,7 @@ def check_exact(m: int, case: Case, config: KernelConfig | None, g: torch.Genera
     expected = x.double() @ o.w64 + bias.double()
     y = run(x, o, bias=bias, config=config)
     assert torch.equal(run(x, o, bias=bias, config=config), y)
-    if (config or chosen(m, case)).is_dense:
+    if (config or chosen(m, case)).unfused:
         # PyTorch's addmm adds the bias to fp32 sums or to rounded ones, as it likes; without one there is one rounding.
         assert torch.equal(run(x, o, config=config), (expected - bias.double()).to(x.dtype))
         twice = ((expected - bias.double()).to(x.dtype).double() + bias.double()).to(x.dtype)

@@ -3,63 +3,117 @@
     compute-sanitizer --tool racecheck python tests/sanitize.py        (also memcheck, initcheck, synccheck)
     compute-sanitizer --tool racecheck python tests/sanitize.py decode_sm90 gemm_sm90        (these families)
     compute-sanitizer --tool racecheck python tests/sanitize.py conversions        (AWQ words, 4-bit blocks)
+    compute-sanitizer --tool racecheck python tests/sanitize.py --part 1/3 --seconds 200        (the first third)
 
-Results are checked too, so that a run that computed nothing does not pass for a clean one.
+Results are checked too, so that a run that computed nothing does not pass for a clean one. A run that --seconds ends
+before all of its part was launched says so and exits with 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 import weightonly as wo
-from weightonly.heuristics.configs import KernelConfig, TypeConfig, kernel_types
-from weightonly.heuristics.cost import cluster_slots
-from weightonly.kernels import is_compiled, sm_count
+from weightonly.device import device_arch, sm_count
+from weightonly.heuristics import KernelConfig, Problem
+from weightonly.heuristics.configs import TypeConfig, kernel_types
+from weightonly.heuristics.machine import resident_clusters
+from weightonly.kernels import is_compiled
+from weightonly.plan.choose import choose
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+CONVERSIONS = "conversions"
 
 
-def has_room(config: KernelConfig, types: TypeConfig) -> bool:
-    """Whether K may be shared as the configuration says: some tiles of gemm_sm90 have room for sums with some types."""
-    if config.family != "gemm_sm90" or config.split_k == 1:
-        return True
-    return config.may_share_k(types.format, types.scale_mode == "channel", types.scale_mode == "group_zeros")
+@dataclass(frozen=True)
+class Launch:
+    """One launch with ragged M, N and, with groups of 32, K."""
+
+    config: KernelConfig
+    types: TypeConfig
+    group_size: int
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.config}_{self.types.name}, groups of {self.group_size}"
 
 
-def launch(
-    config: KernelConfig, dtype: torch.dtype, format: str, mode: str, group_size: int, generator: torch.Generator
-) -> bool:
-    """One launch with ragged M, N and, with groups of 32, K; whether the result is the exact one."""
+def launch_of(config: KernelConfig, types: TypeConfig, group_size: int, sms: int) -> Launch:
     k, n = (480 if group_size == 32 else 5 * group_size), 72
     if config.family == "decode_sm90" and config.split_k > 1:
-        # Three units and a ragged one per cluster: every buffer and barrier is used a second time.
-        n = 3 * cluster_slots(sm_count(torch.cuda.current_device()), config.split_k) * config.block_n + 8
-    m = min(config.max_m, config.block_m + 1)
-    if config.loops:
+        # Three tiles and a ragged one per cluster: every buffer and barrier is used a second time.
+        n = 3 * resident_clusters(sms, config.split_k) * config.block_n + 8
+    if config.rules.loops(config):
         # Some CTAs have a second tile.
-        n = (sm_count(torch.cuda.current_device()) // 2 + 1) * config.block_n + 8
-    groups = 1 if mode == "channel" else k // group_size
-    limit = 128 if format == "int8" else 8
+        n = (sms // 2 + 1) * config.block_n + 8
+    return Launch(config, types, group_size, min(config.max_m, config.block_m + 1), n, k)
+
+
+def launches(configs: Iterable[KernelConfig], arch: int, sms: int) -> list[Launch]:
+    """Every configuration with every type, alone and with K in two parts, where these can be."""
+    found = []
+    for config in configs:
+        for types in kernel_types(config):
+            if not is_compiled(config, types):
+                continue
+            # gemm_sm90 has other loops for groups that are longer than a k_block.
+            sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
+            for split_k in (1, 2):
+                for size in sizes:
+                    one = launch_of(config.with_split_k(split_k), types, size, sms)
+                    if can_run(one, arch, sms):
+                        found.append(one)
+    return found
+
+
+def can_run(one: Launch, arch: int, sms: int) -> bool:
+    group_size = -1 if one.types.scale_mode == "channel" else one.group_size
+    zeros = one.types.scale_mode == "group_zeros"
+    problem = Problem(
+        one.m, one.n, one.k, one.types.format, group_size, arch, sms, layout=one.config.layout, zeros=zeros
+    )
+    try:
+        choose(problem, one.types, one.config)
+    except ValueError:
+        return False
+    return True
+
+
+def is_exact(one: Launch, generator: torch.Generator) -> bool:
+    """Launches it; whether the result is the exact one."""
+    k, n, types = one.k, one.n, one.types
+    groups = 1 if types.scale_mode == "channel" else k // one.group_size
+    limit = 128 if types.format == "int8" else 8
     q = torch.randint(-limit, limit, (k, n), generator=generator, dtype=torch.int8)
     scales = torch.full((groups, n), 0.5)
-    zeros = torch.randint(-2, 3, (groups, n), generator=generator).float() if mode == "group_zeros" else None
-    x = torch.randint(-2, 3, (m, k), generator=generator).float()
+    zeros = (
+        torch.randint(-2, 3, (groups, n), generator=generator).float() if types.scale_mode == "group_zeros" else None
+    )
+    x = torch.randint(-2, 3, (one.m, k), generator=generator).float()
     w = q.float() - (0 if zeros is None else zeros.repeat_interleave(k // groups, 0))
+    dtype = DTYPES[types.dtype]
     expected = (x @ w * 0.5).to(dtype)
-    if format == "code4":
-        qweight = wo.preprocess(q + 8, format="code4", code=torch.arange(-8.0, 8.0), layout=config.layout).to("cuda")
+    layout = one.config.layout
+    if types.format == "code4":
+        qweight = wo.preprocess(q + 8, format="code4", code=torch.arange(-8.0, 8.0), layout=layout).to("cuda")
     else:
-        qweight = wo.preprocess(q, bits=8 if format == "int8" else 4, layout=config.layout).to("cuda")
+        qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout).to("cuda")
     x, scales = x.to(dtype).cuda(), scales.to(dtype).cuda()
     zeros = None if zeros is None else zeros.to(dtype).cuda()
     torch.cuda.synchronize()  # from here on the weights are constant
-    y = wo.gemm(x, qweight, scales, zeros=zeros, config=config)
+    y = wo.gemm(x, qweight, scales, zeros=zeros, config=one.config)
     return torch.equal(y.cpu(), expected)
 
 
-def convert(dtype: torch.dtype, generator: torch.Generator) -> bool:
+def converts(dtype: torch.dtype, generator: torch.Generator) -> bool:
     """Conversions of whole weights, ragged and larger than a tile; whether the results are those of the CPU."""
     words = torch.randint(-(2**31), 2**31, (60, 264 // 8), generator=generator).to(torch.int32)
     scales = torch.rand(3, 264, generator=generator).to(dtype)
@@ -76,36 +130,44 @@ def convert(dtype: torch.dtype, generator: torch.Generator) -> bool:
     return exact
 
 
-def main() -> None:
-    generator = torch.Generator().manual_seed(0)
+def part_of(text: str) -> tuple[int, int]:
+    """(1, 3) for "1/3\""""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected a part such as 1/3, got {text!r}")
+    return int(number), int(count)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*", help=f"of kernels, or {CONVERSIONS}; default: all")
+    parser.add_argument("--part", type=part_of, default=(1, 1), help="1/3: every third launch, from the first on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="launch nothing more after so long")
+    options = parser.parse_args()
+    families, (part, parts) = set(options.families), options.part
+    started = time.monotonic()
+    generator = torch.Generator().manual_seed(part)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS' sums, too, are to be exact
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    families = set(sys.argv[1:])
+    device = torch.cuda.current_device()
+    chosen = [config for config in wo.kernels() if not families or config.family in families]
+    todo = launches(chosen, device_arch(device), sm_count(device))[part - 1 :: parts]
     launched = 0
-    for config in wo.kernels():
-        if families and config.family not in families:
-            continue
-        for types in kernel_types(config):
-            if is_compiled(config, types):
-                parts = (1, 2) if config.shares_cluster or config.is_dense else (2,)
-                units = -(-512 // config.piece_k) if config.shares_cluster else max(parts)
-                # gemm_sm90 has other loops for groups that are longer than a block.
-                sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
-                for split in (config.with_split_k(s) for s in parts if s <= min(config.max_split_k, units)):
-                    if not has_room(split, types):
-                        continue
-                    for size in sizes:
-                        wo.set_launch_overlap("constant_weights" if launched % 3 == 0 else True)
-                        if not launch(split, DTYPES[types.dtype], types.format, types.scale_mode, size, generator):
-                            raise SystemExit(f"{split}_{types.name}, groups of {size}: wrong result")
-                        launched += 1
-    if not families or "conversions" in families:
+    for one in todo:
+        if time.monotonic() - started > options.seconds:
+            break
+        wo.set_launch_overlap("constant_weights" if launched % 3 == 0 else True)
+        if not is_exact(one, generator):
+            raise SystemExit(f"{one}: wrong result")
+        launched += 1
+    if part == 1 and (not families or CONVERSIONS in families):
         for name, dtype in DTYPES.items():
-            if not convert(dtype, generator):
+            if not converts(dtype, generator):
                 raise SystemExit(f"conversions_{name}: wrong result")
     torch.cuda.synchronize()
-    print(f"{launched} kernels launched, all results exact")
+    print(f"{launched} of {len(todo)} launches of part {part}/{parts}, all results exact")
+    return 0 if launched == len(todo) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,13 +23,13 @@ from gemm_arguments import (
 )
 
 import weightonly as wo
+from weightonly.device import device_arch
 from weightonly.heuristics.configs import CONFIGS
 from weightonly.heuristics.problem import layouts_of
-from weightonly.kernels import device_arch
 
 pytestmark = pytest.mark.gpu
 
-PLAN = sys.modules["weightonly.plan"]  # `weightonly.gemm` is the function
+KERNELS = sys.modules["weightonly.kernels"]  # `weightonly.kernels` is the function
 
 
 def packed_for_this_gpu() -> str:
@@ -133,7 +133,7 @@ def test_config_of_another_type(cuda_device: torch.device, m: int) -> None:
 
 
 def test_cuda_tensor_without_kernels(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PLAN, "cuda_built", lambda: False)
+    monkeypatch.setattr(KERNELS, "cuda_built", lambda: False)
     with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS="):
         wo.gemm(**good(cuda_device, packed_for_this_gpu()))
 

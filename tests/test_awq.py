@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import weightonly as wo
 
-AWQ = sys.modules["weightonly.awq"]
+AWQ = sys.modules["weightonly.ops.awq_dequantize"]
 
 
 @settings(max_examples=60, deadline=None)

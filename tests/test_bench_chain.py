@@ -12,24 +12,49 @@ import torch
 
 import weightonly as wo
 from weightonly.bench.__main__ import main
+from weightonly.bench.commands import chain as command
 
 chain = importlib.import_module("weightonly.bench.chain")  # `weightonly.bench.chain` is the function
 
 
-def test_chain_goes_through_every_linear(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    csv = tmp_path / "chain.csv"
-    arguments = (
-        f"chain --model minilm --layers 2 --m 1 3 --device cpu --group-size 32 --budget-ms 1 --quiet --csv {csv}"
-    )
-    assert main(arguments.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_chain_goes_through_every_linear() -> None:
+    options: dict[str, Any] = {"group_size": 32, "device": "cpu", "budget_ms": 1, "progress": False}
+    frame = wo.bench.chain("minilm", 2, [1, 3], **options)
+    lines = chain.chain_table(frame).splitlines()
     assert len(lines) == 2 + 2  # a CPU has no launches that could overlap
     for column in ("M", "overlap", "ms per pass", "us per linear", "TB/s"):
         assert f" {column} " in lines[0]
     assert "roofline" not in lines[0]
-    frame = pd.read_csv(csv)
-    assert list(frame["m"]) == [1, 3] and set(frame["overlap"].astype(str)) == {"False"}
+    assert list(frame["m"]) == [1, 3] and set(frame["overlap"]) == {"False"}
+    assert set(frame["shapes"]) == {"384x384,384x1536,1536x384"}
     assert list(frame["us_per_linear"]) == pytest.approx(list(frame["ms"] * 1e3 / 6), rel=1e-2, abs=0.2)
+
+
+def test_the_command_prints_the_table_and_writes_the_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a pretended GPU, with the times of a CPU."""
+    asked: list[Any] = []
+
+    def measured(*arguments: Any, device: str, **options: Any) -> pd.DataFrame:
+        asked.append((device, *arguments))
+        monkeypatch.undo()
+        return chain.chain(*arguments, device="cpu", **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "chain", measured)
+    csv = tmp_path / "chain.csv"
+    arguments = "chain --shapes minilm --layers 2 --batch 1,3 --device cuda --group-size 32 --budget-ms 1 --quiet"
+    assert main([*arguments.split(), "--csv", str(csv)]) == 0
+    assert asked == [("cuda", "minilm", 2, [1, 3])]
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2
+    assert list(pd.read_csv(csv)["m"]) == [1, 3]
+
+
+def test_chain_needs_a_gpu_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^chain needs a CUDA GPU: none is visible here$"):
+        wo.bench.chain()
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
@@ -50,8 +75,8 @@ def test_a_long_chain_keeps_the_size_of_its_values(bits: int, symmetric: bool) -
 @pytest.mark.parametrize(
     ("argument", "options"),
     [
-        ("model: expected one of llama3-8b", {"model": "llama9-8b"}),
-        ("model: expected a chain", {"model": "table"}),
+        ("shapes: expected one of llama3-8b", {"shapes": "llama9-8b"}),
+        ("shapes: expected a chain", {"shapes": "table"}),
         ("layers", {"layers": 0}),
         ("batch", {"batch": ()}),
         ("group_size", {"group_size": 100}),
@@ -60,7 +85,7 @@ def test_a_long_chain_keeps_the_size_of_its_values(bits: int, symmetric: bool) -
 )
 def test_chain_refuses(argument: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=argument):
-        wo.bench.chain(**{"model": "minilm", "layers": 1, "device": "cpu", "progress": False, **options})
+        wo.bench.chain(**{"shapes": "minilm", "layers": 1, "device": "cpu", "progress": False, **options})
 
 
 def test_a_broken_chain_raises() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from weightonly.bench.__main__ import main
+from weightonly.bench.commands import COMMANDS
 
 
 def test_command_line_writes_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv, markdown, png = (tmp_path / name for name in ("s.csv", "s.md", "s.png"))
     arguments = (
-        "--shapes 128x64 --batch 1,8 --device cpu --group-size 64 --dtype bf16 --providers ours,cublas "
-        f"--quiet --budget-ms 1 --asymmetric --host --csv {csv} --markdown {markdown} --plot {png}"
+        "--shapes 128x64 --batch 1,8 --device cpu --group-size 64 --dtype bf16 --providers ours,dense "
+        f"--quiet --budget-ms 1 --zeros --host --csv {csv} --markdown {markdown} --plot {png}"
     )
     assert main(arguments.split()) == 0
     captured = capsys.readouterr()
@@ -30,16 +33,55 @@ def test_command_line_writes_table_csv_and_picture(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        pytest.param("--shapes nowhere --device cpu", "llama3-8b", id="shape"),
-        pytest.param("--batch 1,x", "1,x", id="batch"),
-        pytest.param("--providers nobody --device cpu --shapes 128x64", "nobody", id="provider"),
-        pytest.param("sweep --bits 5", "--bits", id="bits"),
-        pytest.param("--plugin no_such_module --device cpu", "no_such_module", id="plugin"),
-    ],
+    [pytest.param("--batch 1,x", "1,x", id="batch"), pytest.param("sweep --bits 5", "--bits", id="bits")],
 )
-def test_command_line_refuses(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_parsed(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param("--shapes nowhere --device cpu", "llama3-8b", id="shape"),
+        pytest.param("--providers nobody --device cpu --shapes 128x64", "nobody", id="provider"),
+        pytest.param("--plugin no_such_module --device cpu", "no_such_module", id="plugin"),
+    ],
+)
+def test_command_line_refuses_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize("device", ["", " --device cpu", " --device cuda"])
+@pytest.mark.parametrize("command", ["chain", "conversions", "regret", "tune", "host"])
+def test_what_measures_a_gpu_refuses_without_one(
+    command: str, device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(COMMANDS[command], "run", lambda options: pytest.fail("it began to work"))
+    assert main(f"{command}{device}".split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {command} needs a CUDA GPU: none is visible here\n" and not captured.out
+
+
+def test_a_gpu_asked_for_must_be_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["sweep", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: sweep needs a CUDA GPU: none is visible here\n"
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fuzz"])
+def test_commands_share_the_names_of_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    shared = {"--shapes", "--dtype", "--device", "--quiet"}
+    if command not in ("conversions", "host"):
+        shared.add("--batch")
+    assert all(f"{option} " in text or f"{option}]" in text for option in shared)
+    assert not re.search(r"--(m|model|models|asymmetric)\b", text)

@@ -12,6 +12,7 @@ import torch
 
 import weightonly as wo
 from weightonly.bench.__main__ import main
+from weightonly.bench.commands import conversions as command
 
 module = importlib.import_module("weightonly.bench.conversions")  # `weightonly.bench.conversions` is the function
 
@@ -64,13 +65,27 @@ def test_refused(argument: str, options: dict[str, Any]) -> None:
         wo.bench.conversions(**TINY | options)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--shapes 128x64 --elements 999 --group-size -1 --blocksize 32 --dtype bf16 --device cpu --budget-ms 1"
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a pretended GPU, with the times of a CPU."""
+
+    def measured(*arguments: Any, device: str, **options: Any) -> pd.DataFrame:
+        assert device == "cuda"
+        return module.conversions(*arguments, device="cpu", **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "conversions", measured)
+    options = "--shapes 128x64 --elements 999 --group-size -1 --blocksize 32 --dtype bf16 --device cuda --budget-ms 1"
     assert main(["conversions", *options.split(), "--quiet", "--csv", str(tmp_path / "rates.csv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 9 and " of the copy " in lines[0]
     frame = pd.read_csv(tmp_path / "rates.csv")
     assert list(frame["block"]) == [128] * 5 + [32] * 4 and set(frame["dtype"]) == {"bfloat16"}
+
+
+def test_conversions_need_a_gpu_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^conversions needs a CUDA GPU: none is visible here$"):
+        wo.bench.conversions()
 
 
 @pytest.mark.gpu

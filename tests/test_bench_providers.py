@@ -13,7 +13,8 @@ import torch
 import weightonly as wo
 from weightonly.bench import PROVIDERS, Prepared, Provider, providers, register
 from weightonly.bench.__main__ import main
-from weightonly.code_tables import code_table
+from weightonly.bench.weights import Weights
+from weightonly.codebooks import codebook
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
@@ -21,7 +22,7 @@ from weightonly.code_tables import code_table
 def test_providers_on_a_cpu_compute_the_same_product(symmetric: bool, group_size: int) -> None:
     weights = _weights(group_size, symmetric)
     x = torch.randn(5, weights.k, dtype=torch.bfloat16)
-    for name in ("ours", "cublas", "dequantize+matmul", "tinygemm"):
+    for name in ("ours", "dense", "dequantize+matmul", "tinygemm"):
         prepared = providers.PROVIDERS[name].prepare(weights)
         copies = prepared.copies(2)
         assert len(copies) == 2
@@ -33,7 +34,7 @@ def test_providers_multiply_by_codes_of_a_table(format: str) -> None:
     weights = _weights(64, True, format)
     assert weights.q.min() >= 0 and weights.q.max() <= 15
     x = torch.randn(5, weights.k, dtype=torch.bfloat16)
-    for name in ("ours", "cublas", "dequantize+matmul"):
+    for name in ("ours", "dense", "dequantize+matmul"):
         prepared = providers.PROVIDERS[name].prepare(weights)
         providers.check_product(name, prepared, prepared.copies(2), x, torch.empty(5, weights.n, dtype=torch.bfloat16))
 
@@ -41,7 +42,7 @@ def test_providers_multiply_by_codes_of_a_table(format: str) -> None:
 def test_weights_of_codes_are_the_nearest() -> None:
     weights = _weights(64, True, "fp4")
     normal = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).mul_(256**-0.5).to(torch.bfloat16)
-    table = code_table("fp4")
+    table = codebook("fp4")
     scales = weights.scales.float().repeat_interleave(64, 0)  # [k, n]
     distances = (normal.float()[..., None] - scales[..., None] * table).abs()  # [k, n, 16]
     chosen = distances.gather(-1, weights.q.long()[..., None])[..., 0]
@@ -71,6 +72,22 @@ def test_a_wrong_provider_raises(wrong: str) -> None:
         providers.check_product("wrong", prepared, ring, x, torch.empty(4, weights.n, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "label"),
+    [
+        ("cuda", torch.float16, "cuBLAS fp16"),
+        ("cpu", torch.bfloat16, "torch bf16"),
+        ("cpu", torch.float32, "torch fp32"),
+    ],
+)
+def test_the_dense_product_is_called_what_it_is(device: str, dtype: torch.dtype, label: str) -> None:
+    dense = PROVIDERS["dense"]
+    assert dense.label(torch.device(device), dtype) == label
+    assert providers.is_dense(label) and providers.of_label(label) is dense
+    assert PROVIDERS["ours"].label(torch.device(device), dtype) == "ours" and not providers.is_dense("ours")
+    assert providers.of_label("marlin") is None
+
+
 @pytest.fixture
 def dummy() -> Iterator[None]:
     """A provider of a few lines, as providers.py shows how to write one."""
@@ -81,7 +98,7 @@ def dummy() -> Iterator[None]:
         def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
             return None if group_size == 64 else "it has groups of 64 alone"
 
-        def prepare(self, weights: providers.Weights) -> Prepared[torch.Tensor]:
+        def prepare(self, weights: Weights) -> Prepared[torch.Tensor]:
             w = 2 * weights.dense
             return Prepared(w, lambda w, x, out: torch.mm(x, w, out=out), w.nbytes, w)
 
@@ -133,8 +150,8 @@ def test_a_plug_in_module_is_imported_first(tmp_path: Path, monkeypatch: pytest.
     assert list(pd.read_csv(tmp_path / "s.csv")["provider"]) == ["ours", "mine"]
 
 
-def _weights(group_size: int, symmetric: bool, format: str = "int4") -> providers.Weights:
-    return providers.Weights.random(
+def _weights(group_size: int, symmetric: bool, format: str = "int4") -> Weights:
+    return Weights.random(
         256,
         64,
         bits=4,

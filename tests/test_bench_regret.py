@@ -10,7 +10,7 @@ import torch
 
 import weightonly as wo
 from weightonly.bench.__main__ import main
-from weightonly.bench.sweep import gpu_facts
+from weightonly.bench.devices import gpu_facts
 from weightonly.heuristics import Problem, legal
 
 
@@ -61,7 +61,7 @@ def test_regret_refuses_measurements_without_the_choice() -> None:
 
 
 def test_measure_configs_needs_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match="CUDA"):
+    with pytest.raises(RuntimeError, match=r"^regret needs a CUDA GPU: "):
         wo.bench.measure_configs([(128, 64)], 1, device="cpu")
 
 

@@ -25,3 +25,8 @@ def test_roofline_of_an_h200(k: int, n: int, m: int, bits: int, group_size: int,
 def test_zero_points_count_as_bytes() -> None:
     assert roofline.weight_bytes(256, 64, 4, 128, symmetric=True) == 256 * 64 // 2 + 2 * 64 * 2
     assert roofline.weight_bytes(256, 64, 4, 128, symmetric=False) == 256 * 64 // 2 + 2 * 2 * 64 * 2
+
+
+def test_the_roofline_in_words_has_its_numbers() -> None:
+    text = roofline.describe(roofline.CEILINGS["NVIDIA H200"])
+    assert text.startswith("the longer of bytes / 4.47 TB/s and operations / 780 TFLOP/s, plus 1.5 us for a launch")

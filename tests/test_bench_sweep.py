@@ -12,6 +12,7 @@ import torch
 
 import weightonly as wo
 from weightonly.bench import shapes
+from weightonly.bench.sweep import check_arguments, times_faster
 
 TINY = [(128, 64), (256, 128)]
 
@@ -24,7 +25,7 @@ def tiny() -> pd.DataFrame:
 
 
 def test_sweep_has_one_row_per_shape_batch_and_provider(tiny: pd.DataFrame) -> None:
-    names = ["ours", "cublas", "dequantize+matmul", "tinygemm"]
+    names = ["ours", "torch bf16", "dequantize+matmul", "tinygemm"]
     expected = [(k, n, m, name) for k, n in TINY for m in (1, 3, 16) for name in names]
     assert [tuple(row) for row in tiny[["k", "n", "m", "provider"]].itertuples(index=False)] == expected
 
@@ -34,9 +35,9 @@ def test_sweep_rates_follow_from_its_times(tiny: pd.DataFrame) -> None:
     packed, scales, x, y = 256 * 128 // 2, 2 * 128 * 2, 3 * 256 * 2, 3 * 128 * 2
     assert row["tb_s"] == pytest.approx((packed + scales + x + y) / row["us"] / 1e6)
     assert row["tflop_s"] == pytest.approx(2 * 3 * 256 * 128 / row["us"] / 1e6)
-    cublas = tiny[(tiny["k"] == 256) & (tiny["m"] == 3) & (tiny["provider"] == "cublas")].iloc[0]
-    assert row["x_cublas"] == pytest.approx(cublas["us"] / row["us"])
-    assert cublas["x_cublas"] == 1
+    dense = tiny[(tiny["k"] == 256) & (tiny["m"] == 3) & (tiny["provider"] == "torch bf16")].iloc[0]
+    assert row["x_dense"] == pytest.approx(dense["us"] / row["us"])
+    assert dense["x_dense"] == 1
     assert (tiny["us_min"] <= tiny["us_p10"]).all() and (tiny["us_p10"] <= tiny["us_p90"]).all()
     assert (tiny["host_us"] > 0).all()
 
@@ -46,16 +47,32 @@ def test_sweep_on_a_cpu_has_no_roofline_and_one_config(tiny: pd.DataFrame) -> No
     assert set(tiny.loc[tiny["provider"] == "ours", "config"]) == {"cpu"}
 
 
-def test_sweep_without_cublas_has_no_ratio_to_it() -> None:
+def test_sweep_without_the_dense_product_has_no_ratio_to_it() -> None:
     frame = wo.bench.sweep([(128, 64)], 1, "ours", group_size=-1, bits=8, device="cpu", budget_ms=1, progress=False)
-    assert frame["x_cublas"].isna().all()
+    assert frame["x_dense"].isna().all()
     assert frame["us"].gt(0).all()
+
+
+def test_a_cpu_multiplies_in_fp32_too() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "budget_ms": 1, "progress": False}
+    frame = wo.bench.sweep([(128, 64)], 2, **options)
+    assert list(frame["provider"]) == ["ours", "torch fp32"] and set(frame["dtype"]) == {"fp32"}
+    ours = frame.iloc[0]
+    packed, scales, x, y = 128 * 64 // 2, 64 * 4, 2 * 128 * 4, 2 * 64 * 4
+    assert ours["tb_s"] == pytest.approx((packed + scales + x + y) / ours["us"] / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.8, "1.80 times faster"), (0.02, "50.0 times slower"), (1.0, "1.00 times faster")]
+)
+def test_a_speedup_in_words(ratio: float, words: str) -> None:
+    assert times_faster(ratio) == words
 
 
 def test_markdown_names_shapes_providers_and_units(tiny: pd.DataFrame) -> None:
     lines = wo.bench.to_markdown(tiny).splitlines()
     assert len(lines) == 2 + 6
-    for column in ("K x N", "M", "ours us", "tinygemm us", "x cuBLAS", "ours host us"):
+    for column in ("K x N", "M", "ours us", "tinygemm us", "torch bf16 us", "ours beside torch bf16", "ours host us"):
         assert f" {column} " in lines[0]
     assert "roofline" not in lines[0]
     assert "256x128" in lines[-1]
@@ -98,6 +115,11 @@ def test_sweep_refuses(argument: str, options: dict[str, Any]) -> None:
         wo.bench.sweep(**arguments)
 
 
+def test_a_gpu_has_no_fp32() -> None:
+    with pytest.raises(ValueError, match=r"^dtype: expected torch.float16 or torch.bfloat16 on a GPU"):
+        check_arguments([(128, 64)], 1, "int4", 64, True, torch.float32, 1.0, torch.device("cuda"))
+
+
 def test_unknown_shape_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"llama3-8b, llama3-70b, table, minilm.*'llama9'"):
         shapes.resolve("llama9")
@@ -124,5 +146,5 @@ def test_plot_writes_a_picture(tiny: pd.DataFrame, tmp_path: Path) -> None:
 def test_sweep_on_a_gpu_stays_above_the_roofline(cuda_device: torch.device) -> None:
     frame = wo.bench.sweep([(4096, 4096)], [1, 256], "all", device=cuda_device, budget_ms=5, progress=False)
     assert (frame["x_roofline"] > 0.8).all()  # less than 1 only as far as the ceilings were measured too low
-    assert math.isfinite(frame["x_cublas"].max())
+    assert math.isfinite(frame["x_dense"].max())
     assert frame.loc[frame["provider"] == "ours", "config"].ne("").all()

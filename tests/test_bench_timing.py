@@ -62,8 +62,8 @@ def test_rotated_weights_pass_the_l2(cuda_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_each_turn_begins_with_a_call_as_programs_make_it(cuda_device: torch.device) -> None:
-    """The last launch outside of graphs decides in which state the GPU is (bench/NOTES.md)."""
+def test_each_round_begins_with_a_call_as_programs_make_it(cuda_device: torch.device) -> None:
+    """The last launch outside of graphs decides in which state the GPU is (docs/appendix/measurement-log.md)."""
     x = torch.zeros(1 << 20, device=cuda_device)
     seen: list[tuple[object, bool]] = []
 
@@ -72,11 +72,11 @@ def test_each_turn_begins_with_a_call_as_programs_make_it(cuda_device: torch.dev
         x.add_(1)
 
     with timing.overlapping(False):
-        watch = timing.Stopwatch([call], cuda_device)
-        watch.prepare()
+        timer = timing.CallTimer([call], cuda_device)
+        timer.prepare()
         assert {overlap for overlap, _ in seen} == {False}
         seen.clear()
-        watch.turn(1.0)
-        watch.turn(1.0)
+        timer.round(1.0)
+        timer.round(1.0)
         assert seen == [(True, False)] * 2
         assert not wo.launch_overlap()

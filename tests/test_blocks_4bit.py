@@ -1,4 +1,4 @@
-"""`quantize_4bit` and `dequantize_4bit` on the CPU: bit for bit those of bitsandbytes, which quantizes on it too."""
+"""`quantize_4bit` and `dequantize_4bit` on the CPU: bit for bit those of bitsandbytes on the CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightonly as wo
-from weightonly.code_tables import CODE_TABLES, code_table
+from weightonly.codebooks import CODEBOOKS, codebook
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
-BLOCKS = sys.modules["weightonly.blocks_4bit"]
+BLOCKS = sys.modules["weightonly.ops.blocks_4bit"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 BLOCKSIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 QUANT_TYPES = ["nf4", "fp4"]
@@ -27,15 +27,15 @@ QUANT_TYPES = ["nf4", "fp4"]
 
 @pytest.fixture(autouse=True)
 def no_compiler() -> Iterator[None]:
-    """Its generic path is under torch.compile, which would take a compiler and seconds for each new shape."""
+    """bitsandbytes compiles its generic path with torch.compile, which needs a compiler and seconds for each shape."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since PyTorch 2.6
     with set_stance("force_eager") if set_stance else contextlib.nullcontext():
         yield
 
 
-def midpoints(table: tuple[float, ...]) -> torch.Tensor:
-    """Where the nearest number of a table changes, fp32 [15]."""
-    numbers = torch.tensor(sorted(table))
+def midpoints(book: tuple[float, ...]) -> torch.Tensor:
+    """The midpoints between neighbours of a codebook, fp32 [15]."""
+    numbers = torch.tensor(sorted(book))
     return (numbers[:-1] + numbers[1:]) / 2
 
 
@@ -46,9 +46,9 @@ def check_against_the_package(w: torch.Tensor, blocksize: int, quant_type: str) 
     assert torch.equal(packed, data)
     assert torch.equal(absmax.view(torch.int32), state.absmax.view(torch.int32))
     codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], 1).view(-1)[: w.numel()].int()
-    products = code_table(quant_type)[codes] * absmax.repeat_interleave(blocksize)[: w.numel()]  # fp32
+    products = codebook(quant_type)[codes] * absmax.repeat_interleave(blocksize)[: w.numel()]  # fp32
     for dtype in DTYPES:
-        # Flat: its AVX-512 code starts a new block with each row.
+        # Flat, because bitsandbytes' AVX-512 code starts a new block with each row.
         flat = functional.QuantState(
             absmax=state.absmax,
             shape=torch.Size([w.numel()]),
@@ -59,7 +59,7 @@ def check_against_the_package(w: torch.Tensor, blocksize: int, quant_type: str) 
         )
         restored = wo.dequantize_4bit(packed, absmax, blocksize, quant_type, w.shape, dtype)
         assert restored.shape == w.shape and restored.dtype == dtype
-        # Its code for a CPU may flush products that are subnormal in fp32 to zero; those are compared with the product.
+        # On a CPU bitsandbytes may flush products that are subnormal in fp32 to zero: compare with the product then.
         is_subnormal = products.abs() < torch.finfo(torch.float32).tiny
         expected = torch.where(is_subnormal, products.to(dtype), functional.dequantize_4bit(data, flat).view(-1))
         assert torch.equal(restored.view(-1), expected)
@@ -67,7 +67,7 @@ def check_against_the_package(w: torch.Tensor, blocksize: int, quant_type: str) 
 
 @st.composite
 def weights(draw: st.DrawFn) -> torch.Tensor:
-    """Flat weights: normal ones, of any magnitude; numbers in the middle of two of a table; zeros among them."""
+    """Flat weights: Gaussian ones, of all magnitudes, midpoints between numbers of a codebook; zeros among them."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from(DTYPES))
     blocks = draw(st.integers(0, 3))
@@ -76,7 +76,7 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
         exponent = draw(st.integers(-149, 120)) if dtype != torch.float16 else draw(st.integers(-24, 12))
         w = torch.randn(count, generator=g) * 2.0**exponent
     else:
-        ties = midpoints(CODE_TABLES[draw(st.sampled_from(QUANT_TYPES))])
+        ties = midpoints(CODEBOOKS[draw(st.sampled_from(QUANT_TYPES))])
         near = torch.cat([ties, ties.nextafter(torch.tensor(2.0)), ties.nextafter(torch.tensor(-2.0)), torch.ones(3)])
         # A power of two: dividing by it, and multiplying by its reciprocal, is exact.
         w = near[torch.randint(len(near), (count,), generator=g)] * 2.0 ** draw(st.integers(-8, 8))
@@ -93,10 +93,10 @@ def test_bytes_are_those_of_the_package(w: torch.Tensor, blocksize: int, quant_t
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_ties_go_to_the_lower_number(quant_type: str) -> None:
-    ties = midpoints(CODE_TABLES[quant_type])
+    ties = midpoints(CODEBOOKS[quant_type])
     assert ties.unique().numel() == 15
-    table = torch.tensor(CODE_TABLES[quant_type])
-    lower, higher = (table.sort().values[places] for places in (slice(0, 15), slice(1, 16)))
+    numbers = torch.tensor(CODEBOOKS[quant_type])
+    lower, higher = (numbers.sort().values[places] for places in (slice(0, 15), slice(1, 16)))
     for x, expected in ((ties, lower), (ties.nextafter(torch.tensor(2.0)), higher)):
         w = torch.cat([x, torch.ones(17)])  # absmax 1
         check_against_the_package(w, 32, quant_type)
@@ -154,18 +154,18 @@ def test_a_second_time_changes_nothing(generator: torch.Generator) -> None:
         assert torch.equal(wo.dequantize_4bit(packed, absmax, 64, quant_type, w.shape, torch.float32), restored)
 
 
-# --- tables of one's own -----------------------------------------------------------------------------------
+# --- other codebooks ---------------------------------------------------------------------------------------
 
-TABLES = st.lists(st.floats(-1, 1, width=32), min_size=16, max_size=16)
+RANDOM_CODEBOOKS = st.lists(st.floats(-1, 1, width=32), min_size=16, max_size=16)
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**31), table=TABLES, dtype=st.sampled_from(DTYPES))
-def test_nearest_number_of_a_table(seed: int, table: list[float], dtype: torch.dtype) -> None:
+@given(seed=st.integers(0, 2**31), book=RANDOM_CODEBOOKS, dtype=st.sampled_from(DTYPES))
+def test_nearest_number_of_any_codebook(seed: int, book: list[float], dtype: torch.dtype) -> None:
     w = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    packed, absmax = wo.quantize_4bit(w, 32, code=table)
-    numbers = np.array(table, dtype=np.float32)
-    restored = wo.dequantize_4bit(packed, absmax, 32, "nf4", w.shape, torch.float32, code=torch.tensor(table))
+    packed, absmax = wo.quantize_4bit(w, 32, code=book)
+    numbers = np.array(book, dtype=np.float32)
+    restored = wo.dequantize_4bit(packed, absmax, 32, "nf4", w.shape, torch.float32, code=torch.tensor(book))
     scale = absmax.repeat_interleave(32)[:300]
     codes = torch.stack([packed[:, 0] >> 4, packed[:, 0] & 15], dim=1).view(-1)
     assert torch.equal(restored, torch.from_numpy(numbers)[codes.int()] * scale)
@@ -174,21 +174,21 @@ def test_nearest_number_of_a_table(seed: int, table: list[float], dtype: torch.d
     assert (distance <= np.abs(x[:, None] - numbers).min(axis=1) + 1e-6).all()
 
 
-def test_the_tables_of_the_library_as_own_ones(generator: torch.Generator) -> None:
+def test_the_codebooks_of_the_library_as_code(generator: torch.Generator) -> None:
     w = torch.randn(333, generator=generator)
     for quant_type in QUANT_TYPES:
         expected = wo.quantize_4bit(w, 64, quant_type)
-        for code in (CODE_TABLES[quant_type], list(CODE_TABLES[quant_type]), torch.tensor(CODE_TABLES[quant_type])):
+        for code in (CODEBOOKS[quant_type], list(CODEBOOKS[quant_type]), torch.tensor(CODEBOOKS[quant_type])):
             packed, absmax = wo.quantize_4bit(w, 64, code=code)
             assert torch.equal(packed, expected[0]) and torch.equal(absmax, expected[1])
 
 
-def test_order_of_a_table_is_its_codes(generator: torch.Generator) -> None:
-    """A table turned around has the codes 15 - c, but in ties."""
+def test_codes_follow_the_order_of_the_codebook(generator: torch.Generator) -> None:
+    """A reversed codebook gives the codes 15 - c, except for ties."""
     w = torch.randn(64, generator=generator)
-    table = CODE_TABLES["nf4"]
-    forwards, _ = wo.quantize_4bit(w, 64, code=table)
-    backwards, _ = wo.quantize_4bit(w, 64, code=table[::-1])
+    book = CODEBOOKS["nf4"]
+    forwards, _ = wo.quantize_4bit(w, 64, code=book)
+    backwards, _ = wo.quantize_4bit(w, 64, code=book[::-1])
     assert torch.equal(backwards, 255 - forwards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ NINJA_LOG = """\
         ("on", NVCC, [], True, "WEIGHTONLY_CUDA=on"),
         ("off", NVCC, ["9.0"], False, "WEIGHTONLY_CUDA=off"),
     ],
+    ids=["auto", "auto_without_gpu", "auto_without_nvcc", "on", "off"],
 )
 def test_decide(mode: str, nvcc: Path | None, gpus: list[str], cuda: bool, reason: str) -> None:
     decision = target.decide(mode, nvcc, gpus)
@@ -96,6 +98,7 @@ def test_decide_on_needs_nvcc() -> None:
         ("120,7.5,70", ["70", "75", "120"]),
         ("10.0,100a,100f", ["100", "100a", "100f"]),
     ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
 def test_parse_archs(text: str, archs: list[str]) -> None:
     assert target.parse_archs(text, KNOWN) == archs
@@ -167,7 +170,17 @@ def test_build_requirements_without_cuda_are_none() -> None:
 def test_build_requirements_with_cuda_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_tool", lambda name: "/usr/bin/ninja" if name == "ninja" else None)
     requirements = library.build_requirements(target.Decision(NVCC, "WEIGHTONLY_CUDA=on"))
-    assert requirements == ["pybind11>=2.12", "cmake>=3.24"]
+    assert requirements == [library.pin("cmake"), library.pin("pybind11")]
+
+
+def test_build_requirements_are_pinned_by_hash() -> None:
+    """And the versions are those that pyproject.toml and the backend ask for."""
+    text = library.REQUIREMENTS.read_text()
+    blocks = re.findall(r"^(\w+)==[\d.]+ \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE)
+    assert [name for name, _ in blocks] == ["cmake", "ninja", "pybind11", "setuptools"]
+    assert f'requires = ["{library.pin("setuptools")}"]' in (ROOT / "pyproject.toml").read_text()
+    every = library.build_requirements(target.Decision(NVCC, "on"))
+    assert every and all("==" in requirement for requirement in every)
 
 
 def _headers(folder: Path, version: str) -> Path:
@@ -196,9 +209,39 @@ def test_cutlass_dir_without_headers_is_refused(tmp_path: Path) -> None:
         cutlass.find_headers(tmp_path / "build", {"WEIGHTONLY_CUTLASS_DIR": str(tmp_path)})
 
 
-def test_cutlass_copy_in_the_build_folder_is_used_again(tmp_path: Path) -> None:
+def test_cutlass_copy_in_the_build_folder_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     include = _headers(tmp_path / f"cutlass-{cutlass.VERSION}" / "include", cutlass.VERSION)
+    monkeypatch.setattr(cutlass, "HEADERS_SHA256", cutlass.digest(include))
     assert cutlass.find_headers(tmp_path, {}) == include
+    (include / "cutlass" / "version.h").write_text((include / "cutlass" / "version.h").read_text() + " ")
+    monkeypatch.setattr(cutlass, "_download", lambda *folders: None)
+    with pytest.raises(RuntimeError, match=r"CUTLASS headers in .*: expected SHA-256 \w{64}, got \w{64}"):
+        cutlass.find_headers(tmp_path, {})
+
+
+def test_cutlass_is_taken_from_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from `cutlass_library/` in the current folder, nor an installed one, nor a wheel that lies there."""
+    _headers(tmp_path / "cutlass_library" / "source" / "include", cutlass.VERSION)
+    (tmp_path / "cutlass_library" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    planted = tmp_path / "build" / "downloads" / "nvidia_cutlass-4.2.0.0-py3-none-any.whl"
+    planted.parent.mkdir(parents=True)
+    planted.write_bytes(b"PK")
+    asked: list[list[str]] = []
+
+    def pip(command: list[str], check: bool) -> None:
+        asked.append([str(word) for word in command])
+        assert not planted.exists()
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(RuntimeError, match="pip download"):
+        cutlass.find_headers(tmp_path / "build", {})
+    (command,) = asked
+    assert "--require-hashes" in command
+    requirement = Path(command[command.index("-r") + 1]).read_text()
+    assert requirement == f"{cutlass.PACKAGE} --hash=sha256:{cutlass.WHEEL_SHA256}\n"
 
 
 def test_parse_ptxas() -> None:
@@ -322,6 +365,9 @@ def test_install_without_cuda_is_quick_and_complete(tmp_path: Path) -> None:
     assert "no CUDA kernels are built (WEIGHTONLY_CUDA=off)" in log
     assert seconds < 60  # one kernel alone would take longer
     assert not list(site.glob("weightonly/**/*.so"))
+    modules = {file.relative_to(ROOT) for name in ("heuristics", "bench") for file in (ROOT / name).rglob("*.py")}
+    modules |= {file.relative_to(ROOT / "weightonly") for file in (ROOT / "weightonly").rglob("*.py")}
+    assert {file.relative_to(site / "weightonly") for file in site.glob("weightonly/**/*.py")} == modules
 
     program = (
         "import weightonly, weightonly.heuristics, weightonly.bench; from weightonly import build_info; "
@@ -335,3 +381,15 @@ def test_install_without_cuda_is_quick_and_complete(tmp_path: Path) -> None:
     file, reason = run.stdout.split()
     assert Path(file).is_relative_to(site)
     assert reason == "WEIGHTONLY_CUDA=off"
+
+
+def test_lint_looks_at_every_file_of_cpp() -> None:
+    """By the folders alone: an sdist has no git."""
+    names = ["*.h", "*.cuh", "*.cu", "*.cpp"]
+    tracked = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode or not tracked.stdout:
+        pytest.skip("not a git checkout")
+    command = ["make", "--dry-run", "lint", "VENV=none"]
+    steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (formatted,) = (line.split() for line in steps if "clang-format" in line)
+    assert set(tracked.stdout.split()) <= set(formatted)

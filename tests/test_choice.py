@@ -18,7 +18,7 @@ from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 from weightonly.launch import LaunchOverlap
 
 # `weightonly.kernels` is a function; this is the module.
-PLAN = sys.modules["weightonly.plan"]
+PLAN = sys.modules["weightonly.plan.choose"]
 KERNELS = sys.modules["weightonly.kernels"]
 
 
@@ -59,7 +59,7 @@ BAD_CONFIGS = {
         f"config: {SM80} needs compute capability 8.0, but the GPU has 7.5"),
     "shared memory": (
         DEEP, problem(90, format="int8"), "f16", "interleaved",
-        f"config: {DEEP} needs {DEEP.smem_bytes('int8')} bytes of shared memory "
+        f"config: {DEEP} needs {DEEP.rules.smem_bytes(DEEP, problem(90, format='int8'))} bytes of shared memory "
         "for int8, but the GPU has 232448"),
     "split_k 0": (
         SM80.with_split_k(0), problem(90), "f16", "interleaved",
@@ -69,10 +69,10 @@ BAD_CONFIGS = {
         "config: expected split_k of 1 to 7, got 8"),
     "split_k beyond K": (
         SM80.with_split_k(4), problem(90), "f16", "interleaved",
-        f"config: split_k of 4 leaves a part of K without work: K = 192 is 3 units of {SM80.kernel}"),
+        f"config: split_k of 4 leaves a part of K without work: K = 192 is 3 k-tiles of {SM80.kernel}"),
     "split_k with an empty part": (
         SM80.with_split_k(4), problem(90, k=5 * 64), "f16", "interleaved",
-        f"config: split_k of 4 leaves a part of K without work: K = 320 is 5 units of {SM80.kernel}"),
+        f"config: split_k of 4 leaves a part of K without work: K = 320 is 5 k-tiles of {SM80.kernel}"),
     "tiled kernel": (
         SM90, problem(90), "f16", "interleaved",
         f"config: {SM90} reads layout 'tiled', but qweight is packed as 'interleaved'"),
@@ -89,7 +89,7 @@ BAD_CONFIGS = {
         DECODE, problem(90, m=9), "f16", "tiled", f"config: {DECODE} computes at most 8 rows, but x has 9"),
     "x of decode": (
         DECODE, problem(90, m=8, k=32768), "f16", "tiled",
-        f"config: {DECODE} needs {DECODE.decode_smem_bytes('int4', 8, 40, 32768, 64, False, 16)} bytes of shared "
+        f"config: {DECODE} needs {DECODE.rules.smem_bytes(DECODE, problem(90, m=8, k=32768))} bytes of shared "
         "memory for int4, but the GPU has 232448"),
     "cluster of 9": (
         DECODE.with_split_k(9), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 8, got 9"),
@@ -97,7 +97,7 @@ BAD_CONFIGS = {
         SM90_TALL.with_split_k(2), problem(90, k=4096), "f16", "tiled", "config: expected split_k of 1 to 1, got 2"),
     "cluster beyond K": (
         SM90.with_split_k(3), problem(90), "f16", "tiled",
-        f"config: split_k of 3 leaves a part of K without work: K = 192 is 2 units of {SM90.kernel}"),
+        f"config: split_k of 3 leaves a part of K without work: K = 192 is 2 k-tiles of {SM90.kernel}"),
 }  # fmt: skip
 
 
@@ -165,15 +165,15 @@ def test_gpu_that_the_build_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PLAN, "cuda_built", lambda: False)
+    monkeypatch.setattr(KERNELS, "cuda_built", lambda: False)
     with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* without kernels; build them: ") as error:
-        PLAN.check_kernels(90)
+        KERNELS.check_kernels(90)
     assert "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS=90 pip install ." in str(error.value)
 
 
 def test_gpu_older_than_volta() -> None:
     with pytest.raises(RuntimeError, match=r"^x: is on a GPU of compute capability 6\.1; .* need 7\.0$"):
-        PLAN.check_kernels(61)
+        KERNELS.check_kernels(61)
 
 
 def test_launches_overlap_unless_told_otherwise() -> None:

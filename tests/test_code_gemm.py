@@ -1,4 +1,4 @@
-"""`dequantize` and `gemm` of the codes of a table."""
+"""`dequantize` and `gemm` of weights of codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from code_cases import FORMATS, dtypes, formats, packed, random_codes, table_of
+from code_cases import FORMATS, codebook_of, dtypes, formats, packed, random_codes
 
 import weightonly as wo
 from weightonly.nn import Linear
@@ -15,7 +15,7 @@ from weightonly.nn import Linear
 def exact(codes: torch.Tensor, format: str, scales: torch.Tensor) -> torch.Tensor:
     """The weight in fp64, [K, N]."""
     group = codes.shape[0] // scales.shape[0]
-    return table_of(format).double()[codes.long()] * scales.double().repeat_interleave(group, 0)
+    return codebook_of(format).double()[codes.long()] * scales.double().repeat_interleave(group, 0)
 
 
 @formats
@@ -28,14 +28,14 @@ def test_dequantize(
     scales = (torch.rand(k // group_size, n, generator=generator) + 0.5).to(dtype)
     w = wo.dequantize(packed(codes, format), scales)
     assert w.dtype == dtype and w.shape == (k, n)
-    in_fp32 = table_of(format)[codes.long()] * scales.float().repeat_interleave(group_size, 0)
+    in_fp32 = codebook_of(format)[codes.long()] * scales.float().repeat_interleave(group_size, 0)
     assert torch.equal(w, in_fp32.to(dtype))
 
 
 @pytest.mark.parametrize("format", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256])
 def test_dequantize_is_that_of_bitsandbytes(format: str, blocksize: int, generator: torch.Generator) -> None:
-    """Bit for bit in fp32. Its weight is [N, K], its blocks run along K, its first code is in the high nibble."""
+    """Bit for bit in fp32. bitsandbytes has [N, K], blocks along K, and the first code in the high nibble."""
     functional = pytest.importorskip("bitsandbytes.functional")
     n, k = 72, 512
     data, state = functional.quantize_4bit(
@@ -65,7 +65,7 @@ def test_gemm_against_fp64(format: str, dtype: torch.dtype, group_size: int, gen
 
 
 def test_gemm_is_exact_on_a_grid(generator: torch.Generator) -> None:
-    """A table of small integers and scales of powers of two: every sum is exact in fp32."""
+    """A codebook of small integers and scales of powers of two: every sum is exact in fp32."""
     codes = random_codes(256, 130, generator)
     weight = wo.preprocess(codes, format="code4", code=torch.arange(-8.0, 8.0))
     scales = torch.exp2(torch.randint(-2, 3, (4, 130), generator=generator).float()).half()
@@ -89,7 +89,7 @@ def test_compiled_and_recorded_functions(generator: torch.Generator) -> None:
 
 
 @formats
-def test_zeros_of_a_table_are_refused(format: str, generator: torch.Generator) -> None:
+def test_zeros_of_a_codebook_are_refused(format: str, generator: torch.Generator) -> None:
     weight = packed(random_codes(128, 72, generator), format)
     scales = torch.ones(2, 72)
     message = f"zeros: expected None for a weight of format {format}, got Tensor"
@@ -109,7 +109,7 @@ def test_group_sizes_are_those_of_integers(group_size: int, generator: torch.Gen
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_kernels_for_tables_says_so(cuda_device: torch.device, generator: torch.Generator) -> None:
+def test_a_gpu_without_kernels_for_codebooks_says_so(cuda_device: torch.device, generator: torch.Generator) -> None:
     major, minor = torch.cuda.get_device_capability(cuda_device)
     if (major, minor) == (9, 0):
         pytest.skip("Hopper has them")

@@ -1,4 +1,4 @@
-"""The choice of a kernel for the codes of a table."""
+"""The choice of a kernel for the codes of a codebook."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def test_to_the_heuristics_they_are_one_format(format: str) -> None:
     ids=["arch", "layout", "zeros", "format"],
 )
 def test_select_rejects(arguments: dict[str, Any], message: str) -> None:
-    good = {"m": 1, "n": 4096, "k": 4096, "format": "nf4", "group_size": 64, "arch": 90, "sm_count": 132}
+    good: dict[str, Any] = {
+        "m": 1,
+        "n": 4096,
+        "k": 4096,
+        "format": "nf4",
+        "group_size": 64,
+        "arch": 90,
+        "sm_count": 132,
+    }
     with pytest.raises(ValueError, match=message):
         select(**good | arguments)

@@ -19,8 +19,10 @@ import weightonly as wo
 
 
 @formats
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
-def test_copies_have_the_table(
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_copies_have_the_codebook(
     format: str, clone: Callable[[wo.PackedWeight], wo.PackedWeight], generator: torch.Generator
 ) -> None:
     weight = packed(random_codes(65, 66, generator), format)
@@ -43,12 +45,15 @@ GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "code4
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layout": "interleaved"}, "layout: expected 'tiled', the one for the codes of a table, got 'interleaved'"),
-        ({"code": None}, "code: expected the table of a code4 weight, got None"),
-        ({"format": "fp4"}, "code: expected None for fp4, which has no table of its own, got one"),
+        (
+            {"layout": "interleaved"},
+            "layout: expected 'tiled', the only one for codes of a codebook, got 'interleaved'",
+        ),
+        ({"code": None}, "code: expected the codebook of a code4 weight, got None"),
+        ({"format": "fp4"}, "code: expected None for fp4, got a codebook; only code4 takes one"),
         ({"code": OWN[1:]}, r"code: expected 16 numbers, got shape \[15\]"),
     ],
-    ids=["layout", "no table", "table of fp4", "length"],
+    ids=["layout", "no codebook", "codebook of fp4", "length"],
 )
 def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
     wo.PackedWeight(**GOOD_FIELDS)
@@ -71,7 +76,7 @@ def test_save_and_load(tmp_path: Path, generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda fields: fields.pop("code"), "code: expected the table of a code4 weight, got None"),
+        (lambda fields: fields.pop("code"), "code: expected the codebook of a code4 weight, got None"),
         (lambda fields: fields["code"].pop(), r"code: expected 16 numbers, got shape \[15\]"),
         (lambda fields: fields.update(code="0123456789abcdef"), "code: expected 16 numbers, got str"),
         (lambda fields: fields.update(format="nf4"), "code: expected None for nf4"),
@@ -79,7 +84,7 @@ def test_save_and_load(tmp_path: Path, generator: torch.Generator) -> None:
     ],
     ids=["missing", "short", "text", "another format", "layout"],
 )
-def test_load_rejects_damaged_tables(
+def test_load_rejects_damaged_codebooks(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path, generator: torch.Generator
 ) -> None:
     path = tmp_path / "w.safetensors"

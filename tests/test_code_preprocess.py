@@ -1,4 +1,4 @@
-"""`preprocess`, `unpack` and slices of the codes of a table."""
+"""`preprocess`, `unpack` and slices of weights of codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from code_cases import DTYPES, FORMATS, OWN, formats, packed, random_codes, table_of
+from code_cases import DTYPES, FORMATS, OWN, codebook_of, formats, packed, random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, format: 
     codes = random_codes(k, n, torch.Generator().manual_seed(seed))
     weight = packed(codes.to(dtype), format)
     assert (weight.k, weight.n, weight.format, weight.layout, weight.bits) == (k, n, format, "tiled", 4)
-    assert weight.code == tuple(table_of(format).tolist())
+    assert weight.code == tuple(codebook_of(format).tolist())
     assert weight.data.shape == (-(-k // 64) * -(-n // 64) * 2048,)
     unpacked = wo.unpack(weight)
     assert unpacked.dtype == torch.int8 and unpacked.is_contiguous()
@@ -34,7 +34,7 @@ def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, format: 
 
 @formats
 def test_padding_is_code_0(format: str, generator: torch.Generator) -> None:
-    """A number of every table, and finite: zero times it is zero, which is all that padding must give."""
+    """Code 0 is a finite number of every codebook, so that 0 times it is 0: padding adds nothing to a sum."""
     codes = random_codes(70, 65, generator)
     full = torch.zeros(128, 128, dtype=torch.uint8)
     full[:70, :65] = codes
@@ -94,9 +94,9 @@ BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "not a tensor": ([[1]], {"format": "nf4"}, TypeError, "q: expected an int8 tensor, got list"),
     "uint8 of integers": (CODES, {}, TypeError, "q: expected an int8 tensor, got torch.uint8"),
     "empty": (CODES[:0], {"format": "nf4"}, ValueError, r"q: expected shape .*got \[0, 64\]"),
-    "no table": (CODES, {"format": "code4"}, ValueError, "code: expected the table of a code4 weight, got None"),
-    "table of nf4": (CODES, {"format": "nf4", "code": OWN}, ValueError, "code: expected None for nf4, which has no"),
-    "table of int4": (CODES.to(torch.int8), {"code": OWN}, ValueError, "code: expected None for int4, which has no"),
+    "no codebook": (CODES, {"format": "code4"}, ValueError, "code: expected the codebook of a code4 weight, got None"),
+    "codebook of nf4": (CODES, {"format": "nf4", "code": OWN}, ValueError, "code: expected None for nf4, got"),
+    "codebook of int4": (CODES.to(torch.int8), {"code": OWN}, ValueError, "code: expected None for int4, got"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the C interface of the conversions (kernels/conversions.h) refuses, before it asks for a GPU."""
+"""What the C interface of the conversions (kernels/convert/conversions.h) refuses, before it asks for a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCKS: dict[str, Any] = {
     "type": 0,
     "count": 100,
     "blocksize": 64,
-    "table": [0.0] * 16,
+    "codebook": [0.0] * 16,
     "w": 256,
     "packed": 256,
     "absmax": 256,

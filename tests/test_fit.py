@@ -12,24 +12,27 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from weightonly.bench.regret import regret
-from weightonly.heuristics import KernelConfig, Problem, candidates, fit_dense
-from weightonly.heuristics import fit as fit_module
-from weightonly.heuristics.calibration_dense import DENSE, DenseCost
-from weightonly.heuristics.calibration_sm90 import DECODE_SM90, GEMM_SM90, KernelTimes
-from weightonly.heuristics.configs import CONFIGS
-from weightonly.heuristics.cost import decode_us, dense_us, estimate_us, gemm_sm90_us
-from weightonly.heuristics.fit_choices import Choices
-from weightonly.heuristics.fit_sm90 import (
-    as_costs,
+from weightonly.bench.fit import __main__ as command
+from weightonly.bench.fit import unfused, waves, write
+from weightonly.bench.fit.choices import Choices
+from weightonly.bench.fit.clusters import (
+    as_constants,
     fit,
     from_file,
+    is_looked_at,
     least_error,
     prepare,
-    source,
     without_one_shape,
 )
-from weightonly.heuristics.legal import DENSE_MIN_M, worth_a_look
+from weightonly.bench.regret import regret
+from weightonly.heuristics import KernelConfig, Problem, candidates, h200
+from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.constants import TileTimes, UnfusedConstants
+from weightonly.heuristics.cost import total_us
+from weightonly.heuristics.families.clusters import ClusterFamily
+from weightonly.heuristics.families.dequantize_cublas import MIN_M, unfused_work
+from weightonly.heuristics.h200 import DECODE_SM90, GEMM_SM90
+from weightonly.heuristics.launches import estimate_us
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192)]
 BATCH = [1, 4, 8, 9, 16, 17, 32, 64, 128, 512]
@@ -45,9 +48,9 @@ def true_costs() -> tuple[Any, Any]:
     made = []
     costs: tuple[Any, Any] = (DECODE_SM90, GEMM_SM90)
     for cost in costs:
-        names = [f.name for f in dataclasses.fields(cost) if f.name not in ("kernels", "tb_s")]
+        names = [f.name for f in dataclasses.fields(cost) if f.name not in ("fitted_to", "kernels", "tb_s")]
         shared = {name: moved(getattr(cost, name), 0.2) for name in names}
-        times = {key: KernelTimes(moved(t.unit_us, 0.25), moved(t.end_us, 0.25)) for key, t in cost.kernels.items()}
+        times = {key: TileTimes(moved(t.k_tile_us, 0.25), moved(t.end_us, 0.25)) for key, t in cost.kernels.items()}
         made.append(dataclasses.replace(cost, **shared, kernels=times))
     return made[0], made[1]
 
@@ -56,15 +59,16 @@ DECODE, GEMM = true_costs()
 
 
 DENSE_CONFIG = next(c for c in CONFIGS if c.family == "dequantize_cublas_sm90")
-DENSE_TRUE = DenseCost(slice_us=5.0, stream=0.7, sm_tflop_s=5.4, y_stream=0.6)
+DENSE_TRUE = UnfusedConstants("", slice_us=5.0, dequantize_bandwidth=0.7, sm_tflop_s=5.4, unhidden_y=1.6)
 
 
-def us_by(config: KernelConfig, problem: Problem, decode: Any, gemm: Any, dense: DenseCost) -> float:
-    if config.is_dense:
-        return dense_us(config, problem, dense)
-    if config.family == "decode_sm90":
-        return decode_us(config, problem, decode)
-    return gemm_sm90_us(config, problem, gemm)
+def us_by(config: KernelConfig, problem: Problem, decode: Any, gemm: Any, of_cublas: UnfusedConstants) -> float:
+    family = config.rules
+    if not isinstance(family, ClusterFamily):
+        return float(total_us(unfused_work(unfused.counts_of(config, problem), 90, of_cublas)))
+    constants = decode if isinstance(decode, type(family.constants)) else gemm
+    times = constants.kernels[config.kernel, problem.format]
+    return float(total_us(family.counted_work(family.counts(config, problem), constants, times)))
 
 
 def true_us(config: KernelConfig, problem: Problem) -> float:
@@ -102,7 +106,7 @@ def measured() -> pd.DataFrame:
 
 
 def cheapest_by(cost: Callable[[KernelConfig, Problem], float]) -> Callable[[Problem], str]:
-    return lambda p: min((c for c in candidates(p) if worth_a_look(c)), key=lambda c: cost(c, p)).name
+    return lambda p: min((c for c in candidates(p) if is_looked_at(c)), key=lambda c: cost(c, p)).name
 
 
 def test_choices() -> None:
@@ -131,7 +135,7 @@ def test_the_fit_computes_what_the_model_does(format: str) -> None:
 
 
 def test_least_squares_recovers_the_times(measured: pd.DataFrame) -> None:
-    decode, gemm = as_costs(least_error(prepare(measured)))
+    decode, gemm = as_constants(least_error(prepare(measured)))
     configs = {c.name: c for c in (k.with_split_k(s) for k in CONFIGS for s in range(1, 9))}
     errors = []
     for row in measured[~measured.coarse].itertuples():
@@ -144,14 +148,14 @@ def test_least_squares_recovers_the_times(measured: pd.DataFrame) -> None:
 
 def test_the_fit_recovers_the_choices(measured: pd.DataFrame) -> None:
     """Judged by times without the noise that it was fitted to."""
-    decode, gemm = as_costs(fit(prepare(measured), moves=1500))
+    decode, gemm = as_constants(fit(prepare(measured), moves=1500))
 
     def fitted_us(config: KernelConfig, p: Problem) -> float:
         return us_by(config, p, decode, gemm, DENSE_TRUE)
 
     exact = measurements(noise=0)
     configs = {c.name: c for c in (k.with_split_k(s) for k in CONFIGS for s in range(1, 9))}
-    exact = exact[[worth_a_look(configs[name]) for name in exact.config]]
+    exact = exact[[is_looked_at(configs[name]) for name in exact.config]]
     before, after = (regret(exact, cheapest_by(cost)) for cost in (estimate_us, fitted_us))
     assert after.mean < 0.01 and after.worst < 0.08
     assert after.mean < before.mean / 4
@@ -160,38 +164,64 @@ def test_the_fit_recovers_the_choices(measured: pd.DataFrame) -> None:
 
 def test_the_fit_is_deterministic_and_generalizes(measured: pd.DataFrame) -> None:
     frame = prepare(measured[(measured.k != 14336) & (measured.m != 512)])
-    assert as_costs(fit(frame, 100)) == as_costs(fit(frame, 100))
+    assert as_constants(fit(frame, 100)) == as_constants(fit(frame, 100))
     left_out = without_one_shape(frame, 100)
     assert sorted(left_out.index) == sorted(frame.cell.unique())
     assert left_out.mean() < 0.04
 
 
 def test_the_dense_constants_are_recovered() -> None:
-    """From few problems, of which those with less than DENSE_MIN_M rows do not count."""
+    """From few problems, of which those with less than MIN_M rows do not count."""
     rows = []
     for m in (64, 512, 1024, 4096, 16384):
         for k, n in (*SHAPES, (28672, 8192)):
             p = Problem(m, n, k, "int4", 128, 90, 132, "tiled", False)
-            us = dense_us(DENSE_CONFIG, p, DENSE_TRUE) * (1 if m >= DENSE_MIN_M else 3)
+            us = us_by(DENSE_CONFIG, p, DECODE, GEMM, DENSE_TRUE) * (1 if m >= MIN_M else 3)
             cell = {
                 f: getattr(p, f) for f in ("m", "n", "k", "format", "group_size", "arch", "sm_count", "layout", "zeros")
             }
             rows.append({**cell, "config": DENSE_CONFIG.name, "family": DENSE_CONFIG.family, "us": us})
     frame = pd.DataFrame(rows)
-    usable = fit_dense.usable(frame)
+    usable = unfused.usable(frame)
     assert usable.sum() == 20
-    fitted, expected = (dataclasses.astuple(cost) for cost in (fit_dense.fit(frame[usable]), DENSE_TRUE))
-    assert fitted == pytest.approx(expected, rel=0.05)
+    fitted, expected = (dataclasses.astuple(cost) for cost in (unfused.fit(frame[usable]), DENSE_TRUE))
+    assert fitted[0] == "20 times"
+    assert fitted[1:] == pytest.approx(expected[1:], rel=0.05)
 
 
-def test_the_file_that_stands_is_what_would_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "calibration_sm90.py"
-    path.write_text(source((DECODE_SM90, GEMM_SM90), "as they are."))
-    written = runpy.run_path(str(path))
-    for name, cost in (("DECODE_SM90", DECODE_SM90), ("GEMM_SM90", GEMM_SM90)):
-        assert dataclasses.asdict(written[name]) == dataclasses.asdict(cost)
-    path.write_text(fit_dense.source(DENSE, "as they are."))
-    assert dataclasses.asdict(runpy.run_path(str(path))["DENSE"]) == dataclasses.asdict(DENSE)
+def test_the_file_that_stands_is_what_would_be_written() -> None:
+    constants = write.Constants(h200.WAVES, DECODE_SM90, GEMM_SM90, h200.UNFUSED)
+    assert write.source(constants) == Path(h200.__file__).read_text()
+
+
+def test_the_fit_of_waves_computes_what_the_model_does() -> None:
+    rows, kernels = [], set()
+    for m, k, n in ((1, 4096, 4096), (40, 14336, 6144), (700, 8192, 8192)):
+        p = Problem(m, n, k, "int4", 128, 90, 132, "interleaved")
+        for config in candidates(p):
+            if config.unfused:
+                continue
+            cell = {f: getattr(p, f) for f in ("m", "n", "k", "format", "group_size", "arch", "sm_count")}
+            us = estimate_us(config, p)
+            kernels.add((config.kernel, "int4"))
+            rows.append(
+                {
+                    **cell,
+                    "config": config.name,
+                    "family": config.family,
+                    "split_k": config.split_k,
+                    "us": us,
+                    "coarse": False,
+                }
+            )
+    frame = pd.DataFrame(rows)
+    assert waves.usable(frame).all()
+    registers = {key: times.registers for key, times in h200.WAVES.kernels.items()}
+    shared = np.log([h200.WAVES.launch_us, h200.WAVES.reduce_launch_us, h200.WAVES.reduce_tb_s])
+    collected = waves.collect(frame, registers)
+    assert collected.keys() == kernels
+    for key, part in collected.items():
+        assert part.predict(np.log(h200.WAVES.kernels[key][1:]), shared) == pytest.approx(part.us)
 
 
 def test_the_command(
@@ -200,7 +230,8 @@ def test_the_command(
     """int4 alone, in two files, of which one repeats times of the other: int8 keeps its constants."""
     measured.to_csv(tmp_path / "a.csv", index=False)
     measured.head(500).to_csv(tmp_path / "b.csv", index=False)
-    fit_module.main([str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--out", str(tmp_path), "--moves", "100"])
+    out = tmp_path / "h200.py"
+    command.main([str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--out", str(out), "--moves", "100"])
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[1].split() == [
@@ -208,9 +239,9 @@ def test_the_command(
     ]
     assert [line.split()[:2] for line in lines[2:]] == [[str(m), "4"] for m in BATCH] + [["all", "40"]]
     assert "int8" in printed.err and "int4" not in printed.err
-    dense = runpy.run_path(str(tmp_path / "calibration_dense.py"))["DENSE"]
-    assert dense.sm_tflop_s == pytest.approx(DENSE_TRUE.sm_tflop_s, rel=0.1)
-    written = runpy.run_path(str(tmp_path / "calibration_sm90.py"))
+    written = runpy.run_path(str(out), run_name="weightonly.heuristics.h200")
+    assert written["UNFUSED"].sm_tflop_s == pytest.approx(DENSE_TRUE.sm_tflop_s, rel=0.1)
+    assert written["WAVES"] == h200.WAVES
     for name, cost in (("DECODE_SM90", DECODE_SM90), ("GEMM_SM90", GEMM_SM90)):
         kernels = {key: tuple(times) for key, times in written[name].kernels.items()}
         assert kernels.keys() == cost.kernels.keys()
@@ -221,4 +252,4 @@ def test_the_command(
 def test_other_families_need_the_logs(measured: pd.DataFrame, tmp_path: Path) -> None:
     measured.head(3).assign(family="gemm_sm80").to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(SystemExit):
-        fit_module.main([str(tmp_path / "a.csv")])
+        command.main([str(tmp_path / "a.csv")])

@@ -28,7 +28,7 @@ BLOCKSIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 @pytest.fixture(autouse=True)
 def no_compiler() -> Iterator[None]:
-    """Its generic path is under torch.compile, which would take a compiler and seconds for each new shape."""
+    """bitsandbytes compiles its generic path with torch.compile, which needs a compiler and seconds for each shape."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since PyTorch 2.6
     with set_stance("force_eager") if set_stance else contextlib.nullcontext():
         yield
@@ -109,7 +109,7 @@ def test_weight_is_that_of_the_package(
 def test_gemm_is_as_accurate_as_the_package(
     quant_type: str, blocksize: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Against fp64: the scales rounded to the dtype of x cost what the package's rounding of the weight costs."""
+    """Against fp64: rounding the scales to the dtype of x costs as much as the package's rounding of the weight."""
     w = torch.randn(96, 512, generator=generator).to(dtype)
     data, state = functional.quantize_4bit(w, blocksize=blocksize, quant_type=quant_type, compress_statistics=True)
     record = pack("layer", read_bitsandbytes(**tensors_of(data, state)), None, None)
@@ -160,7 +160,7 @@ def test_state_dict_of_a_module(nested: bool, tmp_path: Path, generator: torch.G
     module = bnb.nn.Linear4bit(64, 48, bias=True, quant_type="nf4", compress_statistics=nested)
     w = torch.randn(48, 64, generator=generator)
     module.weight = bnb.nn.Params4bit(w, requires_grad=False, quant_type="nf4", compress_statistics=nested)
-    module = module.to("cpu")  # this is what quantizes
+    module = module.to("cpu")  # quantizes it
     save_file(module.state_dict(), tmp_path / "layer.safetensors")
     stored = load_file(tmp_path / "layer.safetensors")
     weight = read_bitsandbytes(

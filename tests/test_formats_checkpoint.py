@@ -163,8 +163,8 @@ def test_one_layer_is_in_memory_at_a_time(
     alive: dict[int, int] = {}  # bytes of the tensors that were read and still exist
     read = Shards.read
 
-    def counted(self: Shards, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        tensor = read(self, name, device)
+    def counted(self: Shards, name: str, device: torch.device | str = "cpu", sha256: str | None = None) -> torch.Tensor:
+        tensor = read(self, name, device, sha256)
         key = len(alive)
         alive[key] = tensor.nbytes
         weakref.finalize(tensor, alive.__setitem__, key, 0)
@@ -221,13 +221,16 @@ def test_progress_counts_all_bytes(tmp_path: Path, generator: torch.Generator, m
     assert hidden.disable is True
 
 
-def test_tensors_that_are_not_in_the_index_are_not_read(tmp_path: Path, generator: torch.Generator) -> None:
+def test_tensors_that_are_not_in_the_index_are_an_error(tmp_path: Path, generator: torch.Generator) -> None:
     folder = folder_of(tmp_path, awq_layer, AWQ, generator, shards=2)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     del content["weight_map"]["norm.weight"]
     index.write_text(json.dumps(content))
-    assert names(folder) == ALL_NAMES - {"norm.weight"}
+    with pytest.raises(
+        ValueError, match=r"norm.weight: expected in this file by .*index.json, too, got another or none"
+    ):
+        wo.load_checkpoint(folder)
 
 
 def test_several_files_without_an_index(tmp_path: Path, generator: torch.Generator) -> None:

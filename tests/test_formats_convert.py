@@ -24,7 +24,7 @@ from formats_layers import (
     gptq_layer,
     model,
     names,
-    own_table_layer,
+    own_codebook_layer,
 )
 
 import weightonly as wo
@@ -52,7 +52,19 @@ def test_convert_and_inspect_from_the_command_line(tmp_path: Path, generator: to
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[0] == f"{target}: weightonly (from config.json)"
     config = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert config == {"quant_method": "weightonly", "format_version": 2, "arch": "sm90", "source": GPTQ}
+    assert config == {
+        "quant_method": "weightonly",
+        "format_version": 3,
+        "arch": "sm90",
+        "format": "int4",
+        "group_size": 32,
+        "symmetric": False,
+        "act_order": True,
+        "layout": "tiled",
+        "layers": {},
+        "modules_to_not_convert": ["embed"],
+        "source": GPTQ,
+    }
     files = {file.name for file in target.iterdir()} - {"config.json", "model.safetensors.index.json"}
     assert files == {f"model-{i:05}.safetensors" for i in range(1, len(files) + 1)}
     assert len(files) > 1
@@ -60,14 +72,14 @@ def test_convert_and_inspect_from_the_command_line(tmp_path: Path, generator: to
     assert leftovers(tmp_path) == []
 
 
-# Bytes of a layer: 512 of weights, 16 of zero points and 64 of scales; 256 of g_idx; 128 of absmax, or 88, 64 of a
-# table and a JSON of 77, or 78.
+# Bytes of a layer: 512 of weights. AWQ and GPTQ: 16 of zero points and 64 of scales; GPTQ: 256 of g_idx. bitsandbytes:
+# 128 or 88 of absmax, 64 of the codebook and 77 or 78 of JSON.
 INSPECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "awq": (awq_layer, AWQ, "2  int4  32  yes  no  64 x 16  -  1.16 KiB"),
     "gptq": (gptq_layer, GPTQ, "2  int4  32  yes  yes  64 x 16  -  1.66 KiB"),
     "gptq sym": (gptq_layer, GPTQ | {"sym": True}, "2  int4  32  none  yes  64 x 16  -  1.66 KiB"),
     "bitsandbytes": (bnb_layer, BNB, "2  nf4  32  none  no  64 x 16  -  1.53 KiB"),
-    "own table": (own_table_layer, BNB, "2  code4  16  none  no  64 x 16  -  1.45 KiB"),
+    "own codebook": (own_codebook_layer, BNB, "2  code4  16  none  no  64 x 16  -  1.45 KiB"),
 }
 
 
@@ -113,6 +125,22 @@ def test_errors_of_the_commands(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_gpu_that_is_not_there(
+    tmp_path: Path,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = folder_of(tmp_path, awq_layer, AWQ, generator)
+    assert command.main(["convert", str(source), str(tmp_path / "out"), "--device", "cuda"]) == 1
+    message = "device: expected 'cpu', as no CUDA GPU is visible, got 'cuda'"
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        wo.load_checkpoint(source, device="cuda")
+
+
 def test_companions_are_copied(tmp_path: Path, generator: torch.Generator) -> None:
     source = folder_of(tmp_path, awq_layer, None, generator)
     (source / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 32}))
@@ -138,12 +166,16 @@ def test_files_hold_about_as_much_as_asked(tmp_path: Path, generator: torch.Gene
     assert set(index["weight_map"].values()) == {f"model-{i:05}.safetensors" for i in range(1, 5)}
 
 
-@pytest.mark.parametrize("arch", [None, "sm80", "sm90"])
-@pytest.mark.parametrize(("layer", "format"), [(bnb_layer, "nf4"), (own_table_layer, "code4")])
+def codebook_layer(g: torch.Generator) -> dict[str, torch.Tensor]:
+    return own_codebook_layer(g, blocksize=32)
+
+
+@pytest.mark.parametrize("arch", [None, "sm90"])
+@pytest.mark.parametrize(("layer", "format"), [(bnb_layer, "nf4"), (codebook_layer, "code4")])
 def test_codes_are_converted_exactly(
     layer: Layer, format: str, arch: str | None, tmp_path: Path, generator: torch.Generator
 ) -> None:
-    """Whatever the GPU, as they have one layout: the scales stay in fp32 and the table goes with the bytes."""
+    """Scales stay in fp32, and the codebook is stored with the bytes."""
     source = folder_of(tmp_path, layer, BNB, generator)
     convert(source, tmp_path / "packed", arch=arch)
     checkpoint = open_checkpoint(tmp_path / "packed")
@@ -196,16 +228,16 @@ def test_a_failed_run_leaves_nothing(
 ) -> None:
     source = folder_of(tmp_path, awq_layer, AWQ, generator)
     module = sys.modules["weightonly.formats.convert"]
-    save = module.save
+    write = module.write
     written: list[Path] = []
 
-    def fail_at_the_third(path: Path, entries: Any) -> None:
+    def fail_at_the_third(path: Path, entries: Any, digests: bool) -> None:
         if len(written) == 2:
             raise stop
         written.append(path)
-        save(path, entries)
+        write(path, entries, digests)
 
-    monkeypatch.setattr(module, "save", fail_at_the_third)
+    monkeypatch.setattr(module, "write", fail_at_the_third)
     with pytest.raises(type(stop)):
         convert(source, tmp_path / "packed", shard_bytes=1)
     assert len(written) == 2
@@ -228,8 +260,9 @@ def kill_at(name, owner, count):
         return original(*arguments, **keywords)
     setattr(owner, name, wrapped)
 
-kill_at(*{"shard": ("save", convert, 3), "index": ("_write_json", convert, 1),
-          "config": ("_write_json", convert, 2), "marker": ("unlink", Path, 5), "rename": ("rename", Path, 1)}[moment])
+kill_at(*{"shard": ("write", convert, 3), "index": ("_write_json", convert, 1),
+          "config": ("_write_json", convert, 2), "marker": ("unlink", Path, 1),
+          "rename": ("publish", convert, 1)}[moment])
 convert.convert(source, target, shard_bytes=1, progress=False)
 """
 
@@ -245,25 +278,98 @@ def test_a_killed_run_leaves_nothing_that_loads(moment: str, tmp_path: Path, gen
     assert run.returncode == -signal.SIGKILL, run.stderr
     assert not target.exists()
     (left,) = leftovers(tmp_path)
-    if moment == "rename":  # everything is in place then, under the hidden name only
+    if moment == "rename":  # all files are complete then, but still under the hidden name
         assert names(left) == names(source)
     else:
         assert list(left.glob("*.safetensors"))
         with pytest.raises(ValueError, match="expected a complete checkpoint, got one whose conversion was stopped"):
             wo.load_checkpoint(left)
-    convert(source, target)  # the next run is not hindered
+    convert(source, target)  # removes what was left
     assert names(target) == names(source)
+    assert leftovers(tmp_path) == []
+
+
+# --- what cannot run ---------------------------------------------------------------------------------------
+
+CANNOT_RUN: dict[str, tuple[Layer, dict[str, Any], str | None, str]] = {
+    "group 16": (
+        own_codebook_layer,
+        BNB,
+        None,
+        r"a\.down: group_size must be .* got 16; 2 of 2 layers .* group_size 32, 64",
+    ),
+    "nf4 on sm80": (
+        bnb_layer,
+        BNB,
+        "sm80",
+        r"a\.down: arch: expected sm90.* for nf4.* got 'sm80'.*quantize .* to int4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_RUN)
+def test_what_cannot_run_is_not_converted(
+    case: str, tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer, options, arch, message = CANNOT_RUN[case]
+    source = folder_of(tmp_path, layer, options, generator)
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "packed", arch=arch)
+    words = ["convert", str(source), str(tmp_path / "packed"), *([] if arch is None else ["--arch", arch])]
+    assert command.main(words) == 1
+    assert capsys.readouterr().err.startswith("error: a.down: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert len(list(wo.load_checkpoint(source))) == 4  # it can still be read
+
+
+# --- version 2 ---------------------------------------------------------------------------------------------
+
+
+def version_2(source: Path, target: Path, arch: str) -> Path:
+    """What `convert` wrote before: one-dimensional bytes, described in the metadata of `weightonly.save`."""
+    entries: dict[str, Any] = {}
+    for record in wo.load_checkpoint(source, arch=arch):
+        if isinstance(record, QuantizedLayer):
+            inside = {"scales": record.scales, "zeros": record.zeros, "bias": record.bias, "perm": record.perm}
+            entries[f"{record.name}.qweight"] = record.weight
+            entries |= {f"{record.name}.{name}": tensor for name, tensor in inside.items() if tensor is not None}
+        else:
+            entries[record.name] = record.tensor
+    target.mkdir()
+    wo.save(target / "model-00001.safetensors", entries)
+    options = {"quant_method": "weightonly", "format_version": 2, "arch": arch, "source": {}}
+    (target / "config.json").write_text(json.dumps({"quantization_config": options}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("layer", "options"), [(gptq_layer, GPTQ), (codebook_layer, BNB)], ids=["gptq", "own codebook"]
+)
+def test_folders_of_version_2_are_read(
+    layer: Layer, options: dict[str, Any], tmp_path: Path, generator: torch.Generator
+) -> None:
+    old = version_2(folder_of(tmp_path, layer, options, generator), tmp_path / "old", "sm90")
+    convert(old, tmp_path / "new")
+    assert open_checkpoint(tmp_path / "new").shapes == open_checkpoint(old).shapes
+    for folder in (old, tmp_path / "new"):
+        for record, original in zip(
+            sorted(wo.load_checkpoint(folder), key=lambda r: r.name),
+            sorted(wo.load_checkpoint(tmp_path / "model"), key=lambda r: r.name),
+            strict=True,
+        ):
+            if isinstance(record, QuantizedLayer):
+                assert isinstance(original, QuantizedLayer)
+                assert torch.equal(record.dequantize(), original.dequantize())
 
 
 # --- damaged conversions -----------------------------------------------------------------------------------
 
 
-def test_metadata_of_a_converted_file_is_needed(tmp_path: Path, generator: torch.Generator) -> None:
+def test_metadata_of_version_2_is_needed(tmp_path: Path, generator: torch.Generator) -> None:
     from safetensors.torch import load_file, save_file
 
     source = folder_of(tmp_path, awq_layer, AWQ, generator)
-    convert(source, tmp_path / "packed", arch="sm80")
-    file = tmp_path / "packed" / "model-00001.safetensors"
+    file = version_2(source, tmp_path / "packed", "sm80") / "model-00001.safetensors"
     save_file(load_file(file), file)
     with pytest.raises(
         ValueError, match=r"config\.json: .*model-00001.safetensors: expected metadata of weightonly.save"
@@ -272,17 +378,15 @@ def test_metadata_of_a_converted_file_is_needed(tmp_path: Path, generator: torch
 
 
 BAD_CONVERTED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "scales": ({"a.up.scales": torch.ones(2, 15).half()}, r"a.up.scales: expected .*\[groups, 16\], got float16"),
-    "groups": (
-        {"a.up.scales": torch.ones(3, 16).half()},
-        "a.up.scales: expected a number of groups that divides K = 64",
-    ),
+    "scales": ({"a.up.scales": torch.ones(2, 15).half()}, r"a.up.\S+: expected \w+ \[.*\], got"),
+    "groups": ({"a.up.scales": torch.ones(3, 16).half()}, r"a.up.qweight: expected uint8 \[16, 256\], got .*128\]"),
+    "no bytes": ({"a.up.scales": torch.ones(0, 16).half()}, r"a.up.scales: expected .*\[groups, N\], got float16"),
     "zeros": (
         {"a.up.zeros": torch.ones(1, 16).half()},
         r"a.up.zeros: expected float16 \[2, 16\], got float16 \[1, 16\]",
     ),
     "perm": ({"a.up.perm": torch.ones(63).int()}, r"a.up.perm: expected int32 \[64\], got int32 \[63\]"),
-    "bytes": ({"a.up.qweight": torch.ones(63).byte()}, r"a.up.qweight: data: expected 2048 bytes .*got 63"),
+    "bytes": ({"a.up.qweight": torch.ones(63).byte()}, r"a.up.qweight: expected uint8 \[16, 128\], got uint8 \[63\]"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,22 @@ def fails(folder: Path, message: str, error: type[Exception] = ValueError) -> No
 
 def test_missing_folder(tmp_path: Path) -> None:
     fails(tmp_path / "nothing", "nothing: expected the folder of a checkpoint, got none", FileNotFoundError)
+
+
+@pytest.mark.parametrize("name", ["TheBloke/Llama-2-7B-AWQ", "./org/model"])
+def test_the_name_of_a_hub_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name_of_model = name.removeprefix("./")
+    hint = re.escape(f"huggingface_hub.snapshot_download({name_of_model!r})")
+    with pytest.raises(FileNotFoundError, match=f"^{name_of_model}: expected the folder of a checkpoint, .*{hint}$"):
+        wo.load_checkpoint(name)
+
+
+@pytest.mark.parametrize("name", ["nothing", "../org/model", "a/b/c"])
+def test_other_missing_folders_are_no_hub_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"expected the folder of a checkpoint, got none$"):
+        wo.load_checkpoint(name)
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:
@@ -96,7 +113,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ct transforms": (CT | {"transform_config": {"config_groups": {"r": {}}}}, "transform_config: expected none, got"),
     "llm.int8": (BNB | {"load_in_8bit": True}, "load_in_8bit: expected 4-bit weights, got true"),
-    "converted": ({"quant_method": "weightonly", "format_version": 1}, "format_version: expected 2, got 1"),
+    "converted": ({"quant_method": "weightonly", "format_version": 1}, "format_version: expected 2 or 3, got 1"),
 }
 
 
@@ -201,7 +218,7 @@ BAD_HEADERS: dict[str, tuple[object, str]] = {
         {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 4]}},
         r"x: expected 16 bytes for F32 \[4\], got 4",
     ),
-    "metadata": ({"__metadata__": 3}, "__metadata__: expected an object, got 3"),
+    "metadata": ({"__metadata__": 3}, "__metadata__: expected an object of strings, got 3"),
 }
 
 
@@ -221,7 +238,7 @@ def test_damaged_headers(case: str, tmp_path: Path) -> None:
     removed=st.integers(0, 5),
 )
 def test_any_change_of_a_header_is_harmless(method: str, seed: int, place: int, byte: int, removed: int) -> None:
-    """It reads as something else, or is an error of the documented kinds that names the folder."""
+    """The folder reads as something else, or raises a documented error that names it."""
     layer, options = KNOWN[method]
     with tempfile.TemporaryDirectory() as path:
         folder = folder_of(Path(path), layer, options, torch.Generator().manual_seed(seed), shards=2)
@@ -298,7 +315,7 @@ BAD_TENSORS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda t: t["a.up.weight.quant_state.bitsandbytes__nf4"].fill_(0),
         "a.up.weight.quant_state.bitsandbytes__nf4: ",
     ),
-    "bnb table": (
+    "bnb codebook": (
         "bitsandbytes",
         lambda t: t["a.up.weight.quant_map"].fill_(float("nan")),
         "a.up.weight.quant_map: code: expected finite values within",

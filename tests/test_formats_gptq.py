@@ -89,7 +89,7 @@ def test_activations_are_permuted_like_the_rows(bits: int, generator: torch.Gene
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_both_versions_of_the_same_zero_points(bits: int, generator: torch.Generator) -> None:
-    """Zero points 0 too: what a quantizer subtracts from the words, the reader adds to them."""
+    """Zero points of 0, too: the reader adds to the words what the quantizer subtracted."""
     layer = random_layer(64, 24, 2, bits, torch.float16, generator)
     zeros = torch.randint(0, 2**bits, (2, 24), generator=generator).numpy()
     zeros[0, :5] = 0
@@ -138,7 +138,7 @@ def test_symmetric_of_version_2_that_says_version_1(bits: int, generator: torch.
     with pytest.warns(UserWarning, match=f"qzeros: expected {middle - 1}, .*got {middle}: read as version 2"):
         weight = read_gptq(**layer, bits=bits, version=1, symmetric=True)
     assert weight.zeros is None
-    # Without the promise of symmetry the file is taken at its word.
+    # Without `sym` in the config the version decides.
     weight = read_gptq(**layer, bits=bits, version=1)
     assert weight.zeros is not None
     assert torch.equal(weight.zeros, torch.ones(2, 12).half())

@@ -22,10 +22,11 @@ from gemm_cases import (
 )
 
 import weightonly as wo
+from weightonly.device import sm_count
 from weightonly.heuristics.configs import CONFIGS, FAMILIES, KernelConfig
-from weightonly.heuristics.cost import cluster_slots
+from weightonly.heuristics.machine import resident_clusters
 from weightonly.heuristics.problem import layouts_of
-from weightonly.kernels import sm_count
+from weightonly.plan import cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
@@ -34,7 +35,7 @@ PAIRS = [
     pytest.param(config, format, dtype, id=f"{config.kernel}-{dtype}-{format}")
     for config in CONFIGS
     for format in config.formats
-    if format != "code4" or not config.is_dense  # test_dense_gpu.py
+    if format != "code4" or not config.unfused  # test_unfused_gpu.py
     for dtype in FAMILIES[config.family].dtypes
 ]
 
@@ -52,7 +53,7 @@ def test_every_kernel_is_bit_exact_on_the_grid(
         check_exact(m, ragged, split, generator)
     if config.shares_cluster:
         check_exact(config.block_m - 3, ragged, config, generator)  # rows of the tile that are not there
-    if config.loops and group_size in (-1, 32):
+    if config.rules.loops(config) and group_size in (-1, 32):
         # Two CTAs that share x, which ends within a block of 64 k.
         check_exact(m, replace(ragged, k=672 - 8 * (group_size == -1), n=2 * config.block_n - 24), config, generator)
 
@@ -66,29 +67,31 @@ def test_every_kernel_is_as_accurate_as_cublas(
     case = Case(k=1024, n=520, format=format, dtype=dtype, group_size=group_size, zeros=zeros)
     require(config, case)
     m = min(config.max_m, 2 * config.block_m - 1)
-    # Kernels that loop share K in fewer parts: their sums leave no room for more.
-    for split in splits(config, m, case, (1, 2, 4) if config.loops else (1, 4) if config.shares_cluster else (1,)):
+    # Kernels that loop split K in fewer parts: their accumulators leave no room for more.
+    for split in splits(
+        config, m, case, (1, 2, 4) if config.rules.loops(config) else (1, 4) if config.shares_cluster else (1,)
+    ):
         check_random(m, case, split, generator, "silu")
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "code4"])
-def test_clusters_that_go_through_many_units(
+def test_clusters_that_go_through_many_tiles(
     cuda_device: torch.device, generator: torch.Generator, format: str
 ) -> None:
-    """Five units and a ragged one per cluster: buffers and barriers come round twice, and CTAs share units."""
+    """Five n-tiles and a ragged one per cluster: stages and barriers are used twice, and CTAs share n-tiles."""
     for config in wo.kernels():
         if config.family != "decode_sm90" or format not in config.formats:
             continue
         for split_k, k in ((1, 256), (3, 1216), (5, 1216), (8, 1600)):
-            slots = cluster_slots(sm_count(torch.cuda.current_device()), split_k)
+            slots = resident_clusters(sm_count(torch.cuda.current_device()), split_k)
             case = Case(k, 5 * slots * config.block_n + 40, format, "f16", 64)
             for split in splits(config, config.max_m, case, (split_k,)):
                 check_exact(config.max_m, case, split, generator)
 
 
 @pytest.mark.parametrize("n", [8, 72, 136, 200, 264])
-def test_units_that_do_not_divide_the_columns(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
-    """Two to five stripes of 64: units of 48 columns lie across them, and the last one begins in the one before."""
+def test_tiles_that_do_not_divide_the_columns(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
+    """Two to five panels of 64 columns: n-tiles of 48 lie across them, and the last begins in the panel before."""
     for config in wo.kernels():
         if config.family == "decode_sm90":
             for format in config.formats:
@@ -108,7 +111,7 @@ def test_ctas_that_go_through_many_tiles(
     With an even number of tiles along N two CTAs share x.
     """
     for config in wo.kernels():
-        if config.loops:
+        if config.rules.loops(config):
             columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3) // 2 * 2 + (tiles == "odd")
             for format in config.formats:
                 zeros = k == 448 and format != "code4"
@@ -118,8 +121,8 @@ def test_ctas_that_go_through_many_tiles(
 
 
 @pytest.mark.parametrize("n", [72, 1000])
-def test_bands_of_token_tiles(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
-    """Two bands of four token tiles and one of three: each tile is computed once, wherever it comes in the order."""
+def test_swizzled_token_tiles(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
+    """The tile swizzle makes two groups of four token tiles and one of three: each tile is computed once."""
     for config in wo.kernels():
         if config.family == "gemm_sm90":
             case = Case(256, n, config.formats[0], "f16", 128)
@@ -162,7 +165,7 @@ def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, grou
         if config.layout != "row_major":
             for format in config.formats if config.shares_cluster else config.formats[:1]:
                 if zeros and format == "code4":
-                    continue  # tables have none
+                    continue  # codebooks have none
                 case = Case(k, 100, format, "f16", group_size, zeros)
                 require(config, case)
                 check_exact(min(config.max_m, 20), case, config, generator)
@@ -292,6 +295,30 @@ def test_compiled_function(cuda_device: torch.device, generator: torch.Generator
     assert torch.equal(function(x), (x.double() @ o.w64).half() + 1)
 
 
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+def test_a_compiled_function_makes_one_plan(cuda_device: torch.device, generator: torch.Generator, format: str) -> None:
+    """Which the eager call finds, too."""
+    if format == "nf4" and own_layout() != "tiled":
+        pytest.skip("no kernel of this GPU reads codes")
+    q = torch.randint(0, 8, (256, 72), generator=generator, dtype=torch.int8).cuda()
+    qweight = wo.preprocess(q, format=format)
+    scales, x = torch.ones(2, 72, device="cuda").half(), torch.ones(6, 256, device="cuda").half()
+    function = torch.compile(lambda x: wo.gemm(x, qweight, scales), fullgraph=True, backend="aot_eager")
+    first = function(x)
+    for _ in range(99):
+        assert torch.equal(function(x), first)
+    assert torch.equal(wo.gemm(x, qweight, scales), first)
+    assert len(cache.plans()) == 1
+
+
+def test_layers_of_one_shape_share_plans(cuda_device: torch.device, generator: torch.Generator) -> None:
+    for seed in range(3):
+        o = make(Case(256, 72), generator, own_layout(), exact=True)
+        x = torch.randint(-3, 4, (6, 256), generator=generator).half().cuda()
+        assert torch.equal(wo.gemm(x, o.qweight, o.scales), (x.double() @ o.w64).half()), seed
+    assert len(cache.plans()) == 1
+
+
 def test_more_than_two_to_the_31_weights(cuda_device: torch.device, generator: torch.Generator) -> None:
     """Offsets are 64 bits wide: 66560 x 33024 is 2.2e9 weights; the last rows and columns are the ones that wrap."""
     k, n = 66560, 33024
@@ -301,7 +328,7 @@ def test_more_than_two_to_the_31_weights(cuda_device: torch.device, generator: t
     scales = torch.ones(k // 128, n, dtype=torch.float16, device="cuda")
     for layout in layouts_of(this_gpu()):
         qweight = wo.PackedWeight(data, k, n, "int4", layout)
-        # The last 256 columns: of a line (4 columns) or a stripe (64) each k * 2 or k * 32 bytes.
+        # The last 256 columns: of a line (4 columns) or a panel (64) each k * 2 or k * 32 bytes.
         tail = wo.PackedWeight(data[-256 * k // 2 :].clone(), k, 256, "int4", layout)
         w = wo.unpack(tail).double()
         for m in (1, 16):

@@ -25,19 +25,19 @@ def constants(symbol: str) -> dict[str, int]:
     [
         (
             "decode_sm90_8x32x2048_w8x32_s2_f16_int4_group",
-            {"kRowTiles": 2, "kWarpsK": 16, "kDepth": 2},
+            {"kRowTiles": 2, "kWarpsK": 16, "kStages": 2},
         ),
         (
             "decode_sm90_8x64x512_w8x64_s2_bf16_int8_channel",
-            {"kRowTiles": 4, "kWarpsK": 8, "kDepth": 2},
+            {"kRowTiles": 4, "kWarpsK": 8, "kStages": 2},
         ),
         (
             "gemm_sm90_32x256x128_w32x64_s6_f16_int4_group_zeros",
-            {"kTokens": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6},
+            {"kTileM": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6},
         ),
         (
             "gemm_sm90_16x64x512_w16x64_s4_bf16_int8_group",
-            {"kTokens": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 4},
+            {"kTileM": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 4},
         ),
         (
             "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",
@@ -65,7 +65,7 @@ def test_a_kernel_names_its_launch_and_its_limits() -> None:
 def test_a_unit_has_the_kernels_of_one_configuration() -> None:
     kernels = [k for k in generate.all_kernels() if k.unit == "decode_sm90_8x64x1024_w8x64_s2.cu"]
     text = generate.unit_text(kernels)
-    assert text.count('#include "kernels/decode_sm90.cuh"') == 1
+    assert text.count('#include "kernels/gemm/sm90_decode/arguments.h"') == 1
     weights = ("Int4Channel", "Int4Group", "Int4GroupZeros", "Code4Group")
     types = {dtype + weight for dtype in ("F16", "Bf16") for weight in weights}
     assert set(re.findall(r"^struct (\w+) {", text, re.MULTILINE)) == types
@@ -103,7 +103,7 @@ def test_files_of_a_build(tmp_path: Path) -> None:
         f"{c.kernel}_{t.name}"
         for c in CONFIGS
         for t in kernel_types(c)
-        if (c.min_arch >= 80 or c.family == "gemv") and not c.is_dense
+        if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused
     }
     assert {k.symbol for k in kernels} == expected
     assert {path.name for path in tmp_path.glob("*.cu")} == {k.unit for k in kernels} | {"registry.cu"}

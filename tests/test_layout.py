@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packed_cases import bits_4_and_8, random_q
 
 from weightonly import layout
 
@@ -15,13 +16,6 @@ GOLDEN = Path(__file__).parent / "golden" / "ft_layout_sm80.npz"
 GOLDEN_SHAPES = [(64, 64), (128, 192), (256, 128), (192, 320)]
 PADDED_SHAPES = [(64, 64), (128, 192), (320, 64)]
 WORD_ORDER = {8: [0, 2, 1, 3], 4: [0, 2, 4, 6, 1, 3, 5, 7]}  # element of each slot, low to high
-
-bits_4_and_8 = pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
-
-
-def random_q(k: int, n: int, bits: int, generator: torch.Generator) -> torch.Tensor:
-    limit = 1 << (bits - 1)
-    return torch.randint(-limit, limit, (k, n), dtype=torch.int8, generator=generator)
 
 
 def random_codes(k: int, n: int, generator: torch.Generator) -> torch.Tensor:
@@ -62,18 +56,18 @@ def brute_force_tiled(q: torch.Tensor, bits: int) -> torch.Tensor:
     k_size, n_size = values.shape
     out = np.zeros(k_size * n_size * bits // 8, dtype=np.uint8)
     written = np.zeros((out.size, 8 // bits), dtype=bool)
-    piece_bytes = 128 * bits
-    for stripe, block, w in np.ndindex(n_size // 64, k_size // 64, 4):
-        piece = ((stripe * (k_size // 64) + block) * 4 + w) * piece_bytes
+    fragment_bytes = 128 * bits
+    for panel, block, w in np.ndindex(n_size // 64, k_size // 64, 4):
+        fragment = ((panel * (k_size // 64) + block) * 4 + w) * fragment_bytes
         for g, t, j, i, e, h in np.ndindex(8, 4, 4, 2, 2, 2):
-            n = 64 * stripe + 8 * g + 2 * w + h
+            n = 64 * panel + 8 * g + 2 * w + h
             k = 64 * block + 16 * j + 8 * i + 2 * t + e
             lane = 4 * g + t
             if bits == 4:
                 nibble = h + 2 * i + 4 * e
-                offset, part = piece + 16 * lane + 4 * j + nibble // 2, nibble % 2
+                offset, part = fragment + 16 * lane + 4 * j + nibble // 2, nibble % 2
             else:
-                offset, part = piece + 512 * (j // 2) + 16 * lane + 8 * (j % 2) + 4 * i + h + 2 * e, 0
+                offset, part = fragment + 512 * (j // 2) + 16 * lane + 8 * (j % 2) + 4 * i + h + 2 * e, 0
             out[offset] |= (int(values[k, n]) + (1 << (bits - 1))) << (4 * part)
             assert not written[offset, part]
             written[offset, part] = True
@@ -88,13 +82,13 @@ def brute_force_codes(codes: torch.Tensor) -> torch.Tensor:
     out = np.zeros(k_size * n_size // 2, dtype=np.uint8)
     blocks = k_size // 64
     for address in range(out.size):
-        piece, inside = divmod(address, 512)
-        stripe, block, w = piece // 4 // blocks, piece // 4 % blocks, piece % 4
+        fragment, inside = divmod(address, 512)
+        panel, block, w = fragment // 4 // blocks, fragment // 4 % blocks, fragment % 4
         lane, in_lane = divmod(inside, 16)
         g, t = divmod(lane, 4)
         j, byte = divmod(in_lane, 4)
         i, h = divmod(byte, 2)
-        n = 64 * stripe + 8 * g + 2 * w + h
+        n = 64 * panel + 8 * g + 2 * w + h
         k = 64 * block + 16 * j + 8 * i + 2 * t
         out[address] = int(values[k, n]) + 16 * int(values[k + 1, n])
     return torch.from_numpy(out)
@@ -128,11 +122,11 @@ def test_closed_form_of_codes(shape: tuple[int, int], generator: torch.Generator
 
 
 def test_first_bytes_of_codes() -> None:
-    """Lane 0 of the first piece, by hand: bytes of rows (0, 1) and (8, 9) of columns 0 and 1, then 16 rows on."""
+    """Lane 0 of the first fragment, by hand: bytes of rows (0, 1) and (8, 9) of columns 0 and 1, then 16 rows on."""
     k, n = torch.arange(64)[:, None], torch.arange(64)[None, :]
     data = layout.pack_bytes(((k + 5 * n) % 16).to(torch.int8), 4, layout.TILED, codes=True)
     assert [f"{byte:02x}" for byte in data[:8].tolist()] == ["10", "65", "98", "ed", "10", "65", "98", "ed"]
-    # lane 1 begins at row 2, lane 4 at column 8, the next piece at column 2
+    # lane 1 begins at row 2, lane 4 at column 8, the next fragment at column 2
     assert [f"{int(data[at]):02x}" for at in (16, 64, 512)] == ["32", "98", "ba"]
 
 
@@ -158,23 +152,23 @@ def test_permute_rows_table(bits: int) -> None:
 
 
 def tiled_words(q: torch.Tensor, bits: int) -> np.ndarray:
-    """The 32-bit words of a tiled weight as kernels see them: [stripe, block, w, g, t, j], int8 [.., j, i]."""
+    """The 32-bit words of a tiled weight as kernels see them: [panel, block, w, g, t, j], int8 [.., j, i]."""
     k, n = q.shape
     words = layout.pack_bytes(q, bits, layout.TILED).numpy().view("<u4")
     if bits == 4:
         return words.reshape(n // 64, k // 64, 4, 8, 4, 4)
-    halves = words.reshape(n // 64, k // 64, 4, 2, 8, 4, 2, 2)  # (stripe, block, w, j / 2, g, t, j % 2, i)
+    halves = words.reshape(n // 64, k // 64, 4, 2, 8, 4, 2, 2)  # (panel, block, w, j / 2, g, t, j % 2, i)
     return np.moveaxis(halves, 3, 5).reshape(n // 64, k // 64, 4, 8, 4, 4, 2)
 
 
 def a_registers(q: torch.Tensor, bits: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Registers 0..3 of m16n8k16's A (the PTX manual's rows and columns) as (low, high) values, unsigned."""
     u = q.numpy().astype(np.int64) + (1 << (bits - 1))
-    stripe, block, w, g, t, j = np.ix_(*map(range, (q.shape[1] // 64, q.shape[0] // 64, 4, 8, 4, 4)))
+    panel, block, w, g, t, j = np.ix_(*map(range, (q.shape[1] // 64, q.shape[0] // 64, 4, 8, 4, 4)))
     registers = []
     for register in range(4):
         row, column = g + 8 * (register % 2), 2 * t + 8 * (register // 2)  # in the 16 x 16 of A
-        n = 64 * stripe + 8 * (row % 8) + 2 * w + row // 8
+        n = 64 * panel + 8 * (row % 8) + 2 * w + row // 8
         k = 64 * block + 16 * j + column
         registers.append((u[k, n], u[k + 1, n]))
     return registers
@@ -201,7 +195,7 @@ def test_bytes_of_an_int8_word_are_the_a_registers(generator: torch.Generator) -
 def test_bytes_of_a_word_of_codes_are_the_a_registers(generator: torch.Generator) -> None:
     codes = random_codes(128, 192, generator)
     data = layout.pack_bytes(codes, 4, layout.TILED, codes=True).numpy()
-    registers = data.reshape(3, 2, 4, 8, 4, 4, 4)  # (stripe, block, w, g, t, j, register)
+    registers = data.reshape(3, 2, 4, 8, 4, 4, 4)  # (panel, block, w, g, t, j, register)
     for register, (low, high) in enumerate(a_registers(codes - 8, 4)):
         assert np.array_equal(registers[..., register], low + 16 * high)
 
@@ -279,7 +273,7 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "tiled k": (lambda q: layout.tile_fragments(q[:48], 4), ValueError, "rows of q: expected a multiple of 64, got 48"),
     "tiled n": (lambda q: layout.tile_fragments(q[:, :32], 8), ValueError, "columns of q: .* of 64, got 32"),
     "tiled bits": (lambda q: layout.tile_fragments(q, 2), ValueError, "bits: expected 4 or 8, got 2"),
-    "stripe": (lambda q: layout.untile_fragments(q, 4), ValueError, "columns of q: .* of 4096, got 64"),
+    "panel": (lambda q: layout.untile_fragments(q, 4), ValueError, "columns of q: .* of 4096, got 64"),
     "line": (lambda q: layout.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
     "word": (lambda q: layout.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
     "bytes": (lambda q: layout.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
@@ -293,12 +287,12 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "layout of codes": (
         lambda q: layout.pack_bytes(q, 4, "interleaved", codes=True),
         ValueError,
-        "layout: expected 'tiled', the one for the codes of a table, got 'interleaved'",
+        "layout: expected 'tiled', the only one for codes of a codebook, got 'interleaved'",
     ),
     "bits of codes": (
         lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 8, "tiled", codes=True),
         ValueError,
-        "bits: expected 4 for the codes of a table, got 8",
+        "bits: expected 4 for codes of a codebook, got 8",
     ),
     "bytes of codes": (layout.unpack_codes, ValueError, r"data: expected uint8 \[rows, bytes\], got torch.int8"),
     "too large": (

@@ -1,4 +1,4 @@
-"""`python -m weightonly info`."""
+"""`python -m weightonly info` and `--version`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def test_info_of_this_installation() -> None:
     gpus = [line for line in lines if line.startswith("GPU ")]
     assert len(gpus) == torch.cuda.device_count()
     assert gpus or "GPU: none is visible; CPU tensors work" in lines
+
+
+def test_version_of_this_installation() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "weightonly", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == command.describe_version(build_info.read()) + "\n"
+    assert result.stdout.startswith(f"weightonly {wo.__version__} with")
+
+
+def test_version_in_a_line() -> None:
+    version = f"weightonly {wo.__version__}"
+    assert command.describe_version(BUILT) == f"{version} with 123 kernels for 80, 90a (nvcc 13.0.88, CUTLASS 4.2.0)"
+    build = BuildInfo(version="0.1.0", cuda=False, reason="WEIGHTONLY_CUDA=off")
+    assert command.describe_version(build) == f"{version} without CUDA kernels (WEIGHTONLY_CUDA=off)"
 
 
 def test_build_without_kernels() -> None:
@@ -79,14 +94,15 @@ def test_kernels_that_run_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize("argument", ["info", "--version"])
 def test_damaged_metadata_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "_build.json"
     damaged.write_text("{")
     read = build_info.read
     monkeypatch.setattr(build_info, "read", lambda: read(damaged))
-    assert command.main(["info"]) == 1
+    assert command.main([argument]) == 1
     assert f"error: {damaged}" in capsys.readouterr().err
 
 

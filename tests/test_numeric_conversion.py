@@ -1,6 +1,6 @@
 """The kernels' conversion of int4 and int8 to fp16 and bf16, on the CPU: all values in all places of a word.
 
-The host path runs the same sequence of operations as the device path (cutlass_ext/packed_math.h). It is
+The host path runs the same sequence of operations as the device path (cutlass_ext/convert/packed_math.h). It is
 tested from the header, compiled here, and from the kernels library where that is built.
 """
 
@@ -27,7 +27,7 @@ from weightonly_build import cutlass, library, target  # noqa: E402  (found thro
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Element i of a word -> its field there, counted from the low bits (cutlass_ext/numeric_conversion.h).
+# Element i of a word -> its field there, counted from the low bits (cutlass_ext/convert/numeric_conversion.h).
 FIELD = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 
 Convert = Callable[[int, str, np.ndarray], torch.Tensor]
@@ -41,8 +41,8 @@ def toolkit_includes(nvcc: Path) -> list[str]:
     return [word.removeprefix("-I") for word in shlex.split(" ".join(variables)) if word != "-isystem"]
 
 
-def compile_header(folder: Path) -> Path:
-    """tests/convert_host.cpp as a shared object; skips without a CUDA toolkit, a compiler or CUTLASS."""
+def compile_header(folder: Path, source: str = "convert_host.cpp") -> Path:
+    """A file of tests/ as a shared object; skips without a CUDA toolkit, a compiler or CUTLASS."""
     nvcc = target.find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc, whose toolkit has cuda_fp16.h, was not found")
@@ -54,9 +54,9 @@ def compile_header(folder: Path) -> Path:
     except RuntimeError as error:
         pytest.skip(str(error))
     includes = [f"-isystem{path}" for path in (cutlass_include, *toolkit_includes(nvcc))]
-    output = folder / "convert_host.so"
+    output = folder / f"{source}.so"
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{ROOT}", *includes]
-    subprocess.run([*compiler, *options, ROOT / "tests" / "convert_host.cpp", "-o", output], check=True)
+    subprocess.run([*compiler, *options, ROOT / "tests" / source, "-o", output], check=True)
     return output
 
 
@@ -68,7 +68,7 @@ def built_library() -> Path:
 
 @pytest.fixture(scope="module", params=["header", "library"])
 def interface(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """A shared object with wo_convert_host (kernels/api.h)."""
+    """A shared object with wo_convert_host (kernels/api/api.h)."""
     if request.param == "header":
         return ctypes.CDLL(str(compile_header(tmp_path_factory.mktemp("convert"))))
     return ctypes.CDLL(str(built_library()))

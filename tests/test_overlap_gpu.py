@@ -1,4 +1,4 @@
-"""Launches that overlap, and neighbours in the stream that write what a kernel reads: every result bit for bit."""
+"""Launches in every PDL mode, beside kernels that write what they read: every result bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightonly.launch import LaunchOverlap
 pytestmark = pytest.mark.gpu
 
 
-# K of a few steps and of many; ends of K and N inside a block.
+# K of a few k-tiles and of many; K and N that end inside a block.
 CASES = [
     Case(1024, 200, "int4", "bf16", 128),
     Case(8224, 200, "int4", "f16", 32, zeros=True),
@@ -128,7 +128,7 @@ def check_chain(chain: Chain, *, overlap: LaunchOverlap, graph: bool) -> None:
 def test_the_kernel_before_may_write_anything(
     cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, written: str, m: int, graph: bool
 ) -> None:
-    """Launches that overlap wait for what they read, and write no earlier than others have read it."""
+    """A kernel that starts early waits for what it reads, and writes after others have read."""
     check_chain(Chain(written, m, generator), overlap=True, graph=graph)
 
 

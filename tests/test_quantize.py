@@ -51,7 +51,7 @@ def test_every_element_is_within_half_a_scale(
     dtype: torch.dtype, bits: int, symmetric: bool, group_size: int, generator: torch.Generator
 ) -> None:
     w = (torch.randn(768, 40, generator=generator) * torch.rand(1, 40, generator=generator)).to(dtype)
-    w[:, :4] += 2.0  # columns of one sign: the range has to be extended to zero
+    w[:, :4] += 2.0  # columns of one sign: the range is extended to 0
     w[:, 4:8] -= 2.0
     q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
 
@@ -99,7 +99,7 @@ def test_values_on_the_grid_are_exact(
 
 
 def test_zero_points_use_the_whole_range(generator: torch.Generator) -> None:
-    w = torch.rand(128, 16, generator=generator) + 0.5  # one sign: symmetric would waste half of the levels
+    w = torch.rand(128, 16, generator=generator) + 0.5  # of one sign: symmetric levels would waste half of them
     q, scales, zeros = wo.quantize(w, bits=4, group_size=-1, symmetric=False)
     assert (q.amax(0) == 7).all()
     assert zeros is not None
@@ -135,7 +135,7 @@ def test_group_of_zeros(dtype: torch.dtype, bits: int, symmetric: bool, generato
 @symmetries
 @pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 20, 100, 1000], ids=lambda s: f"{s}_steps")
 def test_tiny_weights(dtype: torch.dtype, bits: int, symmetric: bool, steps: int, generator: torch.Generator) -> None:
-    """Weights of a few of the smallest subnormals: the exact scale rounds to 0 or far off."""
+    """Weights of a few times the smallest subnormal: the exact scale rounds to 0 or to a number far from it."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     w = (torch.randint(-steps, steps + 1, (64, 16), generator=generator).double() * smallest).to(dtype)
     w[0] = steps * smallest
@@ -238,3 +238,30 @@ def test_gpu_agrees_with_cpu(
     got = wo.quantize(w.to(cuda_device), symmetric=symmetric)
     assert all(tensor is None or tensor.device == cuda_device for tensor in got)
     assert_same(got, wo.quantize(w, symmetric=symmetric))
+
+
+def test_slack_keeps_the_nearest_scale() -> None:
+    """A symmetric scale is absmax / 7 to the nearest, be it smaller: the outermost level covers half a scale more."""
+    w = (1 + torch.arange(2000, dtype=torch.float32) / 2000).half()[None]
+    scales = wo.quantize(w, 4, -1)[1]
+    expected = (w.double() / 7).to(torch.float16)
+    assert torch.equal(scales, expected)
+    assert bool((expected.double() * 7 < w.double()).any())
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_half_a_scale_holds_up_to_the_largest_number(
+    dtype: torch.dtype, bits: int, symmetric: bool, generator: torch.Generator
+) -> None:
+    largest = torch.finfo(dtype).max
+    parts = torch.rand(2, 40_000, generator=generator, dtype=torch.float64)
+    w = ((1 - parts**4) * largest).clamp(max=largest).to(dtype)
+    w[1] *= -1
+    w[:, 0] = torch.tensor([65472.0, -57600.0], dtype=dtype)
+    q, scales, zeros = wo.quantize(w, bits, -1, symmetric)
+    levels = scales.double() * (q.double() - (0 if zeros is None else zeros.double()))
+    assert float(levels.abs().max()) <= largest
+    error = float(((levels - w.double()).abs() / scales.double()).max())
+    assert error <= (0.7 if dtype == torch.bfloat16 and bits == 8 and not symmetric else 0.5001)

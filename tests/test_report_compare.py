@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from report_cases import made_up
 
-from weightonly.bench.compare import compare, describe
-from weightonly.bench.results import cells
+from weightonly.bench.report.compare import compare, describe
+from weightonly.bench.report.results import cells
 
 
 def test_a_change_beyond_the_noise_counts() -> None:
@@ -24,7 +24,8 @@ def test_a_change_beyond_the_noise_counts() -> None:
     lines = describe(found).splitlines()
     assert lines[0].startswith("15 times of ours compared: 5 regressions, 1 improvements")
     assert any(
-        re.fullmatch(r"for comparison, cublas: [+-]\d\.\d% in the geometric mean, 10\.0% at most", x) for x in lines
+        re.fullmatch(r"for comparison, cuBLAS fp16: [+-]\d\.\d% in the geometric mean, 10\.0% at most", x)
+        for x in lines
     )
     assert "improvement: 256x128 M = 1 (int4, group 128, fp16): 12.00 us -> 10.80 us (-10.0%)" in lines
 

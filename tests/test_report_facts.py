@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightonly import nvml
-from weightonly.bench import facts
+from weightonly import device
+from weightonly.bench.report import facts
 
 
 def test_commit_of_a_checkout(tmp_path: Path) -> None:
@@ -54,16 +54,16 @@ class Library:
 
 
 def test_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_library", Library)
-    assert nvml.driver_version() == "580.65.06"
-    state = nvml._read_state(nvml.ctypes.c_void_p(1))
-    assert state == nvml.GpuState(1980, 3201, None, 123.456)
+    monkeypatch.setattr(device, "_library", Library)
+    assert device.driver_version() == "580.65.06"
+    state = device._read_state(device.ctypes.c_void_p(1))
+    assert state == device.GpuState(1980, 3201, None, 123.456)
     assert str(state) == "SM 1980 MHz, memory 3201 MHz, 123 W"
-    assert str(nvml.GpuState(None, None, None, None)) == "not known"
+    assert str(device.GpuState(None, None, None, None)) == "not known"
 
 
 def test_no_driver_no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_library", lambda: None)
-    assert nvml.driver_version() is None
-    assert nvml.gpu_state(torch.device("cuda", 0)) is None
-    assert nvml.gpu_state(torch.device("cpu")) is None
+    monkeypatch.setattr(device, "_library", lambda: None)
+    assert device.driver_version() is None
+    assert device.gpu_state(torch.device("cuda", 0)) is None
+    assert device.gpu_state(torch.device("cpu")) is None

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from report_cases import FACTS, made_up, written_results
 
-from weightonly.bench.results import Results, cells, join, read
+from weightonly.bench.report.results import Results, cells, join, read
 
 
 @pytest.fixture

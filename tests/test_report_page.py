@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from report_cases import FACTS, Page, made_up
 
-from weightonly.bench.plot import styles
 from weightonly.bench.report import Report
-from weightonly.bench.results import Results
+from weightonly.bench.report.plot import styles
+from weightonly.bench.report.results import Results
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def test_the_page_marks_every_lost_cell_and_no_other(report: Report) -> None:
     page = Page(report.html())
     assert {float(text.removesuffix(" ▼")) for text in page.lost} == {0.8, 0.9}
     assert all(text.endswith(" ▼") for text in page.lost)
-    # Per format: ours loses 2 of 3 columns to the quickest other, 1 to each of cublas and marlin: in the means of all
-    # shapes, in those of the model's four, and in 5 shapes. Among all numbers: to cublas and marlin, in 5 shapes.
+    # Per format: ours loses 2 of 3 columns to the quickest other, 1 to each of cuBLAS and marlin: in the means of all
+    # shapes, in those of the model's four, and in 5 shapes. Among all numbers: to cuBLAS and marlin, in 5 shapes.
     assert len(page.lost) == 2 * ((2 + 1 + 1) + (5 + 1) * (2 + 1 + 1) + 5 * (1 + 1))
 
 
@@ -54,6 +54,19 @@ def test_the_page_says_what_and_how(report: Report) -> None:
     for words in ("580.65", "python -m weightonly.bench report: x", "So.", "2 of each time", "median 1964 MHz"):
         assert words in text
     assert "NVIDIA &lt;H200&gt;" in text and "<H200>" not in text
+
+
+def test_the_roofline_is_explained_before_it_is_used(report: Report) -> None:
+    for text in (report.html(), report.markdown()):
+        first = text.index("oofline")
+        assert text[first - len("The r") :].startswith("The roofline of a call is about the least time")
+        assert text.index("the longer of bytes") < text.index("roofline", first + 10)
+    without = Report(Results(made_up().assign(roofline_us=math.nan)))
+    assert "roofline" not in without.markdown()
+
+
+def test_the_dense_product_looks_the_same_on_every_device() -> None:
+    assert styles(["cuBLAS fp16"])["cuBLAS fp16"] == styles(["torch bf16"])["torch bf16"]
 
 
 def test_markdown_has_the_tables_of_the_page(report: Report) -> None:
@@ -68,7 +81,7 @@ def test_times_hold_every_number(report: Report) -> None:
     assert len(table) == 2 * 5 * 3
     row = table[(table["K"] == 256) & (table["M"] == 16) & (table["format"] == "int8")].iloc[0]
     assert row["ours us"] == pytest.approx(60.0 * 1.01) and row["roofline us"] == pytest.approx(40.0)
-    assert row["x cublas"] == pytest.approx(1.8) and row["x roofline"] == pytest.approx(1.515)
+    assert row["x cuBLAS fp16"] == pytest.approx(1.8) and row["x roofline"] == pytest.approx(1.515)
     assert row["range %"] == pytest.approx(100 * (1.02 * 1.01 - 0.99) / 1.01)
 
 
@@ -78,11 +91,11 @@ def test_without_a_roofline_and_without_others() -> None:
     assert "weightonly benchmark: machine not recorded" in page.headings
     alone = Report(Results(rows[rows["provider"] == "ours"]))
     assert "no other provider was measured" in alone.html() and not Page(alone.html()).lost
-    assert "faster than" not in alone.markdown()
+    assert "speedup over" not in alone.markdown()
 
 
 def test_every_provider_has_a_look_of_its_own() -> None:
-    looks = styles(["ours", "cublas", "one", "two", "three"])
+    looks = styles(["ours", "cuBLAS fp16", "one", "two", "three"])
     assert len({look.color for look in looks.values()}) == len({look.marker for look in looks.values()}) == len(looks)
     assert looks["one"] == styles(["one"])["one"]
-    assert looks["ours"].linewidth > looks["cublas"].linewidth
+    assert looks["ours"].linewidth > looks["cuBLAS fp16"].linewidth

@@ -50,19 +50,20 @@ def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, bits: int
 def test_slices_of_slices_and_their_memory(bits: int, generator: torch.Generator) -> None:
     q = random_q(320, 300, bits, generator)
     weight = wo.preprocess(q, bits=bits, layout="tiled")
-    weight._plans["key"] = object()
+    wo.gemm(torch.zeros(1, 320), weight, torch.ones(1, 300))
+    assert weight._kind is not None
     columns, rows = weight.slice_n(64, 300), weight.slice_k(64, 256)
     assert_same_weight(columns.slice_k(64, 256), rows.slice_n(64, 300))
     assert torch.equal(wo.unpack(columns.slice_k(64, 256)), q[64:256, 64:300])
     assert columns.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
     assert rows.data.untyped_storage().nbytes() == rows.data.numel()
     assert weight.slice_k(0, 320).data.data_ptr() != weight.data.data_ptr()
-    assert columns._plans == rows._plans == {}
+    assert columns._kind is rows._kind is None
 
 
 @bits_4_and_8
 def test_shards_add_up(bits: int, generator: torch.Generator) -> None:
-    """What shards are for: parts of y along N, parts of the sum along K. Small integers, so every sum is exact."""
+    """Shards along N give columns of y, shards along K terms of its sum. Small integers: every sum is exact."""
     q = random_q(320, 200, bits, generator)
     x = torch.randint(-1, 2, (5, 320), generator=generator).float()
     scales = torch.randint(1, 3, (5, 200), generator=generator).float()

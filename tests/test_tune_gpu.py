@@ -12,9 +12,11 @@ import torch
 from tuned_cases import entry, of_model
 
 import weightonly as wo
-from weightonly import tuned
 from weightonly.heuristics import Problem, candidates, select
-from weightonly.tuned import Origin, Table
+from weightonly.plan import cache, tuned
+from weightonly.plan.kernel import KernelPlan
+from weightonly.plan.tuned import Origin, Table
+from weightonly.plan.unfused import UnfusedPlan
 
 SHAPE = (1024, 512)
 
@@ -33,17 +35,19 @@ def run_gemm(m: int) -> str:
     qweight = wo.preprocess(torch.randint(-8, 8, (k, n), dtype=torch.int8).cuda(), bits=4)
     scales = torch.rand(k // 128, n, device="cuda").half() * 0.01
     x = torch.randn(m, k, device="cuda").half()
+    cache.clear()
     y = wo.gemm(x, qweight, scales)
+    (plan,) = cache.plans()
     expected = x.double() @ wo.dequantize(qweight, scales).double()
     assert (y.double() - expected).norm() < 2e-3 * expected.norm()
-    (plan,) = qweight._plans.values()
-    return str(plan.config.name)
+    assert isinstance(plan, (KernelPlan, UnfusedPlan))
+    return plan.config.name
 
 
 @pytest.mark.gpu
 def test_tune_and_run(cuda_device: torch.device, fresh: Path) -> None:
     started = time.perf_counter()
-    frame = wo.tune([SHAPE], [1, 16, 64], seconds=6, device=cuda_device, progress=False)
+    frame = wo.bench.tune([SHAPE], [1, 16, 64], seconds=6, device=cuda_device, progress=False)
     assert time.perf_counter() - started < 20
     assert list(frame["m"]) == [1, 16, 64] and (frame["gain"] >= 1).all()
     origin = Origin.of(torch.cuda.current_device())
@@ -66,7 +70,7 @@ def test_a_table_reaches_gemm_in_a_new_process_and_merges(
     file = fresh / origin.file_name
     tuned.write(file, Table(origin, [entry(p, other)], built))
     assert run_gemm(16) == other.name
-    wo.tune([SHAPE], 1, seconds=2, progress=False)
+    wo.bench.tune([SHAPE], 1, seconds=2, progress=False)
     assert {e.m: e.config for e in tuned.read(file, origin, built)}[16] == other.name
     assert run_gemm(16) == other.name
     file.write_text("{")

@@ -8,11 +8,11 @@ import sys
 import pytest
 from tuned_cases import another, entry, of_model, problem, table
 
-from weightonly import tuned
 from weightonly.heuristics import candidates
 from weightonly.heuristics.configs import TypeConfig
+from weightonly.plan import tuned
 
-PLAN = sys.modules["weightonly.plan"]
+PLAN = sys.modules["weightonly.plan.choose"]
 
 
 def test_the_later_of_two_entries_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 from tuned_cases import H200, another, entry, problem, table, written_table
 
-from weightonly import tuned
+from weightonly.bench.tune import table_path
 from weightonly.heuristics import candidates
 from weightonly.heuristics.configs import CONFIGS
-from weightonly.heuristics.select_tiled import likely_pairs
-from weightonly.tuned import Origin
-from weightonly.tuner import table_path
+from weightonly.heuristics.select import likely_pairs
+from weightonly.plan import tuned
+from weightonly.plan.tuned import Origin
 
 
 @pytest.fixture
@@ -39,19 +40,19 @@ def test_a_file_may_name_two_launches(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     tuned.write(file, table(entry(p, pair)))
     again = tuned.read(file, H200, CONFIGS)
-    assert again.config(p, "f16") == pair and pair.rest is not None
+    assert again.config(p, "f16") == pair and pair.tail is not None
     assert again.config(problem(500, 8192, 10240), "f16") == pair
     with pytest.raises(ValueError, match=r"config '.*' does not compute m=512, k=8192, n=10240"):
-        table(dataclasses.replace(entry(p, pair), config=f"{pair}+{pair.rest}"))
+        table(dataclasses.replace(entry(p, pair), config=f"{pair}+{pair.tail}"))
     with pytest.raises(ValueError, match="is none of this installation"):
         table(dataclasses.replace(entry(p, pair), config=f"{pair}+"))
 
 
 def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Path, target: Path) -> None:
+    def fail(made: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         tuned.write(path, table())
     assert len(tuned.read(path, H200, CONFIGS)) == 2

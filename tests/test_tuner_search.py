@@ -8,10 +8,10 @@ import pytest
 from tqdm import tqdm
 from tuned_cases import BUILT, Bench, of_model, problem
 
+from weightonly.bench.tune import plausible, quickest, search
 from weightonly.heuristics import candidates
-from weightonly.heuristics.cost import estimate_us
-from weightonly.heuristics.select_tiled import likely_pairs
-from weightonly.tuner import plausible, quickest, search
+from weightonly.heuristics.launches import estimate_us
+from weightonly.heuristics.select import likely_pairs
 
 
 def test_plausible_are_those_near_the_models_choice() -> None:
@@ -29,10 +29,10 @@ def test_plausible_are_those_near_the_models_choice() -> None:
 
 def test_pairs_of_launches_are_plausible_too() -> None:
     p = problem(512, 8192, 10240)
-    pairs = [config for config in plausible(p, BUILT) if config.rest is not None]
+    pairs = [config for config in plausible(p, BUILT) if config.tail is not None]
     assert set(likely_pairs(p)) == set(pairs) != set()
-    rest = {config.rest.kernel for config in pairs if config.rest is not None}
-    assert all(config.rest is None for config in plausible(p, BUILT - rest)[1:])
+    tails = {config.tail.kernel for config in pairs if config.tail is not None}
+    assert all(config.tail is None for config in plausible(p, BUILT - tails)[1:])
 
 
 def test_the_quickest_is_found_wherever_the_model_places_it() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from weightonly.heuristics import KernelConfig, Problem, legal, select
 from weightonly.heuristics.configs import CONFIGS, TypeConfig
-from weightonly.heuristics.cost import estimate_us, first_columns, launches
-from weightonly.heuristics.legal import candidates, leaves_a_rest
-from weightonly.heuristics.select_tiled import likely_pairs, two_launches
-from weightonly.plan import check_config
+from weightonly.heuristics.launches import estimate_us, first_columns, has_tail, launches
+from weightonly.heuristics.legal import candidates
+from weightonly.heuristics.select import likely_pairs, two_launches
+from weightonly.plan.choose import check_config
 
 
 def of(tokens: int, columns: int, format: str = "int4", split_k: int = 1) -> KernelConfig:
@@ -27,7 +27,7 @@ def problem(m: int, k: int, n: int, format: str = "int4", group_size: int = 128)
 
 
 def test_the_first_launch_takes_full_waves() -> None:
-    pair = of(128, 192).with_rest(of(128, 128, split_k=4))
+    pair = of(128, 192).with_tail(of(128, 128, split_k=4))
     assert str(pair) == "gemm_sm90_128x192x128_w128x64_s3_k1+gemm_sm90_128x128x128_w128x64_s3_k4"
     assert pair.kernels() == {of(128, 192).kernel, of(128, 128).kernel}
     p = problem(512, 8192, 10240)  # 54 x 4 tiles on 132 SMs: one wave, of 33 x 4
@@ -46,29 +46,29 @@ def test_the_first_launch_takes_full_waves() -> None:
 def test_what_is_no_pair() -> None:
     p = problem(512, 8192, 10240)
     decode = next(c for c in CONFIGS if c.family == "decode_sm90" and "int4" in c.formats)
-    pair = of(128, 192).with_rest(of(128, 128))
-    assert leaves_a_rest(pair, p) and legal(pair, p)
+    pair = of(128, 192).with_tail(of(128, 128))
+    assert has_tail(pair, p) and legal(pair, p)
     for config, at in [
         (pair, problem(512, 8192, 4096)),  # less than a wave
         (pair, problem(512, 8192, 66 * 192)),  # nothing left
-        (of(128, 192).with_rest(pair), p),  # three
-        (of(128, 192).with_rest(decode), p),
-        (decode.with_rest(of(128, 128)), p),
+        (of(128, 192).with_tail(pair), p),  # three
+        (of(128, 192).with_tail(decode), p),
+        (decode.with_tail(of(128, 128)), p),
     ]:
         assert not legal(config, at), (config, at)
-        with pytest.raises(ValueError, match=r"^config: .* is two launches, expected of gemm_sm90"):
+        with pytest.raises(ValueError, match=r"^config: .* is two launches, expected of one family"):
             check_config(config, at, TypeConfig("f16", "int4", "group"))
-    bad = of(128, 192).with_rest(of(128, 128, split_k=9))
+    bad = of(128, 192).with_tail(of(128, 128, split_k=9))
     assert not legal(bad, p)
     with pytest.raises(ValueError, match=r"^config: expected split_k of 1 to 8, got 9$"):
         check_config(bad, p, TypeConfig("f16", "int4", "group"))
     with pytest.raises(ValueError, match="reads int8, but qweight is int4"):
-        check_config(of(128, 192).with_rest(of(48, 192, "int8")), p, TypeConfig("f16", "int4", "group"))
-    for rest in (of(128, 128).name, 4):
-        with pytest.raises(TypeError, match=rf"^rest: expected a KernelConfig or None, got {type(rest).__name__}$"):
-            of(128, 192).with_rest(rest)  # type: ignore[arg-type]
+        check_config(of(128, 192).with_tail(of(48, 192, "int8")), p, TypeConfig("f16", "int4", "group"))
+    for tail in (of(128, 128).name, 4):
+        with pytest.raises(TypeError, match=rf"^tail: expected a KernelConfig or None, got {type(tail).__name__}$"):
+            of(128, 192).with_tail(tail)  # type: ignore[arg-type]
     check_config(pair, p, TypeConfig("f16", "int4", "group"))
-    assert not any(config.rest for config in candidates(p))
+    assert not any(config.tail for config in candidates(p))
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,15 +98,15 @@ def test_the_search_for_pairs_misses_little(m: int, k: int, n: int) -> None:
     p = problem(m, k, n)
     singles = [c for c in candidates(p) if c.family == "gemm_sm90" and c.split_k in (1, 2, 3, 4, 5, 6, 8)]
     firsts = [c for c in singles if c.split_k <= 2 and c.block_m >= 64]
-    pairs = (first.with_rest(rest) for first, rest in itertools.product(firsts, singles))
-    quickest_us = min(estimate_us(c, p) for c in pairs if leaves_a_rest(c, p) and legal(c, p))
+    pairs = (first.with_tail(tail) for first, tail in itertools.product(firsts, singles))
+    quickest_us = min(estimate_us(c, p) for c in pairs if has_tail(c, p) and legal(c, p))
     assert quickest_us * 0.9999 <= two_launches(p)[0][0] <= quickest_us * 1.01
 
 
 def test_select_takes_two_where_a_wave_would_be_nearly_empty() -> None:
     p = problem(512, 8192, 10240)
     choice = select(512, 10240, 8192, "int4", 128, 90, 132)
-    assert choice.rest is not None and choice in likely_pairs(p)
+    assert choice.tail is not None and choice in likely_pairs(p)
     assert estimate_us(choice, p) < 0.97 * min(estimate_us(c, p) for c in candidates(p))
-    assert select(512, 8192, 8192, "int4", 128, 90, 132).rest is None  # 128 tiles of 256 x 128
-    assert select(16, 10240, 8192, "int4", 128, 90, 132).rest is None
+    assert select(512, 8192, 8192, "int4", 128, 90, 132).tail is None  # 128 tiles of 256 x 128
+    assert select(16, 10240, 8192, "int4", 128, 90, 132).tail is None

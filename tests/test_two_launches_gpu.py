@@ -7,10 +7,11 @@ import torch
 from gemm_cases import Case, check_exact, check_random, chosen, make, require, run, this_gpu
 
 import weightonly as wo
+from weightonly.device import sm_count
 from weightonly.heuristics import Problem
 from weightonly.heuristics.configs import KernelConfig
-from weightonly.heuristics.cost import cluster_slots, first_columns
-from weightonly.kernels import sm_count
+from weightonly.heuristics.launches import first_columns
+from weightonly.heuristics.machine import resident_clusters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
@@ -38,25 +39,25 @@ def kernel(format: str, tokens: int, columns: int, split_k: int) -> KernelConfig
     return config.with_split_k(split_k)
 
 
-def a_wave_and(rest_columns: int, m: int, config: KernelConfig) -> int:
+def a_wave_and(tail_columns: int, m: int, config: KernelConfig) -> int:
     """Columns: one wave of a configuration's CTAs, and so many more."""
-    slots = cluster_slots(sm_count(torch.cuda.current_device()), config.split_k)
-    return slots // -(-m // config.block_m) * config.block_n + rest_columns
+    slots = resident_clusters(sm_count(torch.cuda.current_device()), config.split_k)
+    return slots // -(-m // config.block_m) * config.block_n + tail_columns
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("case", CASES)
 def test_two_launches(cuda_device: torch.device, generator: torch.Generator, case: str, pair: str) -> None:
     format, dtype, group_size, zeros = CASES[case]
-    first, rest = (kernel(format, *tile) for tile in PAIRS[pair])
+    first, tail = (kernel(format, *tile) for tile in PAIRS[pair])
     m = 2 * first.block_m - 3
-    for rest_columns in (1, 200):
-        c = Case(640, a_wave_and(rest_columns, m, first), format, dtype, group_size, zeros)
+    for tail_columns in (1, 200):
+        c = Case(640, a_wave_and(tail_columns, m, first), format, dtype, group_size, zeros)
         require(first, c)
-        require(rest, c)
+        require(tail, c)
         p = Problem(m, c.n, c.k, format, group_size, this_gpu(), sm_count(torch.cuda.current_device()), zeros=zeros)
-        config = first.with_rest(rest)
-        assert c.n - first_columns(config, p) == rest_columns
+        config = first.with_tail(tail)
+        assert c.n - first_columns(config, p) == tail_columns
         check_exact(m, c, config, generator)
         check_random(m, c, config, generator, "silu")
 
@@ -65,7 +66,7 @@ def test_the_choice_of_two_launches(cuda_device: torch.device, generator: torch.
     kernel("int4", 128, 192, 1)
     case = Case(2048, 10240)
     if sm_count(torch.cuda.current_device()) == 132:
-        assert chosen(512, case).rest is not None
+        assert chosen(512, case).tail is not None
     check_exact(512, case, None, generator)
 
 
@@ -75,14 +76,14 @@ def test_neighbours_of_two_launches(
     cuda_device: torch.device, generator: torch.Generator, overlap: bool, graph: bool
 ) -> None:
     """Others write x just before each call and read y just after it; the second launch of a call starts early."""
-    first, rest = kernel("int4", 16, 64, 1), kernel("int4", 16, 64, 2)
+    first, tail = kernel("int4", 16, 64, 1), kernel("int4", 16, 64, 2)
     case = Case(1024, a_wave_and(136, 16, first))
     o = make(case, generator, "tiled", exact=True)
     xs = [torch.randint(-1, 2, (16, case.k), generator=generator).half().cuda() for _ in range(3)]
     expected = [(x.double() @ o.w64).half() for x in xs]
     x, y = torch.zeros_like(xs[0]), torch.empty_like(expected[0])
     results = [torch.full_like(y, float("nan")) for _ in range(12)]
-    config = first.with_rest(rest)
+    config = first.with_tail(tail)
 
     def calls() -> None:
         for i, result in enumerate(results):

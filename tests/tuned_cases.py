@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from weightonly import tuned
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.configs import CONFIGS
-from weightonly.heuristics.cost import estimate_us
-from weightonly.tuned import Entry, Origin, Table
+from weightonly.heuristics.launches import estimate_us
+from weightonly.plan import tuned
+from weightonly.plan.tuned import Entry, Origin, Table
 
 H200 = Origin("0.1.0", "NVIDIA H200", 90, 132, "580.65.06")
 BUILT = {config.kernel for config in CONFIGS}

@@ -1,11 +1,11 @@
-# The compiled module (kernels/bindings.cpp): internal, use weightonly.gemm. Sizes in elements, addresses as
+# The compiled module (kernels/api/bindings.cpp). Internal: use weightonly.gemm. Sizes are in elements, addresses are
 # integers.
 
 from collections.abc import Sequence
 
 def kernel_names() -> list[str]: ...
 def archs() -> str: ...
-def set_launch_overlap(overlap: int) -> None: ...
+def set_pdl_mode(mode: int) -> None: ...
 def awq_dequantize(
     device: int,
     type: int,
@@ -24,7 +24,7 @@ def quantize_4bit(
     type: int,
     count: int,
     blocksize: int,
-    table: Sequence[float],
+    codebook: Sequence[float],
     w: int,
     packed: int,
     absmax: int,
@@ -35,7 +35,7 @@ def dequantize_4bit(
     type: int,
     count: int,
     blocksize: int,
-    table: Sequence[float],
+    codebook: Sequence[float],
     w: int,
     packed: int,
     absmax: int,
@@ -56,7 +56,7 @@ def dequantize(
     weight: int,
     scales: int,
     zeros: int,
-    table: int,
+    codebook: int,
     w: int,
     ld_scales: int,
     ldw: int,
@@ -66,18 +66,20 @@ def dequantize(
 class Plan:
     def __init__(
         self,
+        *,
         kernel: int,
         device: int,
+        is_tail: bool,
         m: int,
         n: int,
         k: int,
         n_padded: int,
         k_padded: int,
         group_size: int,
+        ld_scales: int,
         split_k: int,
         clusters: int,
         activation: int,
-        follows: bool,
     ) -> None: ...
     def launch(
         self,
@@ -90,7 +92,7 @@ class Plan:
         partials: int,
         ldx: int,
         ldy: int,
-        ld_scales: int,
         stream: int,
         scales_in_place: bool,
+        /,
     ) -> None: ...

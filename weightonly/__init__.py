@@ -7,33 +7,43 @@
 `gemm` has the equation, `quantize` and `preprocess` the formats.
 """
 
+from . import search_path as _search_path  # noqa: F401  (first: it decides where all others come from)
+
+# isort: split
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-# A checkout keeps heuristics/ and bench/ beside this folder; an install has them in it.
-__path__ = [*__path__, str(Path(__file__).parents[1])]
+if not (Path(__file__).parent / "heuristics").is_dir():
+    # A checkout keeps heuristics/ and bench/ beside this folder. An install has them in it, and beside it the packages
+    # of others.
+    __path__ = [*__path__, str(Path(__file__).parents[1])]
 
 from . import formats, heuristics, nn
-from .awq import awq_dequantize
-from .blocks_4bit import dequantize_4bit, quantize_4bit
-from .dequantize import dequantize
+from .experts import fused_experts
+from .files import load, save
 from .formats import load_checkpoint
 from .gemm import gemm
+from .grouped import grouped_gemm
 from .kernels import cuda_built, kernels
 from .launch import launch_overlap, set_launch_overlap
-from .packed import PackedWeight, load, preprocess, save, unpack
+from .ops.awq_dequantize import awq_dequantize
+from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
+from .ops.dequantize import dequantize
+from .packed import PackedWeight
+from .packing import preprocess, repack, unpack
 from .quantize import quantize
-from .tuner import tune
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`weightonly.bench` on first use: it needs pandas, which nothing else does."""
-    if name == "bench":
-        return importlib.import_module(".bench", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """A subpackage on first use: some need packages that `import weightonly` does without."""
+    found = None if name.startswith("_") else importlib.util.find_spec(f"{__name__}.{name}")
+    if found is None or Path(found.origin or "").name != "__init__.py":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 __all__ = [
@@ -43,7 +53,9 @@ __all__ = [
     "dequantize",
     "dequantize_4bit",
     "formats",
+    "fused_experts",
     "gemm",
+    "grouped_gemm",
     "heuristics",
     "kernels",
     "launch_overlap",
@@ -53,8 +65,8 @@ __all__ = [
     "preprocess",
     "quantize",
     "quantize_4bit",
+    "repack",
     "save",
     "set_launch_overlap",
-    "tune",
     "unpack",
 ]

@@ -1,15 +1,15 @@
-"""`python -m weightonly`: what this installation is made of, the choice of kernels, and checkpoints.
+"""`weightonly`, or `python -m weightonly`: what this installation is made of, and checkpoints.
 
 info                             versions, the build, and which of its kernels run here
-tune --shapes llama3-8b          measures which kernels are the quickest here, for gemm to run them
 inspect FOLDER                   what a quantized checkpoint contains
 convert IN OUT --arch sm90       packs one for a GPU
+run FOLDER --prompt TEXT         loads one into transformers and writes text
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,13 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
-from .code_tables import CODE_TABLES
+from .device import device_arch, sm_count
 from .formats import convert, open_checkpoint
 from .formats.convert import SHARD_BYTES
 from .formats.describe import describe
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
-from .kernels import HOW_TO_BUILD, cuda_built, device_arch, is_compiled, runs_on, sm_count
-from .tuned import VARIABLE, Origin
-from .tuner import BATCH, SECONDS, table_path, tune
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from .kernels import HOW_TO_BUILD, cuda_built, is_compiled, runs_on
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,28 @@ class Gpu:
     sm_count: int
 
 
+class _Version(argparse.Action):
+    """Prints when it is met, so that `_build.json` is read for this alone."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(describe_version(build_info.read()))
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         if options.command == "info":
             _print_info()
-        elif options.command == "tune":
-            _tune(options)
         elif options.command == "inspect":
             print(describe(open_checkpoint(options.folder)))
+        elif options.command == "run":
+            from .hf.run import run  # transformers: seconds to import, and no dependency of this package
+
+            run(options)
         else:
             convert(options.source, options.target, options.arch, options.device, options.shard_bytes)
             print(describe(open_checkpoint(options.target)))
@@ -58,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m weightonly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=_program(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action=_Version, help="the library and its build, in a line")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, the build, the GPUs, and the kernels that run on each")
-    _add_tune_options(commands.add_parser("tune", help="measure which configurations are the quickest on this GPU"))
     look = commands.add_parser("inspect", help="format, group sizes, act-order, shapes and bytes of a checkpoint")
     look.add_argument("folder", metavar="FOLDER", help="with safetensors files and config.json")
     pack = commands.add_parser("convert", help="read AWQ, GPTQ, compressed-tensors or bitsandbytes, write it packed")
@@ -71,59 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--arch", help="the GPU to pack for, such as sm90; default: the visible one, else sm80")
     pack.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
     pack.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
+    text = commands.add_parser("run", help="load a checkpoint into transformers, continue a text, print tokens/s")
+    text.add_argument("folder", metavar="FOLDER", help="quantized or not, with safetensors files and config.json")
+    start = text.add_mutually_exclusive_group(required=True)
+    start.add_argument("--prompt", help="the text to continue; the folder has a tokenizer")
+    start.add_argument("--tokens", help="its tokens instead, as numbers: 1,2,3")
+    text.add_argument("--max-new-tokens", type=int, default=32, help="tokens to write (default: %(default)s)")
+    text.add_argument("--dtype", help="float16, bfloat16 or float32; default: that of config.json")
+    text.add_argument("--device", help="cpu, cuda, auto (accelerate spreads it); default: a GPU with kernels, else cpu")
+    text.add_argument("--arch", help="the GPU to pack for, such as sm90; default: the visible one")
     return parser
 
 
-def _add_tune_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shapes", default="llama3-8b", help="KxN or models of weightonly.bench, by commas (llama3-8b)"
-    )
-    parser.add_argument("--batch", type=_integers, default=BATCH, help="rows of x (default: powers of two up to 8192)")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--format", choices=tuple(CODE_TABLES), help="codes of a table instead of integers")
-    parser.add_argument(
-        "--group-size", type=int, default=128, help="rows of w per scale; -1: per channel (default 128)"
-    )
-    parser.add_argument("--zeros", action="store_true", help="with zero points")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp16")
-    parser.add_argument("--device", help="cuda, cuda:1 (default: the current GPU)")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="about how long it may take (default %(default)s)"
-    )
-    parser.add_argument("--folder", help=f"where the table goes (default: ${VARIABLE}, else the user's cache)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _tune(options: argparse.Namespace) -> None:
-    frame = tune(
-        options.shapes,
-        options.batch,
-        bits=options.bits,
-        format=options.format,
-        group_size=options.group_size,
-        zeros=options.zeros,
-        dtype=_DTYPES[options.dtype],
-        device=options.device,
-        seconds=options.seconds,
-        folder=options.folder,
-        progress=not options.quiet,
-    )
-    print(frame.to_string(index=False, float_format="{:.2f}".format))
-    device = torch.device(options.device or "cuda")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    print(describe_gains(frame["gain"].tolist()))
-    print(f"gemm uses it from now on: {table_path(Origin.of(index), options.folder)}")
-
-
-def describe_gains(gains: Sequence[float]) -> str:
-    """How much faster the tuned choices are than the cost model's."""
-    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    faster = sum(gain > 1 for gain in gains)
-    return f"{faster} of {len(gains)} choices changed; gain: geometric mean {mean:.3f}, largest {max(gains):.2f}"
+def _program() -> str:
+    """How this was called: by its script or by its module."""
+    return "weightonly" if os.path.basename(sys.argv[0]) == "weightonly" else "python -m weightonly"
 
 
 def _print_info() -> None:
@@ -131,6 +102,14 @@ def _print_info() -> None:
     print(f"weightonly {__version__}, torch {torch.__version__}")
     print(describe_build(build, loaded=cuda_built()))
     print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
+
+
+def describe_version(build: BuildInfo) -> str:
+    """The library and its build in one line."""
+    if not build.cuda:
+        return f"weightonly {__version__} without CUDA kernels ({build.reason})"
+    made_with = f"nvcc {build.nvcc}, CUTLASS {build.cutlass}"
+    return f"weightonly {__version__} with {build.kernels} kernels for {', '.join(build.archs)} ({made_with})"
 
 
 def describe_build(build: BuildInfo, loaded: bool) -> str:

@@ -1,4 +1,4 @@
-"""What the build of the installed package was made of: written by setup.py into `_build.json`, read here."""
+"""How the installed package was built. setup.py writes it to `_build.json`; this reads it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PATH = Path(__file__).parent / "_build.json"
 
 @dataclass(frozen=True)
 class Spill:
-    """A function of the device code that spills registers to memory; there should be none."""
+    """A device function that spills registers to memory. There should be none."""
 
-    unit: str  # the generated file, named after its kernel
-    name: str  # the function, mangled
+    unit: str  # the generated source file, named after its kernel
+    name: str  # the mangled name of the function
     arch: str  # "80", "90a"
     spill_store_bytes: int
     spill_load_bytes: int
@@ -23,23 +23,23 @@ class Spill:
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """The build of this package. Fields after `reason` describe the CUDA kernels; empty without them."""
+    """The build of this package. The fields after `reason` describe the CUDA kernels and are empty without them."""
 
-    version: str  # of the library, "" when it was never built
-    cuda: bool  # the CUDA kernels were built
-    reason: str  # why they were, or were not
+    version: str  # of the library; "": it was never built
+    cuda: bool  # whether the CUDA kernels were built
+    reason: str  # why they were or were not
     archs: tuple[str, ...] = ()  # targets, e.g. ("80", "90a")
     nvcc: str = ""  # e.g. "13.0.88"
     cutlass: str = ""  # e.g. "4.2.0"
     kernels: int = 0  # compiled configurations
     spills: tuple[Spill, ...] = ()
-    build_seconds: float = 0.0  # of the last build, which compiles only what changed
+    build_seconds: float = 0.0  # of the last build, which compiled only what had changed
 
 
 def read(path: Path = _PATH) -> BuildInfo:
-    """The metadata of the installed build; of a source tree that was never built, a BuildInfo without CUDA.
+    """The metadata of the installed build. A source tree that was never built has a BuildInfo without CUDA.
 
-    Raises ValueError, naming the file, when it is not what a build writes.
+    Raises ValueError, naming the file, for a file that is not what a build writes.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,23 +1,22 @@
-"""gemm: the one call. Checks the arguments, picks a kernel, launches it on the current stream.
-
-What can be decided once for a weight and a shape of x is kept in a `Plan` on the PackedWeight: a decode
-step then costs a dictionary look-up, the checks that depend on this call's tensors, one allocation and one
-launch.
-"""
+"""gemm: the one call. Its arguments become a GemmArgs, which finds or makes a plan; the plan computes the product."""
 
 from __future__ import annotations
 
-import typing
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch._C._functorch import maybe_current_level as current_transform
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from . import cpu
-from .checks import check_operands, check_out, check_perm_range, check_result
+from . import autograd
+from .args import OP_SCHEMA, GemmArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
-from .plan import make_plan
-
-_MAX_PLANS = 4096  # of one weight; a server sees some hundred values of M
+from .plan import cache
+from .plan.choose import make_plan
+from .quantize import WEIGHT_DTYPES
 
 
 def gemm(
@@ -34,13 +33,13 @@ def gemm(
 ) -> torch.Tensor:
     """y = act(x[..., perm] @ w + bias) with w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
 
-    Where q are the codes of a table ("nf4", "fp4", "code4"), w[k, n] = scales[k // g, n] * table[q[k, n]].
+    Where q are the codes of a codebook ("nf4", "fp4", "code4"), w[k, n] = scales[k // g, n] * codebook[q[k, n]].
 
     x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
                 not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
     qweight     what `preprocess` returned, on the device of x.
     scales      [K / g, N], dtype of x; per channel [1, N]. g is 32, a multiple of 64, or K.
-    zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a table.
+    zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
     bias        [N], dtype of x.
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".
     out         the result's tensor, if it is there already; must not overlap an input.
@@ -49,147 +48,104 @@ def gemm(
                 Must be a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert
                 of torch.index_select. x is gathered first, in memory of PyTorch's allocator.
 
+    Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
+
     Returns [..., N] in the dtype of x; sums are fp32. M = 0 rows give an empty result. Runs on the current
-    stream and can be captured in a CUDA graph. Results are bit-identical from run to run. Not differentiable.
+    stream and can be captured in a CUDA graph. Results are bit-identical from run to run.
 
-    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes,
-    activations and configurations, RuntimeError where no kernel was built for the device.
+    Gradients: of x and bias, by Tensor.backward and torch.autograd.grad, under torch.compile, too. The backward pass
+    dequantizes the weight in slices and gives the same bits in every run. There is no second derivative, and with `out`
+    the bias gets none.
+
+    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
+    configurations, and for scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for
+    the device, and inside of torch.func and of forward-mode differentiation.
     """
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad):
-        # The dispatcher's way: traceable, and autograd says clearly that there is no backward.
-        return _through_dispatcher(x, qweight, scales, zeros, bias, activation, out, config, perm)
-    return _gemm(x, qweight, scales, zeros, bias, activation, out, config, perm)
+    x = autocast(x, scales)
+    args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)
+    return dispatch(args, _gemm_op) if needs_dispatch(args) else _compute(args)
 
 
-def _gemm(
-    x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor | None,
-    config: KernelConfig | None,
-    perm: torch.Tensor | None,
-) -> torch.Tensor:
+def needs_dispatch(args: GemmArgs) -> bool:
+    """Whether PyTorch's dispatcher must see the call: to trace it, or for a gradient.
+
+    Raises RuntimeError inside of torch.func and of forward-mode differentiation, which see no rule of it.
+    """
+    if is_compiling() or (torch.is_grad_enabled() and _requires_grad(args)):
+        return True
+    if current_transform() is not None or forward_ad._current_level >= 0:
+        autograd.check_no_transform(args)
+    return False
+
+
+def _requires_grad(args: GemmArgs) -> bool:
+    """Whether a gradient is asked for. With `out` none goes through the bias: nothing leads back from a buffer."""
     try:
-        # Everything the checks and the plan depend on, but for the addresses.
-        key = (
-            x.shape,
-            x.stride(),
-            x.dtype,
-            x.get_device(),
-            scales.shape,
-            scales.stride(),
-            scales.dtype,
-            scales.get_device(),
-            None if zeros is None else (zeros.shape, zeros.stride(), zeros.dtype, zeros.get_device()),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-            None if perm is None else (perm.shape, perm.dtype, perm.get_device()),
-            activation,
-            config,
-        )
-        plan = qweight._plans.get(key)
+        if args.x.requires_grad or args.scales.requires_grad:
+            return True
+        if args.zeros is not None and args.zeros.requires_grad:
+            return True
+        return args.bias is not None and args.bias.requires_grad and args.out is None
+    except AttributeError:
+        return False  # no tensor: the checks say so
+
+
+def autocast(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x, cast to the dtype of the scales where torch.autocast says so; one comparison where it has that dtype."""
+    try:
+        if x.dtype == scales.dtype or not torch.is_autocast_enabled(x.device.type):
+            return x
+        return x.to(scales.dtype) if {x.dtype, scales.dtype} <= set(WEIGHT_DTYPES) else x
+    except (AttributeError, RuntimeError):
+        return x  # no tensor, or on a device without autocast: the checks say so
+
+
+def _compute(args: GemmArgs) -> torch.Tensor:
+    """The product by the plan of these arguments; all that a decode step costs on the host."""
+    try:
+        key = cache.key_of(args)
+        plan = cache.find(key)
     except (AttributeError, TypeError, RuntimeError):
-        plan = key = None  # some argument is not what it should be: the checks will say which
+        plan = key = None  # some argument is not what it should be: the checks say which
     if plan is None:
-        group_size = check_operands(x, qweight, scales, zeros, bias, activation, perm)
-        if x.device.type == "cpu":
-            return _gemm_cpu(x, qweight, scales, zeros, bias, activation, out, config, perm)
-        read = x if perm is None else torch.empty_like(x, memory_format=torch.contiguous_format)  # by the kernel
-        plan = make_plan(read, qweight, scales, zeros, bias, group_size, activation, config)
-        if len(qweight._plans) >= _MAX_PLANS:
-            qweight._plans.clear()
-        qweight._plans[key] = plan
-    if out is not None:
-        plan.check_out(x, qweight, scales, zeros, bias, out, perm)
-    if perm is not None:
-        x = x.index_select(-1, perm)
-    return plan.run(x, qweight, scales, zeros, bias, out)
-
-
-def _gemm_cpu(
-    x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor | None,
-    config: KernelConfig | None,
-    perm: torch.Tensor | None,
-) -> torch.Tensor:
-    if config is not None:
-        raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {config}")
-    if out is not None:
-        inputs = {"x": x, "scales": scales, "zeros": zeros, "bias": bias, "perm": perm, "qweight": qweight.data}
-        check_out(out, x, (*x.shape[:-1], qweight.n), inputs)
-    if perm is not None:
-        check_perm_range(perm)
-        x = x.index_select(-1, perm)
-    return cpu.gemm(x, qweight, scales, zeros, bias, activation, out)
+        plan = make_plan(args)
+        if key is not None:
+            cache.add(key, plan)
+    if args.out is not None:
+        plan.check_out(args)
+    if args.perm is not None:
+        args.x = plan.gather(args.x, args.perm)
+    return plan.run(args)
 
 
 # --- torch.compile and autograd ----------------------------------------------------------------------------
 
 
-_Floats = typing.Optional[typing.Sequence[float]]  # noqa: UP045 (the spelling that PyTorch 2.4 knows)
-
-
-@torch.library.custom_op("weightonly::gemm", mutates_args=())
-def _gemm_op(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    k: int,
-    n: int,
-    format: str,
-    layout: str,
-    code: _Floats,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    perm: torch.Tensor | None,
-) -> torch.Tensor:
-    qweight = PackedWeight(data, k, n, format, layout, code)
-    return _gemm(x, qweight, scales, zeros, bias, activation, None, None, perm)
+@torch.library.custom_op("weightonly::gemm", mutates_args=(), schema=OP_SCHEMA)
+def _gemm_op(*operands: Any) -> torch.Tensor:
+    return _compute(GemmArgs.from_op(*operands))
 
 
 @_gemm_op.register_fake
-def _gemm_fake(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    k: int,
-    n: int,
-    format: str,
-    layout: str,
-    code: _Floats,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    perm: torch.Tensor | None,
-) -> torch.Tensor:
+def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _through_dispatcher(
-    x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor | None,
-    config: KernelConfig | None,
-    perm: torch.Tensor | None,
-) -> torch.Tensor:
-    if config is not None:
-        raise ValueError(f"config: expected None under torch.compile and autograd, got {config}")
-    check_operands(x, qweight, scales, zeros, bias, activation, perm)
-    if out is not None:
-        check_result(out, x, (*x.shape[:-1], qweight.n))
-    w = qweight
-    code = w.fields.get("code")  # the table, unless the format says it
-    y = _gemm_op(x, w.data, w.k, w.n, w.format, w.layout, code, scales, zeros, bias, activation, perm)
-    return y if out is None else out.copy_(y)
+_gemm_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
+
+
+def dispatch(args: GemmArgs, operator: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The product by an operator of PyTorch's dispatcher: torch.compile can trace it, autograd knows its gradients."""
+    if args.config is not None:
+        raise ValueError(f"config: expected None under torch.compile and autograd, got {args.config}")
+    args.check()
+    if args.out is not None:
+        args.check_result()
+    if not is_compiling():
+        autograd.check_no_transform(args)
+    if torch.is_grad_enabled():
+        autograd.check_differentiable(args)
+    if args.out is None:
+        return operator(*args.to_op())
+    with torch.no_grad():
+        return args.out.copy_(operator(*args.to_op()))

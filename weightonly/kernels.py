@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import torch
 
+from .device import device_arch
 from .heuristics.configs import CONFIGS, KernelConfig, TypeConfig, kernel_types
 
-try:
+if PathFinder.find_spec(f"{__package__}._C", [str(Path(__file__).parent)]) is not None:
     from . import _C
-except ImportError:  # built without CUDA: everything works on CPU tensors
+else:  # built without CUDA: everything works on CPU tensors. A _C.py elsewhere on __path__ is not ours
     _C = None  # type: ignore[assignment]
 
 MAX_K = 1 << 20
-"""Padded K that the kernels' group arithmetic holds (kernels/params.h)."""
+"""Padded K that the kernels' group arithmetic holds (cutlass_ext/gemm_params.h)."""
 
 FLOAT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-"""dtype -> enum FloatType of kernels/conversions.h."""
+"""dtype -> enum FloatType of kernels/convert/conversions.h."""
 
 HOW_TO_BUILD = "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS={archs} pip install ."
 
@@ -25,6 +28,17 @@ HOW_TO_BUILD = "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS={archs} pip install ."
 def cuda_built() -> bool:
     """Whether this installation has compiled kernels."""
     return _C is not None
+
+
+def check_kernels(arch: int, name: str = "x") -> None:
+    """Raises RuntimeError naming a tensor unless this installation has kernels and can have them for its GPU."""
+    if arch < 70:
+        raise RuntimeError(f"{name}: is on a GPU of compute capability {arch / 10}; the kernels of weightonly need 7.0")
+    if not cuda_built():
+        raise RuntimeError(
+            f"{name}: is a CUDA tensor, but this installation of weightonly was built without kernels; "
+            f"build them: {HOW_TO_BUILD.format(archs=arch)}"
+        )
 
 
 @functools.cache
@@ -37,24 +51,6 @@ def kernel_numbers() -> dict[str, int]:
 def built_archs() -> tuple[str, ...]:
     """Architectures of the build, e.g. ("80", "90a")."""
     return () if _C is None else tuple(_C.archs().split(","))
-
-
-@functools.cache
-def device_arch(device: int) -> int:
-    """Compute capability of a CUDA device as an integer: 90 for an H200."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-@functools.cache
-def sm_count(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def readable(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
-    """The tensor, or a contiguous copy, so that its elements follow each other from an aligned address on."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % alignment_bytes == 0 else tensor.clone()
 
 
 def arch_runs_on(built: str, device: int) -> bool:
@@ -73,7 +69,7 @@ def arch_runs_on(built: str, device: int) -> bool:
 
 def runs_on(config: KernelConfig, device: int) -> bool:
     """Whether some architecture of the build has this configuration in a form that the device runs."""
-    return any(config.compiled_for(a) and arch_runs_on(a, device) for a in built_archs())
+    return any(config.rules.compiled_for(a) and arch_runs_on(a, device) for a in built_archs())
 
 
 def dequantizes_on(device: int) -> bool:
@@ -83,8 +79,8 @@ def dequantizes_on(device: int) -> bool:
 
 def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
     """Whether the build has a configuration, for these types or for any."""
-    if config.is_dense:
-        return any(config.compiled_for(a) for a in built_archs())
+    if config.unfused:
+        return any(config.rules.compiled_for(a) for a in built_archs())
     return any(f"{config.kernel}_{t.name}" in kernel_numbers() for t in ([types] if types else kernel_types(config)))
 
 

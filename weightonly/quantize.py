@@ -1,6 +1,6 @@
-"""Absmax quantization of a weight to int8 or int4, per channel or per group, in plain PyTorch.
+"""Quantization of a weight to int8 or int4 by the range of its values, per channel or per group, in plain PyTorch.
 
-The equation to invert is  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
+The result q, scales, zeros approximates  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from .layout import check_bits
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _BLOCK_ELEMS = 1 << 24
-"""Elements that are held in fp32 at a time (64 MiB, a few times over for temporaries)."""
+"""Elements that are worked on at a time: 64 MiB in fp32, and a few times that for temporaries."""
 
 
 def quantize(
     w: torch.Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize a weight by the largest magnitude (or the range) of each group of rows.
+    """Quantize a weight by the largest magnitude, or the range, of each group of rows in each column.
 
-    w: [K, N] float16, bfloat16 or float32, any device and strides.
+    w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
     bits: 4 or 8.
-    group_size: rows of K that share a scale, a divisor of K; -1 is all of them (per channel).
-    symmetric: True: scale = absmax / (2^(bits-1) - 1) and no zero point. False: the scale spans the range of
-        the group, extended to contain 0, so that 0.0 is represented exactly.
+    group_size: rows that share a scale, a divisor of K; -1: all of them (per channel).
+    symmetric: True: scale = absmax / (2^(bits-1) - 1), without zero points. False: the 2^bits levels span the range of
+        the group and 0, which is represented exactly.
 
-    Returns (q, scales, zeros): q int8 [K, N]; scales [K / g, N] in the dtype of w; zeros None if symmetric,
-    else [K / g, N] in the dtype of w, integers in the range of q. q is rounded against the scale as it is
-    stored, so every element is within half a scale of its original. A group of zeros has scale 1 and gives
-    exact zeros; scales below the dtype's smallest number are rounded up to it.
+    Returns (q, scales, zeros):
+        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1
+        scales  [K / g, N] in the dtype of w
+        zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q
+    q is rounded with the scale as it is stored, so each element is within half a scale of its original (0.7, with
+    zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
+    zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
 
-    Raises TypeError for a `w` of another kind, ValueError for a wrong rank, an empty `w`, NaN or Inf in it,
-    other `bits`, or a group size that does not divide K.
+    Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
+    it, other `bits`, and a group size that does not divide K.
     """
     return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, bits, group_size, symmetric)
 
@@ -44,10 +47,10 @@ def quantize(
 def quantize_for(
     w: torch.Tensor, dtype: torch.dtype | None, bits: int, group_size: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`quantize` with scales and zeros in `dtype`, that of the activations, whatever the dtype of `w` is.
+    """`quantize`, with scales and zeros in `dtype`, which need not be that of `w`.
 
-    Raises, beyond what `quantize` does, TypeError for a dtype that cannot hold scales, and ValueError for
-    weights beyond the largest number of `dtype`.
+    Raises what `quantize` does, TypeError for a `dtype` that is not a 16- or 32-bit float, and ValueError for weights
+    beyond the largest number of `dtype`.
     """
     _check_weight(w)
     if dtype not in WEIGHT_DTYPES:
@@ -71,7 +74,7 @@ def quantize_for(
         else:
             low, high = low.clamp(max=0.0), high.clamp(min=0.0)
             scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
-            zero = torch.round(_smallest(bits) - low / scale.double()).clamp_(_smallest(bits), _largest(bits))
+            scale, zero = _within_half(low, high, scale, bits, dtype)
             zeros[groups, columns] = zero.to(dtype)
         scales[groups, columns] = scale
         q[rows, columns] = _round_to_levels(block, scale.float(), zero.float(), bits, dtype).flatten(0, 1)
@@ -108,8 +111,8 @@ def _check_weight(w: torch.Tensor) -> None:
 
 def finite_range(w: torch.Tensor) -> tuple[float, float]:
     """The smallest and the largest value. Raises ValueError for NaN or Inf."""
-    # aminmax lets NaN through to its results: one reduction, one sync and no temporary of the size of w
-    low, high = torch.stack(torch.aminmax(w)).tolist()
+    # A NaN in w is a NaN in both results of aminmax: one reduction and one host sync find it.
+    low, high = torch.stack([value.float() for value in torch.aminmax(w)]).tolist()  # autocast stacks no fp16 on a CPU
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"w: expected finite values, got NaN or Inf (min {low}, max {high})")
     return low, high
@@ -123,7 +126,7 @@ def _check_values(w: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _blocks(groups: int, group: int, n: int) -> Iterator[tuple[slice, slice]]:
-    """Cover [groups, n] with rectangles of about _BLOCK_ELEMS weights: whole rows as long as they fit."""
+    """Cover [groups, n] with rectangles of about _BLOCK_ELEMS weights, of whole rows where they fit."""
     column_step = min(n, max(1, _BLOCK_ELEMS // group))
     group_step = max(1, _BLOCK_ELEMS // (group * column_step))
     for start in range(0, groups, group_step):
@@ -136,28 +139,65 @@ def _storable_scale(
 ) -> torch.Tensor:
     """span / levels, rounded to `dtype` such that `span` is at most `levels + slack` of the rounded scale.
 
-    span: what the levels have to cover; peak: the largest magnitude; both fp64, in which neither the range of
-    the largest numbers overflows nor subnormals are rounded. A span of 0 gets scale 1.
+    span: what the levels have to cover. peak: the largest magnitude. Both are fp64: there the range of the largest
+    numbers does not overflow and subnormal ones are not rounded. A span of 0 gets scale 1.
     """
     scale = (span / levels).to(dtype)
-    # Subnormal scales, zero included, are so coarse that the nearest one can be too small by many levels.
+    # Subnormal scales and 0 are coarse: the nearest one can be too small by many levels.
     scale = torch.where(span > (levels + slack) * scale.double(), _step(scale, 1), scale)
-    # Near the largest number the level next to the peak may be Inf (7 * 9360 in fp16), and the one below it
-    # nearly a whole step away: a slightly smaller scale comes closer.
+    # Near the largest number the level next to the peak may be Inf (7 * 9360 in fp16), and the level below it may be
+    # almost one scale away. The next smaller scale comes closer.
     reach = torch.floor(torch.finfo(dtype).max / scale.double())
     scale = torch.where(peak / scale.double() - reach > 0.5, _step(scale, -1), scale)
     return torch.where(span == 0, torch.ones_like(scale), scale)
 
 
+def _within_half(
+    low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, bits: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) such that low and high are within half a scale of a level that is finite.
+
+    Near the largest number of the dtype, the level that is next to an end of the range may be Inf. There the next
+    scales up and down are tried, and one for which the last finite level is near enough; the first that fits counts.
+    """
+
+    def zero_of(scale: torch.Tensor) -> torch.Tensor:
+        return torch.round(_smallest(bits) - low / scale.double()).clamp_(_smallest(bits), _largest(bits))
+
+    def error_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """How far an end is from its level, in scales."""
+        reach = torch.floor(torch.finfo(dtype).max / scale.double())
+        above = high / scale.double() - torch.minimum(_largest(bits) - zero, reach)
+        below = -low / scale.double() - torch.minimum(zero - _smallest(bits), reach)
+        return torch.maximum(above, below)
+
+    zero = zero_of(scale)
+    error = error_of(scale, zero)
+    peak = torch.maximum(high, -low)
+    if float(peak.max()) < torch.finfo(dtype).max / 2 or not bool((error > 0.5).any()):  # nearly always
+        return scale, zero
+    reach = torch.floor(torch.finfo(dtype).max / scale.double())
+    wide = (peak / (reach + 0.5)).to(dtype)
+    first = scale
+    for candidate in (wide, *(_step(base, by) for by in (1, -1, 2, -2, 3, 4, 5, 6) for base in (wide, first))):
+        zero_here = zero_of(candidate)
+        error_here = error_of(candidate, zero_here)
+        better = (error > 0.5) & (error_here < error)
+        scale = torch.where(better, candidate, scale)
+        zero = torch.where(better, zero_here, zero)
+        error = torch.where(better, error_here, error)
+    return scale, zero
+
+
 def _step(scale: torch.Tensor, by: int) -> torch.Tensor:
-    """The neighbour of a non-negative float: the order of the floats is that of their bits."""
+    """The next float above (by = 1) or below (by = -1) a non-negative one: floats are ordered as their bits are."""
     return (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.int16) + by).view(scale.dtype)
 
 
 def _round_to_levels(
     block: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """round(block / scale) + zero in fp32 (G, g, n), kept to the range of q and finite scale * (q - zero)."""
+    """round(block / scale) + zero, fp32 (G, g, n), clamped to the range of q and to finite scale * (q - zero)."""
     reach = torch.floor(torch.finfo(dtype).max / scale)  # (G, n)
     low = torch.clamp(zero - reach, min=_smallest(bits))
     high = torch.clamp(zero + reach, max=_largest(bits))

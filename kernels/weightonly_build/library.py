@@ -29,12 +29,23 @@ BUILD = ROOT / "build"
 CMAKE_BUILD = BUILD / "cmake"
 
 
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+
 def build_requirements(decision: Decision) -> list[str]:
     """Packages that the build needs beside setuptools: none without CUDA, else what this machine lacks."""
     if not decision.cuda:
         return []
-    tools = {"cmake": "cmake>=3.24", "ninja": "ninja"}
-    return ["pybind11>=2.12", *(package for tool, package in tools.items() if find_tool(tool) is None)]
+    pins = re.findall(r"^(\w+)==\S+", REQUIREMENTS.read_text(), re.MULTILINE)
+    lacking = {"pybind11", *(tool for tool in ("cmake", "ninja") if find_tool(tool) is None)}
+    return [pin(name) for name in pins if name in lacking]
+
+
+def pin(name: str) -> str:
+    """ "cmake==4.4.4": the version of a package in requirements.txt."""
+    found = re.search(rf"^{name}==\S+", REQUIREMENTS.read_text(), re.MULTILINE)
+    assert found, name
+    return found[0]
 
 
 def find_tool(name: str) -> str | None:
@@ -104,10 +115,10 @@ def build_binding() -> Path:
     if not LIBRARY.is_file():
         raise RuntimeError(f"{LIBRARY.relative_to(ROOT)} is missing: build it with `make kernels`")
     if importlib.util.find_spec("pybind11") is None:
-        raise RuntimeError(f"pybind11 is missing: {sys.executable} -m pip install 'pybind11>=2.12'")
+        raise RuntimeError(f"pybind11 is missing: {sys.executable} -m pip install {pin('pybind11')}")
     include = importlib.import_module("pybind11").get_include()
-    source = ROOT / "kernels" / "bindings.cpp"
-    inputs = [source, Path(__file__), *source.parent.glob("*.h")]
+    source = ROOT / "kernels" / "api" / "bindings.cpp"
+    inputs = [source, Path(__file__), *ROOT.glob("kernels/**/*.h"), *ROOT.glob("cutlass_ext/**/*.h")]
     if MODULE.is_file() and MODULE.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
         return MODULE
     compiler = [

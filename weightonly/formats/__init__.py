@@ -1,7 +1,8 @@
 """Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors and bitsandbytes, read bit-exactly.
 
-`load_checkpoint` streams a folder, `convert` packs one for good, `open_checkpoint` looks at one. A `read_*` function
-takes the tensors of one linear layer and returns its weight in the conventions of this library, unpacked.
+`load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
+is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
+conventions of this library (see plain.py).
 """
 
 from .awq import read_awq

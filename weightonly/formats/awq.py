@@ -1,10 +1,10 @@
 """AutoAWQ's "gemm" checkpoints, 4 bit (AWQ: Lin et al., https://arxiv.org/abs/2306.00978).
 
-qweight  int32 [K, N / 8]; nibble i (bits 4i) of word c is column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i], value u
-qzeros   int32 [groups, N / 8], in the same order, value z
-scales   float [groups, N]; group = k // (K / groups)
+qweight  int32 [K, N / 8]: u; bits 4i .. 4i + 3 of word c are column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+qzeros   int32 [groups, N / 8]: z, in the same order
+scales   float [groups, N]; row k belongs to group k // (K / groups)
 
-w = scales * (u - z). The order is that of AutoAWQ's packing (awq/modules/linear/gemm.py).
+w = scales * (u - z). AutoAWQ packs in this order (awq/modules/linear/gemm.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _COLUMNS_PER_WORD = 8
 def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> IntWeight:
     """One AWQ layer in the library's conventions: q = u - 8, zeros = z - 8.
 
-    qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N], groups a divisor of K; qzeros:
-    int32 [groups, N / 8]. On one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
+    qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N]; qzeros: int32 [groups, N / 8]. The
+    number of groups divides K. All on one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
     """
     awq_shape(qweight, scales, qzeros)
     zeros = signed_zeros(unpack_awq(qzeros), 4, scales.dtype)
@@ -34,7 +34,7 @@ def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, N / 8] in AutoAWQ's order -> uint8 [rows, N], values 0..15."""
+    """int32 [rows, N / 8] in AutoAWQ's order -> uint8 [rows, N], values 0..15, columns in order."""
     rows, columns = words.shape
     data = words_as_bytes(words)  # byte j of a word has its nibbles 2j and 2j + 1
     nibbles = torch.stack((data & 15, data >> 4), dim=-1)  # (rows, word, byte, 2)
@@ -43,14 +43,14 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
 
 
 def awq_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format as `options`, a quantization config, has it: AutoAWQ's own file or Hugging Face's.
+    """The format that a quantization config describes. options: AutoAWQ's own file or Hugging Face's config.
 
-    Raises ValueError for a config of other bits or of a version other than "gemm".
+    Raises ValueError for other bits than 4, and for a version other than "gemm".
     """
     bits = option(options, "bits", int, option(options, "w_bit", int, 4))
     if bits != 4:
         raise ValueError(f"bits: expected 4 for AWQ, got {bits}")
-    # Hugging Face's newer configs call it "format".
+    # Hugging Face's newer configs name it "format".
     version = option(options, "version", str, option(options, "format", str, "gemm"))
     if version.lower() != "gemm":
         raise ValueError(f"version: expected 'gemm', got {version!r}; other orders of AutoAWQ are not read")
@@ -72,10 +72,12 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
         anchors=("qweight",),
         required=("scales", "qzeros"),
         optional=("bias",),
-        owned=("qzeros",),  # not scales: AutoAWQ has those of an activation too
+        owned=("qzeros",),  # not scales: AutoAWQ stores scales of activations, too
         small=(),
         describe=describe,
         read=read,
+        zeros="qzeros",
+        has_zeros=lambda layer, qzeros, n: bool(to_signed(unpack_awq(qzeros), 4).any()),
     )
 
 

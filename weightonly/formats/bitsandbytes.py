@@ -1,25 +1,27 @@
 """bitsandbytes' 4-bit weights, NF4 and FP4, with plain or nested (double-quantized) statistics.
 
-weight                 uint8, (N * K + 1) // 2 bytes: codes of the flattened [N, K] weight, even element in the high
-                       nibble; stored in any shape, and also under 16- or 32-bit dtypes (`quant_storage`)
-weight.absmax          fp32 [blocks], a block is `blocksize` flattened elements; uint8 if nested
-weight.quant_map       fp32 [16], the number of each code
+weight                   uint8, (N * K + 1) // 2 bytes: codes of the flattened [N, K] weight, the even element in the
+                         high nibble; in any shape, also stored as a 16- or 32-bit dtype (`quant_storage`)
+weight.absmax            fp32 [blocks], one per `blocksize` flattened elements; uint8 if nested
+weight.quant_map         fp32 [16], the codebook
 weight.quant_state.bitsandbytes__nf4 or __fp4
-                       uint8: JSON of quant_type, blocksize, dtype, shape [N, K] and, if nested,
-                       nested_blocksize, nested_dtype, nested_offset
-weight.nested_absmax   fp32 [ceil(blocks / nested_blocksize)]; weight.nested_quant_map  fp32 [256]
+                         uint8, JSON: quant_type, blocksize, dtype, shape [N, K] and, if nested, nested_blocksize,
+                         nested_dtype, nested_offset
+weight.nested_absmax     fp32 [ceil(blocks / nested_blocksize)]; nested only
+weight.nested_quant_map  fp32 [256]; nested only
 
 w = quant_map[code] * absmax;  nested: absmax = nested_quant_map[absmax] * nested_absmax + nested_offset.
-A block runs along K, as the flattened weight does, so where blocksize divides K it is a group of the library and absmax
-its scales. Elsewhere blocks begin in one row of [N, K] and end in another; then the groups are the greatest common
-divisor of both, which cuts every block at the ends of rows, repeats some of absmax, and changes no weight.
-https://github.com/bitsandbytes-foundation/bitsandbytes has the definitions (functional.py, QuantState); QLoRA
-(https://arxiv.org/abs/2305.14314) the idea.
+
+A block runs along K. Where blocksize divides K, a block is a group of this library and absmax are the scales. Elsewhere
+a block begins in one row of [N, K] and ends in another. The group size is then the greatest common divisor of blocksize
+and K: each block is cut at the ends of rows and its absmax repeated, and no weight changes.
+
+Definitions: https://github.com/bitsandbytes-foundation/bitsandbytes (functional.py, QuantState). The idea: QLoRA,
+https://arxiv.org/abs/2305.14314.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,19 +29,21 @@ from typing import Any
 
 import torch
 
-from ..code_tables import CODE_TABLES, code_table, table_values
+from ..codebooks import CODEBOOKS, codebook, codebook_values
+from ..storage import parse_json
 from .expect import FLOATS, TensorError, dtype_name, expect, option
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
 from .plain import CodeWeight
 from .words import unpack_nibbles
 
 _STATE = "weight.quant_state.bitsandbytes__"
-ANCHORS = tuple(f"{_STATE}{kind}" for kind in CODE_TABLES)
+ANCHORS = tuple(f"{_STATE}{kind}" for kind in CODEBOOKS)
+_MAX_STATE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class QuantState:
-    """The JSON beside a weight. nested_blocksize: None for plain statistics, and then the offset means nothing."""
+    """The JSON beside a weight. nested_blocksize: None without nested statistics; nested_offset has no use then."""
 
     quant_type: str
     blocksize: int
@@ -55,7 +59,7 @@ class QuantState:
 
     @property
     def group_size(self) -> int:
-        """Rows of K that share a scale in every column."""
+        """Rows of K that share a scale, in every column."""
         return math.gcd(self.k, self.blocksize)
 
 
@@ -67,47 +71,48 @@ def read_bitsandbytes(
     nested_absmax: torch.Tensor | None = None,
     nested_quant_map: torch.Tensor | None = None,
 ) -> CodeWeight:
-    """One 4-bit layer: codes [K, N], the table, and absmax as scales in fp32, nested statistics resolved.
+    """One 4-bit layer: codes [K, N], the codebook, and absmax as scales in fp32, nested statistics resolved.
 
-    The tensors as above, the names without "weight."; on one device, CPU or CUDA. The table is the file's
-    `quant_map`. absmax is bit-equal to what bitsandbytes computes: a product and a sum, each rounded to fp32.
-    bitsandbytes rounds table * absmax to its compute dtype; whoever rounds the scales to that of x before the product,
-    as `gemm` asks for, adds a rounding of the same size.
+    Tensors: see the top of this module, which names them with "weight."; on one device, CPU or CUDA.
 
-    Raises TensorError (a ValueError) for tensors that do not fit together or a state that is damaged.
+    The codebook is the file's `quant_map`. absmax has the bits that bitsandbytes computes: a product and a sum, each
+    rounded to fp32. bitsandbytes rounds codebook * absmax to its compute dtype. `gemm` takes scales in the dtype of x:
+    rounding absmax to it is one more rounding of the same size.
+
+    Raises TensorError (a ValueError) for tensors that do not fit together and for a damaged state.
     """
     state = parse_state(quant_state)
     _check(state, weight, absmax, quant_map, nested_absmax, nested_quant_map)
     codes = unpack_nibbles(weight.contiguous().view(-1).view(torch.uint8), state.n * state.k)
     if state.nested_blocksize is not None:
         assert nested_absmax is not None and nested_quant_map is not None
-        scale = nested_absmax.repeat_interleave(state.nested_blocksize)[: state.blocks]
+        scale = nested_absmax[torch.arange(state.blocks, device=absmax.device) // state.nested_blocksize]
         absmax = nested_quant_map[absmax.int()] * scale
-        absmax += torch.tensor(state.nested_offset, dtype=torch.float32)
+        absmax += torch.tensor(state.nested_offset, dtype=torch.float32, device=absmax.device)
     groups = state.k // state.group_size
     begins = torch.arange(state.n * groups, device=absmax.device) * state.group_size  # of the flattened [N, K]
     return CodeWeight(
         codes.view(state.n, state.k).t().contiguous(),
         quant_map,
         absmax[begins // state.blocksize].view(state.n, groups).t().contiguous(),
-        _table_format(state.quant_type, quant_map),
+        _codebook_format(state.quant_type, quant_map),
         state.dtype,
     )
 
 
-def _table_format(quant_type: str, quant_map: torch.Tensor) -> str:
-    """The format of a weight with this table. Raises TensorError for a table that is none."""
-    if torch.equal(quant_map, code_table(quant_type, quant_map.device)):
+def _codebook_format(quant_type: str, quant_map: torch.Tensor) -> str:
+    """The format of a weight with this codebook. Raises TensorError for numbers that cannot be a codebook."""
+    if torch.equal(quant_map, codebook(quant_type, quant_map.device)):
         return quant_type
     try:
-        table_values(quant_map)
+        codebook_values(quant_map)
     except ValueError as error:
         raise TensorError("weight.quant_map", str(error)) from error
     return "code4"
 
 
 def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format; all that matters is beside each weight. Raises ValueError for a config of 8-bit weights."""
+    """The format: what describes a weight lies beside it, not in the config. Raises ValueError for 8-bit weights."""
     if option(options, "load_in_8bit", bool, option(options, "_load_in_8bit", bool, False)):
         raise ValueError("load_in_8bit: expected 4-bit weights, got true; LLM.int8() is not read")
 
@@ -122,7 +127,7 @@ def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
             tensors.get("weight.nested_quant_map"),
         )
         check_bias(tensors, state.n)
-        form = _table_format(state.quant_type, tensors["weight.quant_map"])
+        form = _codebook_format(state.quant_type, tensors["weight.quant_map"])
         return LayerShape(form, state.k, state.n, state.group_size, symmetric=True, act_order=False)
 
     def read(layer: str, tensors: Tensors) -> CodeWeight:
@@ -149,23 +154,27 @@ def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
 
 
 def parse_state(quant_state: torch.Tensor, name: str = "weight.quant_state") -> QuantState:
-    """The JSON in a uint8 tensor. Raises TensorError naming `name` if it is damaged or lacks a field."""
+    """The state in a uint8 tensor of JSON. Raises TensorError, naming `name`, if it is damaged or lacks a field."""
     expect(name, quant_state, torch.uint8, ["bytes"])
+    if len(quant_state) > _MAX_STATE_BYTES:
+        raise TensorError(name, f"expected at most {_MAX_STATE_BYTES} bytes of JSON, got {len(quant_state)}")
     try:
-        fields = json.loads(bytes(quant_state.tolist()))
+        fields = parse_json(bytes(quant_state.tolist()))
         if not isinstance(fields, dict):
             raise ValueError(f"expected a JSON object, got {fields!r}")
         shape = _required(fields, "shape", list)
-        if len(shape) != 2 or not all(isinstance(size, int) and size >= 1 for size in shape):
-            raise ValueError(f"shape: expected [N, K], got {shape}")
+        if len(shape) != 2 or not all(type(size) is int and 1 <= size < 1 << 31 for size in shape):
+            raise ValueError(f"shape: expected [N, K], got {shape!s:.80}")
         quant_type = _required(fields, "quant_type", str)
-        if quant_type not in CODE_TABLES:
+        if quant_type not in CODEBOOKS:
             raise ValueError(f"quant_type: expected nf4 or fp4, got {quant_type!r}")
         blocksize, dtype = _size(fields, "blocksize"), _float_dtype(fields, "dtype")
         nested_blocksize, nested_offset = _nested(fields)
-        return QuantState(quant_type, blocksize, dtype, shape[0], shape[1], nested_blocksize, nested_offset)
-    except (ValueError, RecursionError) as error:
+        if name in ANCHORS and name != f"{_STATE}{quant_type}":
+            raise ValueError(f"quant_type: expected that of the tensor's name, got {quant_type!r}")
+    except ValueError as error:
         raise TensorError(name, str(error)) from error
+    return QuantState(quant_type, blocksize, dtype, shape[0], shape[1], nested_blocksize, nested_offset)
 
 
 def _nested(fields: Mapping[str, Any]) -> tuple[int | None, float]:
@@ -173,10 +182,10 @@ def _nested(fields: Mapping[str, Any]) -> tuple[int | None, float]:
         return None, 0.0
     if _float_dtype(fields, "nested_dtype") != torch.float32:
         raise ValueError(f"nested_dtype: expected float32, got {fields['nested_dtype']}")
-    offset = float(_required(fields, "nested_offset", (int, float)))
-    if not math.isfinite(offset):
-        raise ValueError(f"nested_offset: expected a finite number, got {offset}")
-    return _size(fields, "nested_blocksize"), offset
+    offset: float = _required(fields, "nested_offset", (int, float))
+    if not abs(offset) <= torch.finfo(torch.float32).max:  # NaN is not, either
+        raise ValueError(f"nested_offset: expected a finite number of fp32, got {offset!s:.40}")
+    return _size(fields, "nested_blocksize"), float(offset)
 
 
 def _required(fields: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
@@ -190,6 +199,8 @@ def _size(fields: Mapping[str, Any], key: str) -> int:
     value: int = _required(fields, key, int)
     if value < 1:
         raise ValueError(f"{key}: expected at least 1, got {value}")
+    if value >= 1 << 31:
+        raise ValueError(f"{key}: expected less than 2^31, got {value!s:.40}")
     return value
 
 

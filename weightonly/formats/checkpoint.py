@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..device import check_visible
+from ..heuristics.arch import Arch, parse_arch
+from .converted import digests_of
 from .expect import TensorError
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
+from .plain import CodeWeight, IntWeight
 from .recognize import recognize
-from .records import PlainTensor, QuantizedLayer, Record, pack, repack, target_layout
+from .records import PlainTensor, QuantizedLayer, Record, pack, repack
 from .shards import Shards
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose format is known and whose headers fit together; no weight has been read yet.
+    """A folder whose format is known and whose headers fit together. No weight has been read yet.
 
-    source: where the format was recognized, a config file's name or "tensor names".
-    layers: name -> layer, and shapes: name -> its shape, in the order in which `records` yields them.
-    plain: the names of the tensors that belong to no layer.
+    source: what told the format: the name of a config file, or "tensor names".
+    layers, shapes: name -> layer, name -> its shape, in the order in which `records` yields them.
+    plain: names of the tensors that belong to no quantized layer.
     """
 
     folder: Path
@@ -35,86 +39,123 @@ class Checkpoint:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The formats that its layers have, as a config names them."""
+        """Formats of its layers, as quantization configs name them ("awq")."""
         return tuple(dict.fromkeys(layer.format.name for layer in self.layers.values()))
 
     @property
     def total_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         names = [*self.plain, *(name for layer in self.layers.values() for name in layer.tensors.values())]
         return sum(self.shards.tensors[name].bytes for name in names)
 
     def layer_bytes(self, layer: str) -> int:
-        """Of the tensors of `layer`."""
+        """Bytes of the tensors of `layer`."""
         return sum(self.shards.tensors[name].bytes for name in self.layers[layer].tensors.values())
 
+    def exact_shape(self, layer: str) -> LayerShape:
+        """The shape of `layer`, with its zero points read where nothing else tells whether there are any."""
+        form, shape, tensors = self.layers[layer].format, self.shapes[layer], self.layers[layer].tensors
+        if form.has_zeros is None or form.zeros is None or form.zeros not in tensors:
+            return shape
+        has_zeros = form.has_zeros(layer, self.shards.read(tensors[form.zeros]), shape.n)
+        return dataclasses.replace(shape, symmetric=not has_zeros)
+
     def records(
-        self, arch: str | int | None = None, device: torch.device | str = "cpu", progress: bool = True
+        self,
+        arch: Arch | None = None,
+        device: torch.device | str = "cpu",
+        progress: bool = True,
+        digests: Mapping[str, str] | None = None,
     ) -> Iterator[Record]:
-        """See `load_checkpoint`."""
+        """See `load_checkpoint`. digests: tensor -> SHA-256 of its bytes, which is compared."""
         from tqdm import tqdm
+
+        def read(name: str) -> torch.Tensor:
+            return self.shards.read(name, device, None if digests is None else digests[name])
 
         plain = set(self.plain)
         owners = {name: layer for layer in self.layers.values() for name in layer.tensors.values()}
-        read: set[str] = set()
-        # None: a bar on a terminal only
+        done: set[str] = set()
+        # disable=None: tqdm shows the bar on a terminal only.
         bar = tqdm(total=self.total_bytes, unit="B", unit_scale=True, disable=None if progress else True)
         try:
             for name in self.shards.tensors:
                 if name in plain:
                     bar.set_postfix_str(name, refresh=False)
-                    yield PlainTensor(name, self.shards.read(name, device))
+                    yield PlainTensor(name, read(name))
                     bar.update(self.shards.tensors[name].bytes)
-                elif owners[name].name not in read:
+                elif owners[name].name not in done:
                     layer = owners[name]
-                    read.add(layer.name)
+                    done.add(layer.name)
                     bar.set_postfix_str(layer.name, refresh=False)
-                    yield self._read_layer(layer, arch, device)
+                    yield self._read(layer, arch, read)
                     bar.update(self.layer_bytes(layer.name))
         finally:
             bar.close()
 
-    def _read_layer(self, layer: Layer, arch: str | int | None, device: torch.device | str) -> QuantizedLayer:
-        tensors = {inside: self.shards.read(name, device) for inside, name in layer.tensors.items()}
+    def read_layer(self, name: str, arch: Arch | None, device: torch.device | str = "cpu") -> QuantizedLayer:
+        """The record of one layer; arguments and errors are those of `load_checkpoint`."""
+        return self._read(self.layers[name], arch, lambda tensor: self.shards.read(tensor, device))
+
+    def read(
+        self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None
+    ) -> tuple[IntWeight | CodeWeight | QuantizedLayer, torch.Tensor | None]:
+        """The weight of one layer as its file has it, packed if that is a converted one, and its bias.
+
+        read: (name of a tensor) -> the tensor; None: on the CPU, as the file has it.
+        """
+        read = self.shards.read if read is None else read
+        tensors = {inside: read(name) for inside, name in layer.tensors.items()}
         try:
-            weight = layer.format.read(layer.name, tensors)
+            return layer.format.read(layer.name, tensors), tensors.get("bias")
         except TensorError as error:
             raise _located(error, layer, self.shards) from error
+
+    def _read(self, layer: Layer, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
+        weight, bias = self.read(layer, read)
         if isinstance(weight, QuantizedLayer):
             return dataclasses.replace(weight, weight=repack(weight.weight, arch))
-        return pack(layer.name, weight, tensors.get("bias"), arch)
+        return pack(layer.name, weight, bias, arch)
 
 
 def load_checkpoint(
     folder: str | os.PathLike[str],
-    arch: str | int | None = None,
+    arch: Arch | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
+    verify: bool = False,
 ) -> Iterator[Record]:
     """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, converted), layer by layer.
 
-    folder: with safetensors files, sharded or not, and config.json, or the quantizer's quantize_config.json or
-        quant_config.json. Without a config the names of the tensors decide where they can.
-    arch: the GPU to pack for (see `weightonly.preprocess`). None: the visible one; a converted checkpoint keeps
-        the layout that it has. Code formats (bitsandbytes) have one layout, whatever the GPU.
-    device: where the tensors go, and where they are unpacked and packed.
-    progress: show a bar, on a terminal.
+    folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
+        quant_config.json. Without a config the names of the tensors tell the format, where they can.
+    arch: the GPU to pack for (see `weightonly.preprocess`). None: the visible one; a converted checkpoint keeps its
+        layout. Code formats (bitsandbytes) have one layout on every GPU.
+    device: where tensors are unpacked, packed and returned.
+    progress: whether to show a bar, on a terminal.
+    verify: compare the bytes of each tensor with the digest that `convert` wrote; a tensor that differs is a ValueError
+        when its record comes. The digests are in the same files: this finds damage, not a forger.
 
     Yields a QuantizedLayer for every quantized layer and a PlainTensor for every other tensor, in the order of the
     files. One layer is in memory at a time, beside what the caller keeps. Weights are bit-exact: `dequantize` of a
-    record, in fp32, is what the format defines.
+    record in fp32 is what the format defines.
 
-    Raises before anything is yielded: FileNotFoundError for a folder or shard that does not exist, ValueError
-    naming the file and the tensor for an unknown format, pickles, truncated files, missing tensors, wrong shapes
-    and dtypes, and groups out of range.
+    Raises before the first record: FileNotFoundError for a missing folder or shard; ValueError for an unknown arch or
+    format, a GPU that is not there, and, naming file and tensor, for pickles, truncated files, missing tensors, wrong
+    shapes and dtypes, groups out of range, tensors that contradict the config, and, with `verify`, missing digests.
     """
     if arch is not None:
-        target_layout(4, arch)  # an unknown one is an error now, not at the first layer
-    return open_checkpoint(folder).records(arch, device, progress)
+        parse_arch(arch)  # an unknown one is an error now, not at the first layer
+    check_visible(device)
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.records(arch, device, progress, digests_of(checkpoint.shards) if verify else None)
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Recognize a folder's format and check every header. Raises what `load_checkpoint` raises."""
+    """Recognize the format of a folder and check every header, without reading a weight.
+
+    Raises what `load_checkpoint` raises.
+    """
     shards = Shards(Path(folder))
     source, formats = recognize(shards)
     try:
@@ -142,6 +183,6 @@ def _describe(layer: Layer, shards: Shards) -> LayerShape:
 
 
 def _located(error: TensorError, layer: Layer, shards: Shards) -> ValueError:
-    """The error with the file and the whole name of its tensor."""
+    """The error, naming the file and the full name of the tensor."""
     name = layer.tensors.get(error.tensor) or next(iter(layer.tensors.values()))
     return ValueError(f"{shards.tensors[name].file}: {layer.name}.{error}")

@@ -1,29 +1,28 @@
 """compressed-tensors' "pack-quantized" checkpoints (llm-compressor), 4 and 8 bit.
 
-weight_packed      int32 [N, ceil(K * bits / 32)], lowest bits first along K, value q + 2^(bits-1)
-weight_scale       float [N, groups], [N, 1] per channel, [1] for one of all
+weight_packed      int32 [N, ceil(K * bits / 32)]: q + 2^(bits-1), packed along K, lowest bits first
+weight_scale       float [N, groups]; [N, 1]: per channel; [1]: one for all
 weight_shape       int [2]: N, K
-weight_zero_point  int32 [ceil(N * bits / 32), groups], packed along N, with the same offset; asymmetric only
-weight_g_idx       int32 [K], the group of each row of K, in the order of x; all -1: never set
+weight_zero_point  int32 [ceil(N * bits / 32), groups]: zero point + 2^(bits-1), packed along N; asymmetric only
+weight_g_idx       int32 [K]: the group of each row, in the order of x; all -1: never set
 
 w = scale * (q - zero_point). https://github.com/vllm-project/compressed-tensors has the packing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .expect import FLOATS, INTEGERS, TensorError, expect, option
+from .ct_schemes import BITS, schemes_of, targeting
+from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .patterns import Steps
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
-
-PACK_QUANTIZED = "pack-quantized"
-BITS = (4, 8)
 
 
 def read_compressed_tensors(
@@ -37,8 +36,8 @@ def read_compressed_tensors(
 ) -> IntWeight:
     """One pack-quantized layer in the library's conventions: scales and zeros transposed, rows sorted by group.
 
-    The tensors as above, on one device, CPU or CUDA; weight_scale float16, bfloat16 or float32; bits: 4 or 8.
-    Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits.
+    Tensors: see the top of this module; on one device, CPU or CUDA. weight_scale: float16, bfloat16 or float32.
+    bits: 4 or 8. Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits.
     """
     if bits not in BITS:
         raise ValueError(f"bits: expected 4 or 8, got {bits}")
@@ -60,40 +59,58 @@ def read_compressed_tensors(
 
 
 def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format as `options`, a quantization config, has it; an empty one leaves the bits to the tensors.
+    """The format that a quantization config describes. Where it is empty, the shapes of the tensors tell the bits.
 
-    Raises ValueError for another format than pack-quantized, or for groups of other bits.
+    A layer has to be as some group of the config says that can mean it (see ct_schemes.py). Raises ValueError for a
+    format other than pack-quantized, and for groups of other bits than 4 and 8.
     """
-    bits_of_groups = sorted(set(_bits(options)))
+    schemes = list(schemes_of(options))
+    steps = Steps()
 
-    def bits_of(tensors: Tensors) -> int:
-        """From the shapes: which layer belongs to which of the config's groups takes its targets to say."""
+    def bits_of(layer: str, tensors: Tensors) -> int:
+        """Bits of one layer, from its shapes."""
+        bits_of_groups = sorted({scheme.bits for scheme in targeting(layer, schemes, steps)}) or BITS
         k = _sizes(tensors["weight_shape"])[1]
         packed = tensors["weight_packed"]
-        fitting = [b for b in bits_of_groups or BITS if packed.dim() == 2 and packed.shape[1] == words_for(k, b)]
+        fitting = [b for b in bits_of_groups if packed.dim() == 2 and packed.shape[1] == words_for(k, b)]
         if len(fitting) != 1:
-            wanted = " or ".join(f"{words_for(k, b)} ({b} bit)" for b in bits_of_groups or BITS)
+            wanted = " or ".join(f"{words_for(k, b)} ({b} bit)" for b in bits_of_groups)
             raise TensorError("weight_packed", f"expected int32 [N, {wanted}] for K = {k}, got {list(packed.shape)}")
         return fitting[0]
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        bits, g_idx, zero_point = bits_of(tensors), tensors.get("weight_g_idx"), tensors.get("weight_zero_point")
+        bits = bits_of(layer, tensors)
+        g_idx, zero_point = tensors.get("weight_g_idx"), tensors.get("weight_zero_point")
         k, n, groups = _shape(
             tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"], zero_point, g_idx, bits
         )
         check_bias(tensors, n)
+        possible = [scheme for scheme in targeting(layer, schemes, steps) if scheme.bits == bits]
+        problems = [scheme.problem(tensors, k, groups) for scheme in possible]
+        if problems and None not in problems:
+            assert problems[0] is not None
+            raise problems[0]
         grouping = _grouping(k, groups, g_idx, torch.device("cpu"))
         return LayerShape(f"int{bits}", k, n, grouping.rows, zero_point is None, grouping.perm is not None)
 
+    def has_zeros(layer: str, zero_point: torch.Tensor, n: int) -> bool:
+        bits = next(bits for bits in BITS if words_for(n, bits) == zero_point.shape[0])
+        return bool(to_signed(unpack_words(zero_point, bits, dim=0)[:n], bits).any())
+
     def read(layer: str, tensors: Tensors) -> IntWeight:
-        return read_compressed_tensors(
+        bits = bits_of(layer, tensors)
+        weight = read_compressed_tensors(
             tensors["weight_packed"],
             tensors["weight_scale"],
             tensors["weight_shape"],
             tensors.get("weight_zero_point"),
             tensors.get("weight_g_idx"),
-            bits=bits_of(tensors),
+            bits=bits,
         )
+        symmetric = {scheme.symmetric for scheme in targeting(layer, schemes, steps) if scheme.bits == bits}
+        if weight.zeros is not None and symmetric == {True}:
+            raise TensorError("weight_zero_point", "expected zeros, as the config says symmetric, got others")
+        return weight
 
     return LayerFormat(
         name="compressed-tensors",
@@ -104,27 +121,9 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         small=("weight_shape", "weight_g_idx"),
         describe=describe,
         read=read,
+        zeros="weight_zero_point",
+        has_zeros=has_zeros,
     )
-
-
-def _bits(options: Mapping[str, Any]) -> Iterable[int]:
-    """num_bits of each group of the config."""
-    if options.get("transform_config"):  # rotations, some of which are applied to x at run time
-        raise ValueError(f"transform_config: expected none, got {options['transform_config']}")
-    whole = option(options, "format", str, PACK_QUANTIZED)
-    for name, group in option(options, "config_groups", dict, {}).items():
-        if not isinstance(group, dict):
-            raise ValueError(f"config_groups.{name}: expected an object, got {group!r}")
-        form = option(group, "format", str, whole)
-        if form != PACK_QUANTIZED:
-            raise ValueError(f"config_groups.{name}.format: expected {PACK_QUANTIZED!r}, got {form!r}")
-        weights = option(group, "weights", dict, {})
-        kind, bits = option(weights, "type", str, "int"), option(weights, "num_bits", int)
-        if kind != "int" or bits not in BITS:
-            raise ValueError(f"config_groups.{name}.weights: expected int of 4 or 8 bits, got {kind} of {bits}")
-        yield bits
-    if whole not in (PACK_QUANTIZED, "mixed-precision"):  # the latter: each group has a format of its own
-        raise ValueError(f"format: expected {PACK_QUANTIZED!r}, got {whole!r}")
 
 
 def _sizes(weight_shape: torch.Tensor) -> tuple[int, int]:

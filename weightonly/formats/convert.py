@@ -1,137 +1,177 @@
-"""`python -m weightonly convert`: a checkpoint packed once, for one GPU, into a folder that loads without work."""
+"""`python -m weightonly convert`: a checkpoint packed once, for one GPU, into a folder that needs no packing later."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..packed import PackedWeight, arch_number, save
+from ..device import check_visible
+from ..files import write
+from ..heuristics.arch import Arch, parse_arch
+from ..storage import publish, read_json, staged
 from .checkpoint import Checkpoint, open_checkpoint
-from .converted import INCOMPLETE, METHOD, VERSION, entries_of
+from .converted import INCOMPLETE, shape_of, tensors_of
+from .layers import LayerShape
+from .packed_config import METHOD, VERSION, check_runs, guard_of, options_of
 from .recognize import CONFIG, quantization_config
-from .records import Record
-from .shards import INDEX, read_json
+from .records import QuantizedLayer, Record
+from .shards import INDEX
 
 SHARD_BYTES = 2 << 30
-"""A file is written when it holds this much: what `convert` needs of memory, beside one layer."""
+"""A file is written when it holds this much. `convert` needs this much memory, and one layer."""
 
 _COMPANIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Small files that a model is not run without: tokenizer, generation settings."""
+"""Suffixes of the small files that are copied: tokenizer, generation settings."""
 
 
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    arch: str | int | None = None,
+    arch: Arch | None = None,
     device: torch.device | str = "cpu",
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> None:
     """Read the checkpoint in `source`, pack its layers for `arch`, and write them to the new folder `target`.
 
-    Written are safetensors files of about `shard_bytes`, their index, config.json with a quantization config of
-    this library, and copies of the tokenizer's and other small files. `load_checkpoint(target)` then yields what
-    `load_checkpoint(source, arch)` does. Other arguments as there.
+    arch, device, progress: as for `load_checkpoint`. shard_bytes: about the size of a file.
 
-    `target` appears complete or not at all: everything is written to a hidden folder beside it, which is renamed
-    last. A run that fails removes that folder; what a killed run leaves of it is refused by `load_checkpoint`.
+    Writes safetensors files with a digest of each tensor (see `load_checkpoint(verify=True)`), their index, config.json
+    with a quantization config of this library, and copies of the tokenizer's and other small files.
+    `load_checkpoint(target)` then yields what `load_checkpoint(source, arch)` does, and with `import weightonly.hf`
+    transformers' `from_pretrained(target)` loads the model.
 
-    Raises FileExistsError for a `target` that exists, ValueError for a `shard_bytes` below 1 or an unknown arch,
-    and what `load_checkpoint` raises.
+    `target` appears complete or not at all: everything is written to a hidden folder beside it, which is synced to the
+    disk and renamed last. A run that fails removes that folder. A run that is killed leaves it; the next one for
+    `target` removes it, and `load_checkpoint` refuses it.
+
+    Raises FileExistsError for a `target` that exists, ValueError for a `shard_bytes` below 1, for layers that no kernel
+    of `arch` computes (groups of 16, codes for a GPU that does not read them) and for small files that are links to
+    elsewhere, OSError for what cannot be written, and what `load_checkpoint` raises.
     """
     target = Path(target)
-    if target.exists():
-        raise FileExistsError(f"{target}: expected a folder that does not exist yet, got an existing one")
+    if os.path.lexists(target):
+        kind = "a link" if target.is_symlink() else "an existing one"
+        raise FileExistsError(f"{target}: expected a folder that does not exist yet, got {kind}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
     if arch is not None:
-        arch_number(arch)
+        parse_arch(arch)
+    check_visible(device)
     checkpoint = open_checkpoint(source)
-    temporary = target.absolute().with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        marker = temporary / INCOMPLETE
+    check_runs(checkpoint.shapes, arch)
+    companions = _companions(checkpoint.folder)
+    shapes: dict[str, LayerShape] = {}
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with staged(target) as folder:
+        marker = folder / INCOMPLETE
         marker.touch()
-        weight_map = _write_shards(temporary, checkpoint.records(arch, device, progress), shard_bytes)
-        _write_json(temporary / INDEX, {"metadata": {"total_size": _data_bytes(temporary)}, "weight_map": weight_map})
-        _copy_companions(checkpoint.folder, temporary)
-        _write_json(temporary / CONFIG, _config(checkpoint, arch))
+        weight_map = _write_shards(folder, checkpoint.records(arch, device, progress), shard_bytes, shapes)
+        _write_json(folder / INDEX, {"metadata": {"total_size": _data_bytes(folder)}, "weight_map": weight_map})
+        for file in companions:
+            shutil.copyfile(file, folder / file.name)
+        _write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
         marker.unlink()
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        publish(folder, target)
 
 
-def _write_shards(folder: Path, records: Iterable[Record], shard_bytes: int) -> dict[str, str]:
-    """Write records to files of about `shard_bytes`. Returns tensor -> file name.
+def _write_shards(
+    folder: Path, records: Iterable[Record], shard_bytes: int, shapes: dict[str, LayerShape]
+) -> dict[str, str]:
+    """Write records to files of about `shard_bytes`, and their shapes to `shapes`. Returns tensor -> file name.
 
     Raises ValueError for a tensor whose name a converted layer takes.
     """
     weight_map: dict[str, str] = {}
-    entries: dict[str, PackedWeight | torch.Tensor] = {}
+    entries: dict[str, torch.Tensor] = {}
+
+    files = held_bytes = 0
 
     def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save(folder / name, entries)
+        nonlocal files, held_bytes
+        files += 1
+        name = f"model-{files:05}.safetensors"
+        write(folder / name, entries, digests=True)
         weight_map.update(dict.fromkeys(entries, name))
         entries.clear()
+        held_bytes = 0
 
     for record in records:
-        for name, entry in entries_of(record).items():
+        if isinstance(record, QuantizedLayer):
+            shapes[record.name] = shape_of(record)
+        for name, entry in tensors_of(record).items():
             if name in weight_map or name in entries:
                 raise ValueError(f"{name}: expected one tensor of this name after conversion, got two")
             entries[name] = entry
-        if sum(_bytes(entry) for entry in entries.values()) >= shard_bytes:
+            held_bytes += entry.nbytes
+        if held_bytes >= shard_bytes:
             flush()
     if entries:
         flush()
     return weight_map
 
 
-def _bytes(entry: PackedWeight | torch.Tensor) -> int:
-    tensor = entry.data if isinstance(entry, PackedWeight) else entry
-    return tensor.numel() * tensor.element_size()
-
-
 def _data_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _config(checkpoint: Checkpoint, arch: str | int | None) -> dict[str, Any]:
+def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerShape]) -> dict[str, Any]:
     """config.json of the source, with a quantization config that says what the folder is now."""
     path = checkpoint.folder / CONFIG
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path) if os.path.lexists(path) else {}
     config.pop("compression_config", None)
     if isinstance(config.get("text_config"), dict):
         config["text_config"].pop("quantization_config", None)
     original = quantization_config(checkpoint.shards)[1]
-    if original.get("quant_method") == METHOD:  # packed again for another GPU
+    if original.get("quant_method") == METHOD:  # a converted checkpoint, packed again for another GPU
         original = original.get("source", {})
     config["quantization_config"] = {
         "quant_method": METHOD,
         "format_version": VERSION,
-        "arch": None if arch is None else f"sm{arch_number(arch)}",
+        "arch": None if arch is None else f"sm{parse_arch(arch)}",
+        **options_of(shapes),
+        "modules_to_not_convert": _dense_layers(checkpoint),
         "source": original,
     }
-    return config
+    return config | guard_of(config)
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def _dense_layers(checkpoint: Checkpoint) -> list[str]:
+    """Modules with a matrix that is not quantized: linear layers, and embeddings, which no name tells from them."""
+    tensors = checkpoint.shards.tensors
+    names = (name for name in checkpoint.plain if name.endswith(".weight") and len(tensors[name].shape) == 2)
+    return [name.removesuffix(".weight") for name in names]
+
+
+def _companions(source: Path) -> list[Path]:
+    """The small files to copy. Raises ValueError for one that is a link to elsewhere, whatever that may be.
+
+    The cache of Hugging Face's hub has links in `snapshots/REVISION` to its own folder `blobs`.
+    """
+    homes = [source.resolve()]
+    if source.absolute().parent.name == "snapshots":
+        homes.append((source.absolute().parents[1] / "blobs").resolve())
+    companions = []
     for file in sorted(source.iterdir()):
         describes_weights = file.name.endswith(".index.json") or file.name in (
             CONFIG,
             "quantize_config.json",
             "quant_config.json",
         )
-        if file.is_file() and file.suffix in _COMPANIONS and not describes_weights:
-            shutil.copyfile(file, target / file.name)
+        if file.suffix not in _COMPANIONS or describes_weights or not file.is_file():
+            continue
+        place = file.resolve()
+        if not any(place.is_relative_to(home) for home in homes):
+            raise ValueError(f"{file}: expected a file of this folder, got a link to {place}; copy it or remove it")
+        companions.append(file)
+    return companions
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -1,57 +1,66 @@
-"""Checkpoints that `convert` wrote: packed weights in the files of `weightonly.save`, and what the config says.
+"""Checkpoints of packed layers, which `convert` and `save_pretrained` wrote. A layer "x" is what `nn.Linear` holds:
 
-x.qweight          the packed bytes, their fields in the file's metadata
+x.qweight          uint8, a packed weight as a matrix (`layout.stored_shape`); config.json says what its bytes are
 x.scales, x.zeros  [groups, N]
 x.bias             [N]
 x.perm             int32 [K]
+x.codebook         int32 [16], the bits of the fp32 numbers of a codebook; "code4" alone
+
+In version 2 of the format qweight has one dimension, and the files of `weightonly.save` say in their metadata what it
+is; there is no codebook.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..packed import PackedWeight
+from ..files import DIGEST_KEY, PACKED_KEY
+from ..layout import padded_shape, stored_shape
+from ..packed import PackedWeight, format_bits
+from ..storage import parse_json
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .packed_config import METHOD, READ_VERSIONS, fields_of
 from .records import PlainTensor, QuantizedLayer, Record
-
-METHOD = "weightonly"
-"""`quant_method` in the config of a converted checkpoint."""
-
-VERSION = 2
+from .shards import Shards
 
 INCOMPLETE = "INCOMPLETE"
-"""A file that is in the folder until everything else is: its folder is not read."""
-
-_METADATA_KEY = "weightonly.packed"
-"""Where `weightonly.save` puts the fields of a file's packed weights."""
+"""A file that `convert` removes last: a folder that has it was not finished, and is not read."""
 
 
 def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping[str, str]]) -> LayerFormat:
-    """The format; `metadata`: of every file. Raises ValueError for another version or damaged metadata."""
-    version = option(options, "format_version", int)
-    if version != VERSION:
-        raise ValueError(f"format_version: expected {VERSION}, got {version}")
-    fields_of: dict[str, Mapping[str, Any]] = {}
-    for file, texts in metadata.items():
-        fields_of |= _packed_fields(file, texts)
+    """The format of a converted folder. metadata: file -> its safetensors metadata.
 
-    def packed(layer: str, qweight: torch.Tensor) -> PackedWeight:
-        name = f"{layer}.qweight"
-        if name not in fields_of:
-            raise TensorError("qweight", f"expected its fields in the file's {_METADATA_KEY}, got none")
+    Raises ValueError for another version or damaged metadata.
+    """
+    version = option(options, "format_version", int)
+    if version not in READ_VERSIONS:
+        raise ValueError(f"format_version: expected {' or '.join(map(str, READ_VERSIONS))}, got {version}")
+    metadata_of: dict[str, Mapping[str, Any]] = {}
+    if version == 2:
+        for file, texts in metadata.items():
+            metadata_of |= _packed_fields(file, texts)
+
+    def packed(layer: str, tensors: Tensors) -> PackedWeight:
+        qweight = tensors["qweight"]
         try:
-            return PackedWeight(qweight, **fields_of[name])
+            if version == 2:
+                name = f"{layer}.qweight"
+                if name not in metadata_of:
+                    raise TensorError("qweight", f"expected its fields in the file's {PACKED_KEY}, got none")
+                return PackedWeight(qweight, **metadata_of[name])
+            return _from_config(qweight, tensors, fields_of(options, layer))
+        except TensorError:
+            raise
         except (TypeError, ValueError) as error:
             raise TensorError("qweight", str(error)) from error
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        weight = packed(layer, tensors["qweight"])
+        weight = packed(layer, tensors)
         groups = _check(weight, tensors)
         return LayerShape(
             weight.format,
@@ -64,48 +73,105 @@ def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping
         )
 
     def read(layer: str, tensors: Tensors) -> QuantizedLayer:
-        weight = packed(layer, tensors["qweight"])
+        weight = packed(layer, tensors)
         perm = tensors.get("perm")
         if perm is not None and not torch.equal(perm.sort().values, torch.arange(weight.k, device=perm.device)):
             raise TensorError("perm", f"expected a permutation of 0..{weight.k - 1}, got another set of numbers")
-        return QuantizedLayer(layer, weight, tensors["scales"], tensors.get("zeros"), tensors.get("bias"), perm)
+        scales, zeros = tensors["scales"], tensors.get("zeros")
+        weight = weight.expecting(weight.k // len(scales), zeros is not None, perm is not None)
+        return QuantizedLayer(layer, weight, scales, zeros, tensors.get("bias"), perm)
 
     return LayerFormat(
         name=METHOD,
         anchors=("qweight",),
         required=("scales",),
-        optional=("zeros", "perm", "bias"),
+        optional=("zeros", "perm", "codebook", "bias"),
         owned=(),
-        small=(),
+        small=("codebook",),
         describe=describe,
         read=read,
     )
 
 
-def entries_of(record: Record) -> dict[str, PackedWeight | torch.Tensor]:
-    """What `weightonly.save` is to write for a record: names of the checkpoint -> entries."""
+def tensors_of(record: Record) -> dict[str, torch.Tensor]:
+    """What is written for a record: name in the checkpoint -> tensor."""
     if isinstance(record, PlainTensor):
         return {record.name: record.tensor}
-    inside: dict[str, PackedWeight | torch.Tensor] = {"qweight": record.weight}
-    for name in ("scales", "zeros", "bias", "perm"):
-        tensor = getattr(record, name)
-        if tensor is not None:
-            inside[name] = tensor
-    return {f"{record.name}.{name}": entry for name, entry in inside.items()}
+    weight = record.weight
+    rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
+    inside: dict[str, torch.Tensor | None] = {
+        "qweight": weight.data.view(rows),
+        "scales": record.scales,
+        "zeros": record.zeros,
+        "bias": record.bias,
+        "perm": record.perm,
+        "codebook": codebook_bits(weight.code) if weight.format == "code4" else None,
+    }
+    return {f"{record.name}.{name}": tensor for name, tensor in inside.items() if tensor is not None}
+
+
+def codebook_bits(code: Sequence[float] | None) -> torch.Tensor:
+    """int32 [16]: the bits of the fp32 numbers of a codebook."""
+    return torch.tensor(code, dtype=torch.float32).view(torch.int32)
+
+
+def shape_of(record: QuantizedLayer) -> LayerShape:
+    """The shape of a layer that has been read."""
+    weight = record.weight
+    group_size = weight.k // len(record.scales)
+    symmetric, act_order = record.zeros is None, record.perm is not None
+    return LayerShape(weight.format, weight.k, weight.n, group_size, symmetric, act_order, weight.layout)
+
+
+def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
+    """The weight that the config describes. Raises TensorError for tensors that contradict it."""
+    expect("scales", tensors["scales"], FLOATS, ["groups", "N"])
+    groups, n = tensors["scales"].shape
+    k = groups * fields["group_size"]
+    for name, field, is_there in (("zeros", "symmetric", False), ("perm", "act_order", True)):
+        if (name in tensors) != (fields[field] is is_there):
+            there = "it" if name in tensors else "none"
+            raise TensorError(name, f"expected what the config says ({field}: {fields[field]}), got {there}")
+    bits = format_bits(fields["format"])
+    rows = stored_shape(*padded_shape(k, n, bits, fields["layout"]), bits, fields["layout"])
+    expect("qweight", qweight, torch.uint8, rows)
+    code = None
+    if fields["format"] == "code4":
+        if "codebook" not in tensors:
+            raise TensorError("qweight", "expected a codebook beside it for code4, got none")
+        expect("codebook", tensors["codebook"], torch.int32, [16])
+        code = tensors["codebook"].view(torch.float32)
+    return PackedWeight(qweight.reshape(-1), k, n, fields["format"], fields["layout"], code)
+
+
+def digests_of(shards: Shards) -> dict[str, str]:
+    """Tensor -> the SHA-256 that `convert` wrote. Raises ValueError, naming the file, where one is missing."""
+    digests: dict[str, str] = {}
+    for file, texts in shards.metadata.items():
+        try:
+            digests |= parse_json(texts.get(DIGEST_KEY, "{}").encode())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file}: {DIGEST_KEY}: expected an object of digests, got {error}") from error
+    for name, info in shards.tensors.items():
+        if not isinstance(digests.get(name), str):
+            raise ValueError(f"{info.file}: {name}: expected a digest to verify, as `convert` writes them, got none")
+    return digests
 
 
 def _packed_fields(file: Path, texts: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     try:
-        packed = json.loads(texts.get(_METADATA_KEY, ""))
+        packed = parse_json(texts.get(PACKED_KEY, "").encode())
         if not isinstance(packed, dict) or not all(isinstance(fields, dict) for fields in packed.values()):
             raise ValueError("not names and fields")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: expected metadata of weightonly.save, got damaged or none ({error})") from error
     return packed
 
 
 def _check(weight: PackedWeight, tensors: Tensors) -> int:
     """The number of groups. Raises TensorError for tensors that do not fit the weight."""
+    if weight.experts is not None:
+        raise TensorError("qweight", f"expected one weight [K, N], got {weight.experts} stacked experts")
     expect("scales", tensors["scales"], FLOATS, ["groups", weight.n])
     groups = tensors["scales"].shape[0]
     if weight.k % groups:
@@ -117,4 +183,8 @@ def _check(weight: PackedWeight, tensors: Tensors) -> int:
     if "perm" in tensors:
         expect("perm", tensors["perm"], torch.int32, [weight.k])
     check_bias(tensors, weight.n)
+    try:
+        weight.expecting(weight.k // groups, "zeros" in tensors, "perm" in tensors)
+    except ValueError as error:
+        raise TensorError("qweight", str(error)) from error
     return groups

@@ -15,7 +15,7 @@ _HEADER = ("layers", "format", "group", "zeros", "act order", "K x N", "layout",
 def describe(checkpoint: Checkpoint) -> str:
     """A line for each kind of layer (format, group size, zero points, act-order, shape), with count and bytes.
 
-    Only headers and small tensors have been read for it, so zero points are what the config says of them.
+    Only headers and small tensors have been read, so the config alone tells whether there are zero points.
     """
     files = {info.file for info in checkpoint.shards.tensors.values()}
     counts = Counter(checkpoint.shapes.values())

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's tensors and JSON values; every message names the value, what was expected and what came."""
+"""Checks of a checkpoint's tensors and JSON values. Each message has the name, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that scales and biases come in."""
+"""Dtypes of scales and biases."""
 
 INTEGERS = (torch.int32, torch.int64)
 
 
 class TensorError(ValueError):
-    """A tensor is not what its format says. `tensor`: its name inside the layer ("qweight")."""
+    """A tensor that does not fit its format. tensor: its name inside the layer ("qweight")."""
 
     def __init__(self, tensor: str, problem: str) -> None:
         super().__init__(f"{tensor}: {problem}")
@@ -24,9 +24,9 @@ class TensorError(ValueError):
 def expect(
     name: str, tensor: torch.Tensor, dtypes: torch.dtype | Sequence[torch.dtype], shape: Sequence[int | str]
 ) -> None:
-    """Raise TensorError unless `tensor` has one of `dtypes` and `shape`, in which a str is any size from 1.
+    """Raise TensorError unless `tensor` has one of `dtypes` and `shape`; a str in `shape` stands for any size from 1.
 
-    Looks at dtype and shape only, so that tensors on the meta device can be checked before any data is read.
+    Only dtype and shape are looked at, so a tensor on the meta device can be checked before its data is read.
     """
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     fits = tensor.dim() == len(shape) and all(
@@ -50,7 +50,7 @@ def option(options: Mapping[str, Any], key: str, kind: type | tuple[type, ...], 
     if value is None:
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    # JSON's true is no number, though Python's is.
+    # In Python a bool is an int; in JSON it is not.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"{key}: expected {' or '.join(k.__name__ for k in kinds)}, got {value!r}")
     return value

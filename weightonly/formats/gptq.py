@@ -1,18 +1,18 @@
 """GPTQ checkpoints of AutoGPTQ and GPTQModel, 4 and 8 bit (GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323).
 
-qweight  int32 [ceil(K * bits / 32), N]; value j of word r (from the lowest bits) is row 32 / bits * r + j
-qzeros   int32 [groups, ceil(N * bits / 32)]; value j of word c is column 32 / bits * c + j
+qweight  int32 [ceil(K * bits / 32), N]: u; value j of word r, lowest bits first, is row 32 / bits * r + j
+qzeros   int32 [groups, ceil(N * bits / 32)]: z; value j of word c is column 32 / bits * c + j
 scales   float [groups, N]
 g_idx    int32 [K]: the group of each row; without it, k // group_size
 
-w = scales * (u - z). Version 1 ("gptq") stores z - 1 in qzeros, version 2 ("gptq_v2") stores z. The difference is
-that of the words, 0x11111111 for 4 bit and 0x01010101 for 8 bit: where a z - 1 of -1 has borrowed from the value
-above it, the addition gives it back.
+w = scales * (u - z). Version 2 ("gptq_v2") stores z in qzeros, version 1 ("gptq") z - 1. Version 1 subtracted whole
+words, 0x11111111 for 4 bits and 0x01010101 for 8, so a z of 0 borrowed from the value above it. Adding the same word
+undoes both.
 """
 
 from __future__ import annotations
 
-import re
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from .expect import FLOATS, INTEGERS, TensorError, expect, option
 from .groups import Grouping, even_groups, group_rows
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .patterns import Pattern, PatternError, Steps
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
 
@@ -44,14 +45,15 @@ def read_gptq(
 ) -> IntWeight:
     """One GPTQ layer in the library's conventions: q = u - 2^(bits-1), zeros = z - 2^(bits-1), rows sorted by group.
 
-    qweight, scales, qzeros, g_idx: as above, on one device, CPU or CUDA; scales float16, bfloat16 or float32.
+    qweight, scales, qzeros, g_idx: see the top of this module; on one device, CPU or CUDA. scales: float16, bfloat16
+        or float32.
     bits: 4 or 8. version: of the zero points, 1 or 2.
-    group_size: rows of a group where there is no g_idx; -1 is all of K, None is K / groups.
-    symmetric: the quantizer's `sym`: every z is the middle, 2^(bits-1). Some checkpoints that say version 1 have
-        stored it as version 2 does (vLLM pull request 38966): where only that makes them symmetric, they are
-        read so, with a warning.
+    group_size: rows of a group where there is no g_idx; -1: all of K; None: K / groups.
+    symmetric: the quantizer's `sym`: every z is 2^(bits-1), the middle. Some checkpoints say version 1 but store z as
+        version 2 does (vLLM pull request 38966). Where every stored value is the middle, this one is read as version
+        2, with a warning.
 
-    A group size that leaves the last group short, or groups of several sizes, become smaller equal groups.
+    Groups of several sizes, such as a short last one, are cut into smaller groups of one size.
     Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits or versions.
     """
     if bits not in _ONES:
@@ -72,9 +74,9 @@ def read_gptq(
 
 
 def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format as `options`, a quantization config, has it.
+    """The format that a quantization config describes.
 
-    Raises ValueError for a config without bits, of other bits than 4 and 8, or of another layout than GPTQ's.
+    Raises ValueError for a config without bits, for other bits than 4 and 8, and for a layout other than GPTQ's.
     """
     stored = option(options, "checkpoint_format", str, option(options, "format", str, "gptq")).lower()
     if stored not in VERSIONS:
@@ -85,16 +87,29 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
     default_bits = option(options, "bits", int)
     group_size = option(options, "group_size", int)
     symmetric = option(options, "sym", bool)
-    needs_order = option(options, "desc_act", bool, False) and group_size != -1
+    act_order = option(options, "desc_act", bool)
+    needs_order = act_order and group_size != -1
     dynamic = option(options, "dynamic", dict, {})
-    for pattern in dynamic:
+    patterns: list[tuple[Pattern, Mapping[str, Any]]] = []
+    for text, settings in dynamic.items():
         try:
-            re.compile(pattern.removeprefix("+:"))
-        except re.error as error:
-            raise ValueError(f"dynamic: expected regular expressions, got {pattern!r} ({error})") from error
+            pattern = Pattern(text.removeprefix("+:"))
+        except PatternError as error:
+            raise ValueError(f"dynamic: expected regular expressions, got {text!r:.200} ({error})") from error
+        if isinstance(settings, dict):
+            patterns.append((pattern, settings))
+    steps = Steps()
+
+    @functools.cache
+    def override(layer: str) -> Mapping[str, Any]:
+        """GPTQModel's `dynamic`: the settings of the first pattern that matches the start of the layer's name."""
+        try:
+            return next((settings for pattern, settings in patterns if pattern.matches_start(layer, steps)), {})
+        except PatternError as error:
+            raise TensorError("qweight", f"dynamic: {error}") from error
 
     def bits_of(layer: str) -> int:
-        bits = option(_override(dynamic, layer), "bits", int, default_bits)
+        bits = _option(override(layer), "bits", default_bits)
         if bits not in _ONES:
             raise TensorError("qweight", f"bits: expected 4 or 8 for GPTQ, got {bits} in the config")
         return bits
@@ -106,6 +121,8 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         if g_idx is None and needs_order:
             raise TensorError("g_idx", "expected one, as the config says desc_act; there is none")
         grouping = _grouping(k, groups, g_idx, _group_size(layer), torch.device("cpu"))
+        if g_idx is not None and act_order is False and not _is_in_order(g_idx, groups, _group_size(layer)):
+            raise TensorError("g_idx", "expected the groups in order, as the config says desc_act is false, got others")
         return LayerShape(f"int{bits}", k, n, grouping.rows, symmetric, act_order=grouping.perm is not None)
 
     def read(layer: str, tensors: Tensors) -> IntWeight:
@@ -120,9 +137,12 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
             symmetric=bool(symmetric),
         )
 
+    def has_zeros(layer: str, qzeros: torch.Tensor, n: int) -> bool:
+        bits = bits_of(layer)
+        return bool(to_signed(_zero_points(qzeros, n, bits, version, bool(symmetric)), bits).any())
+
     def _group_size(layer: str) -> int | None:
-        size = option(_override(dynamic, layer), "group_size", int, group_size)
-        return None if size is None else int(size)
+        return _option(override(layer), "group_size", group_size)
 
     if not dynamic and default_bits not in _ONES:
         raise ValueError(f"bits: expected 4 or 8 for GPTQ, got {default_bits}")
@@ -135,15 +155,18 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         small=("g_idx",),
         describe=describe,
         read=read,
+        zeros="qzeros",
+        has_zeros=has_zeros,
     )
 
 
-def _override(dynamic: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """GPTQModel's `dynamic`: the settings of the first pattern that the layer's name starts with."""
-    for pattern, settings in dynamic.items():
-        if isinstance(settings, dict) and re.match(pattern.removeprefix("+:"), layer):
-            return settings
-    return {}
+def _option(settings: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """An integer of `dynamic`. Raises TensorError for another kind: it is met with the layer that it is for."""
+    try:
+        value: int | None = option(settings, key, int, default)
+    except ValueError as error:
+        raise TensorError("qweight", f"dynamic: {error}") from error
+    return value
 
 
 def _shape(
@@ -166,7 +189,17 @@ def _shape(
 def _grouping(
     k: int, groups: int, g_idx: torch.Tensor | None, group_size: int | None, device: torch.device
 ) -> Grouping:
-    return even_groups(k, groups, group_size, device) if g_idx is None else group_rows(g_idx, groups)
+    if g_idx is None:
+        return even_groups(k, groups, group_size, device)
+    if group_size is not None:
+        even_groups(k, groups, group_size, device)  # as many groups as the config says, whichever rows they have
+    return group_rows(g_idx, groups)
+
+
+def _is_in_order(g_idx: torch.Tensor, groups: int, group_size: int | None) -> bool:
+    k = len(g_idx)
+    rows = k // groups if group_size is None else k if group_size == -1 else group_size
+    return torch.equal(g_idx.long(), torch.arange(k, device=g_idx.device) // max(rows, 1))
 
 
 def _zero_points(qzeros: torch.Tensor, n: int, bits: int, version: int, symmetric: bool) -> torch.Tensor:
@@ -182,5 +215,5 @@ def _zero_points(qzeros: torch.Tensor, n: int, bits: int, version: int, symmetri
             stacklevel=2,
         )
         return stored
-    # int32 wraps; values that padded N up to whole words are above the others and give nothing back to them
+    # int32 wraps. Values beyond N, which fill the last word, are its highest bits: no carry goes to a real value.
     return unpack_words(qzeros + _ONES[bits], bits, dim=1)[:, :n]

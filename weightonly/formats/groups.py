@@ -1,7 +1,7 @@
-"""Act-order: rows of a weight sorted by group, so that a group is a run of rows again.
+"""Act-order: rows of a weight sorted by group, so that the rows of a group are neighbours.
 
-GPTQ with `desc_act` quantizes the rows of K in the order of their activations, and `g_idx[k]` says whose scale row
-k has. A kernel wants a group's rows side by side, so the rows are sorted once, and x is permuted at run time:
+GPTQ with `desc_act` quantizes the rows of K in the order of their activations; `g_idx[k]` is the group of row k.
+Kernels need the rows of a group side by side. So the rows are sorted once, and x is permuted at run time:
 
     x[:, perm] @ w[perm] = x @ w
 """
@@ -18,11 +18,11 @@ from .expect import TensorError
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """How the rows of a weight [K, N] come into equal runs that share a scale.
+    """How the rows of a weight [K, N] become equal groups: `rows` neighbours that share a scale.
 
-    perm: int32 [K], the row of the file that comes to each place; None: they stay.
-    source: int64 [runs], the group of the file that each run takes its scale from; None: run i takes group i.
-    rows: of a run; it divides K.
+    perm: int32 [K], the row of the file that comes to each place; None: rows stay where they are.
+    source: int64 [K / rows], the group of the file whose scale each group takes; None: its own number.
+    rows: of a group; it divides K.
     """
 
     perm: torch.Tensor | None
@@ -34,18 +34,18 @@ class Grouping:
         return q if self.perm is None else q.index_select(0, self.perm)
 
     def spread(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales or zeros [groups, N] of the file -> [runs, N]."""
+        """Scales or zeros of the file [groups of the file, N] -> [K / rows, N]."""
         return scales if self.source is None else scales.index_select(0, self.source)
 
 
 def group_rows(g_idx: torch.Tensor, groups: int, name: str = "g_idx") -> Grouping:
-    """Sort rows by their group, stably, and cut them into equal runs.
+    """Sort rows by their group, stably, and cut them into groups of one size.
 
-    g_idx: int32 or int64 [K], values 0 .. groups - 1, any device. Groups of one size are one run each. Groups of
-    several sizes (a last one that K leaves short, a `g_idx` of another tool) are cut into runs of their greatest
-    common divisor, which repeats scales and changes no weight. Two host syncs.
+    g_idx: int32 or int64 [K], values 0 .. groups - 1, on any device. Groups of several sizes (a short last one, a
+    `g_idx` of another tool) are cut to the greatest common divisor of their sizes: scales are repeated, and no weight
+    changes. Two host syncs.
 
-    Raises TensorError naming `name` for a value out of range.
+    Raises TensorError, naming `name`, for a value out of range.
     """
     group = g_idx.long()
     low, high = torch.stack(torch.aminmax(group)).tolist()
@@ -62,9 +62,9 @@ def group_rows(g_idx: torch.Tensor, groups: int, name: str = "g_idx") -> Groupin
 
 
 def even_groups(k: int, groups: int, group_size: int | None, device: torch.device) -> Grouping:
-    """Groups of `group_size` neighbouring rows, the last one possibly short; -1 is all rows, None is K / groups.
+    """Groups of `group_size` neighbouring rows; the last one may be short. -1: all rows; None: K / groups.
 
-    Raises TensorError naming scales if K, their number and the group size do not fit.
+    Raises TensorError, naming scales, if K, the number of groups and the group size do not fit.
     """
     size = k if group_size == -1 else group_size
     if size is None:

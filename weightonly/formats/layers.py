@@ -1,4 +1,4 @@
-"""How the layers of a format are found among the names of a checkpoint's tensors."""
+"""Finds the quantized layers of a checkpoint by the names of its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class LayerShape:
 
     format: "int4", "int8", "nf4", "fp4", "code4".
     group_size: rows of K that share a scale.
-    symmetric: no zero points; None: only the weight's zero points would tell.
+    symmetric: whether there are no zero points; None: only the tensor of zero points would tell.
+    act_order: whether rows are sorted by group, and x is to be permuted.
+    layout: of a converted layer; None for others.
     """
 
     format: str
@@ -39,13 +41,15 @@ class LayerFormat:
     """One checkpoint format.
 
     name: as a quantization config has it.
-    anchors: the tensors that make a layer: "x.qweight" is the layer "x".
-    required, optional: the other tensors of a layer. Anchors and these are read as one, and yielded as one.
-    owned: names that mean nothing outside of a layer: one without its anchor is an error.
-    small: tensors whose contents `describe` needs; the others come to it without data, on the meta device.
+    anchors: suffixes that tell a layer: "x.qweight" makes "x" a layer.
+    required, optional: suffixes of its other tensors. All of them are read together and yielded as one record.
+    owned: suffixes that only a layer has: such a tensor without its anchor is an error.
+    small: suffixes of tensors whose contents `describe` needs; it gets the others on the meta device, without data.
     describe: (layer, tensors) -> its shape; checks dtypes and shapes.
     read: (layer, tensors) -> the plain weight, or the layer itself where the file has it packed.
-    Both raise TensorError for what is wrong with a tensor.
+    Both raise TensorError for a tensor that does not fit.
+    zeros: suffix of the tensor of zero points, where `describe` does not tell whether any is not 0.
+    has_zeros: (layer, that tensor, N) -> whether one is.
     """
 
     name: str
@@ -56,10 +60,12 @@ class LayerFormat:
     small: tuple[str, ...]
     describe: Callable[[str, Tensors], LayerShape]
     read: Callable[[str, Tensors], IntWeight | CodeWeight | QuantizedLayer]
+    zeros: str | None = None
+    has_zeros: Callable[[str, torch.Tensor, int], bool] | None = None
 
 
 class MissingTensorError(ValueError):
-    """A layer lacks the tensor `missing`, which `present`, another of its tensors, needs."""
+    """A layer has the tensor `present`, but not `missing`, which it needs, too."""
 
     def __init__(self, missing: str, present: str) -> None:
         super().__init__(f"{present} needs {missing}, which is not in the checkpoint")
@@ -69,7 +75,7 @@ class MissingTensorError(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that was found: its tensors' names inside the layer -> in the checkpoint."""
+    """A layer that was found. tensors: name inside the layer -> name in the checkpoint."""
 
     name: str
     format: LayerFormat

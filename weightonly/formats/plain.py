@@ -1,4 +1,4 @@
-"""A layer's weight between a file and a kernel: plain integers or codes, in the conventions of this library."""
+"""A layer's weight as it was read and before it is packed: integers or codes, in the conventions of this library."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class CodeWeight:
     """w[k, n] = scales[k // g, n] * table[codes[k, n]]
 
     codes: uint8 [K, N], values 0..15.
-    table: fp32 [16].
+    table: fp32 [16], the codebook.
     scales: fp32 [groups, N]; g = K / groups.
-    format: "nf4", "fp4", or "code4" for any other table.
-    dtype: what the weight was quantized from, and dequantizes to unless asked otherwise.
+    format: "nf4", "fp4", or "code4" for any other codebook.
+    dtype: of the weight before it was quantized; `dequantize` returns it unless asked for another.
     """
 
     codes: torch.Tensor
@@ -54,7 +54,7 @@ class CodeWeight:
 def scale_rows(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """scales * (q - zeros) in fp32, in place where q is fp32: q [K, N], scales and zeros [groups, N] -> [K, N].
 
-    Exact for 16-bit scales and whole zeros: 11 bits times 9 fit into the 24 of fp32.
+    Exact for 16-bit scales and whole zeros: a mantissa of 11 bits times a number of 9 bits fits into fp32's 24.
     """
     w = q.to(torch.float32).unflatten(0, (scales.shape[0], -1))  # (groups, g, N)
     if zeros is not None:

@@ -1,48 +1,51 @@
-"""Which format a folder is in: from its config files, else from the names and shapes of its tensors."""
+"""Tells the format of a folder from its config files, else from the names and shapes of its tensors."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..storage import read_json
 from .awq import awq_format
 from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
-from .converted import INCOMPLETE, METHOD, converted_format
+from .converted import INCOMPLETE, converted_format
 from .expect import option
 from .gptq import gptq_format
 from .layers import LayerFormat, split_name
-from .shards import Shards, read_json
+from .packed_config import METHOD
+from .shards import Shards
 
 CONFIG = "config.json"
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""A quantizer's own config file, older than the one in config.json -> the method if the file does not say it."""
+"""Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
 
 METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", METHOD)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
-    """(file name, options) of the quantization config, options with a "quant_method"; ("", {}) without one."""
+    """(file name, options) of the quantization config; options have a "quant_method". ("", {}) where there is none."""
     folder = shards.folder
-    if (folder / CONFIG).is_file():
+    if os.path.lexists(folder / CONFIG):
         config = read_json(folder / CONFIG)
-        inner = config.get("text_config")  # where some models of several modalities have it
+        inner = config.get("text_config")  # some multimodal models have it there
         for holder in (config, inner if isinstance(inner, dict) else {}):
-            # compression_config: compressed-tensors before transformers knew it
+            # compression_config is older: transformers did not know compressed-tensors then.
             for key, method in (("quantization_config", None), ("compression_config", "compressed-tensors")):
                 options = holder.get(key)
                 if isinstance(options, dict):
                     return CONFIG, {"quant_method": method} | options
     for name, method in _SEPARATE_CONFIGS.items():
-        if (folder / name).is_file():
+        if os.path.lexists(folder / name):
             return name, {"quant_method": method} | read_json(folder / name)
     return "", {}
 
 
 def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
-    """(where it was recognized, the formats that the layers of this folder may have).
+    """(what told the format, the formats that the layers of this folder may have).
 
-    Raises ValueError naming the folder or the config file for an unknown or unreadable format.
+    Raises ValueError, naming the folder or the config file, for an unknown format or a config that is refused.
     """
     folder = shards.folder
     if (folder / INCOMPLETE).exists():
@@ -55,6 +58,12 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         return source, _from_config(method, options, shards)
     except ValueError as error:
         raise ValueError(f"{folder / source}: {error}") from error
+
+
+def is_dense(shards: Shards) -> bool:
+    """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
+    anchors = (*ANCHORS, "qweight", "weight_packed")
+    return not quantization_config(shards)[0] and not any(split_name(name, anchors)[0] for name in shards.tensors)
 
 
 def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tuple[LayerFormat, ...]:
@@ -72,7 +81,7 @@ def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tup
 
 
 def _from_tensors(shards: Shards) -> LayerFormat:
-    """The format of a folder without a quantization config: those whose tensors say all that is needed."""
+    """The format of a folder without a quantization config, where names and shapes tell enough."""
     for name, info in shards.tensors.items():
         if split_name(name, ANCHORS)[0]:
             return bitsandbytes_format({})

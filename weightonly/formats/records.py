@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ..dequantize import dequantize
+from .. import packing
+from ..gemm import gemm
+from ..heuristics.arch import Arch
 from ..layout import TILED
-from ..packed import PackedWeight, preprocess, unpack
+from ..ops.dequantize import dequantize
+from ..packed import PackedWeight
+from ..packing import preprocess
+from .expect import FLOATS, dtype_name
 from .plain import CodeWeight, IntWeight, unsort_rows
+
+if TYPE_CHECKING:
+    from ..nn import Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +27,7 @@ class QuantizedLayer:
 
     name: of the module, such as "model.layers.0.mlp.up_proj".
     weight: the packed [K, N] weight.
-    scales, zeros: [groups, N] in the dtype of the file, fp32 for bitsandbytes; zeros None: symmetric, or a code table.
+    scales, zeros: [groups, N] in the dtype of the file, fp32 for bitsandbytes. zeros: None if symmetric or for codes.
     bias: [N] in the dtype of the file, or None.
     perm: int32 [K], the act-order permutation of the columns of x, or None.
     """
@@ -37,6 +44,36 @@ class QuantizedLayer:
         zeros = None if self.zeros is None else self.zeros.float()
         return unsort_rows(dequantize(self.weight, self.scales.float(), zeros), self.perm).to(dtype)
 
+    def to_linear(self, dtype: torch.dtype | None = None, arch: Arch | None = None) -> Linear:
+        """This layer as a `weightonly.nn.Linear`, on the same memory where nothing is converted.
+
+        dtype: of scales, zeros, bias and x: float16, bfloat16 or float32; None: that of the scales.
+        arch: the GPU to pack for; None: the layout that the weight has.
+
+        Raises ValueError, naming the layer, for groups that `gemm` does not take, codes and an arch whose GPU does not
+        read them, and another dtype.
+        """
+        from ..nn import Linear  # nn reads records itself
+
+        if dtype not in (None, *FLOATS):
+            raise ValueError(f"dtype: expected {', '.join(map(dtype_name, FLOATS))} or None, got {dtype_name(dtype)}")
+        try:
+            weight = self.weight if arch is None else packing.repack(self.weight, arch)
+            layer = Linear.from_quantized(weight, *self._operands(dtype or self.scales.dtype), perm=self.perm)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        layer.layer_name = self.name
+        return layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> y [..., N], scales and bias rounded to the dtype of x. Raises what `gemm` raises."""
+        scales, zeros, bias = self._operands(x.dtype)
+        return gemm(x, self.weight, scales, zeros=zeros, bias=bias, perm=self.perm)
+
+    def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        zeros, bias = (None if t is None else t.to(dtype) for t in (self.zeros, self.bias))
+        return self.scales.to(dtype), zeros, bias
+
 
 @dataclass(frozen=True, eq=False)
 class PlainTensor:
@@ -49,29 +86,34 @@ class PlainTensor:
 Record: TypeAlias = QuantizedLayer | PlainTensor
 
 
-def pack(
-    name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, arch: str | int | None
-) -> QuantizedLayer:
-    """A layer in the byte order of `arch` (see `weightonly.preprocess`), from its plain form.
+def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, arch: Arch | None) -> QuantizedLayer:
+    """A layer, packed for `arch` (see `weightonly.preprocess`).
 
-    Code formats have one layout, whatever `arch` is: kernels of other GPUs do not read them, but they dequantize.
+    Codes are always packed as "tiled". GPUs whose kernels do not read this layout can still `dequantize` them.
     """
     if isinstance(weight, CodeWeight):
         code = weight.table if weight.format == "code4" else None
-        packed = preprocess(weight.codes, layout=TILED, format=weight.format, code=code)
+        packed = preprocess(
+            weight.codes,
+            layout=TILED,
+            format=weight.format,
+            code=code,
+            group_size=len(weight.codes) // len(weight.scales),
+            zeros=False,
+            perm=False,
+        )
         return QuantizedLayer(name, packed, weight.scales, bias=bias)
-    packed = preprocess(weight.q, weight.bits, arch=arch)
+    packed = preprocess(
+        weight.q,
+        weight.bits,
+        arch=arch,
+        group_size=len(weight.q) // len(weight.scales),
+        zeros=weight.zeros is not None,
+        perm=weight.perm is not None,
+    )
     return QuantizedLayer(name, packed, weight.scales, weight.zeros, bias, weight.perm)
 
 
-def repack(weight: PackedWeight, arch: str | int | None) -> PackedWeight:
-    """`weight` in the byte order of `arch`; itself if it has that already or is a code format, or if `arch` is None."""
-    if arch is None or weight.code is not None or weight.layout == target_layout(weight.bits, arch):
-        return weight
-    return preprocess(unpack(weight), weight.bits, arch=arch)
-
-
-@functools.cache
-def target_layout(bits: int, arch: str | int) -> str:
-    """The layout that `preprocess` packs for `arch`. Raises ValueError for an unknown one."""
-    return preprocess(torch.zeros(1, 1, dtype=torch.int8), bits, arch=arch).layout
+def repack(weight: PackedWeight, arch: Arch | None) -> PackedWeight:
+    """`weight` in the layout of `arch`. Returns `weight` where it has this layout, for codes, and if `arch` is None."""
+    return weight if arch is None or weight.code is not None else packing.repack(weight, arch)

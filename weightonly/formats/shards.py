@@ -1,8 +1,9 @@
 """The safetensors files of a checkpoint folder: what is in them, and reading one tensor at a time.
 
-A file is 8 bytes, the length of the header as a little-endian integer; the header, JSON of name -> dtype, shape and
-the bytes' place; the bytes (https://github.com/huggingface/safetensors). They are read here and not by the
-safetensors package, which maps whole files into memory: a process would seem to grow by all that it has read.
+A file is: 8 bytes, the length of the header as a little-endian integer; the header, JSON of name -> dtype, shape and
+offsets; the bytes (https://github.com/huggingface/safetensors). The safetensors package maps whole files into memory,
+so that the process seems to grow by all that it has read. This module reads one tensor at a time instead. It accepts
+no header that the package refuses: the bytes of the tensors cover the file, once, and names are there once.
 
 Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains.
 """
@@ -10,7 +11,7 @@ Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains
 from __future__ import annotations
 
 import json
-import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..files import digest
+from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -43,16 +47,16 @@ _DTYPES: dict[str, torch.dtype] = {
         "F8_E5M2": "float8_e5m2",
         "F8_E8M0": "float8_e8m0fnu",
     }.items()
-    if hasattr(torch, name)  # some are younger than the oldest PyTorch that is supported
+    if hasattr(torch, name)  # the oldest PyTorch that is supported lacks some
 }
 
-_MAX_HEADER_BYTES = 100_000_000
-"""The safetensors package's own limit."""
+_MAX_DIMS = 64
+"""Of PyTorch."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint, without its data. begin: its first byte, from the start of the file."""
+    """A tensor of a checkpoint, without its data. begin: offset of its first byte in the file; bytes: its size."""
 
     file: Path
     dtype: torch.dtype
@@ -64,15 +68,14 @@ class TensorInfo:
 class Shards:
     """The tensors of a folder's safetensors files.
 
-    tensors: name -> what it is, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
+    tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
 
-    Raises FileNotFoundError for a folder or a named shard that does not exist, ValueError naming the file, and the
-    tensor where there is one, for pickles, damaged and truncated files, and files that contradict the index.
+    Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
+    the tensor, for pickles, damaged or truncated files, and files that contradict the index.
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none")
+        check_folder(folder)
         self.folder = folder
         self.index = _find_index(folder)
         self.tensors: dict[str, TensorInfo] = {}
@@ -82,15 +85,20 @@ class Shards:
         else:
             self._add_indexed(self.index)
 
-    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor `name` on `device`. Raises ValueError naming file and tensor if it cannot be read."""
+    def read(self, name: str, device: torch.device | str = "cpu", sha256: str | None = None) -> torch.Tensor:
+        """The tensor `name` on `device`. sha256: of its bytes; None: they are taken as they are.
+
+        Raises ValueError, naming file and tensor, if the file is truncated, or its bytes have another digest.
+        """
         info = self.tensors[name]
-        data = torch.empty(info.bytes, dtype=torch.uint8)
-        with info.file.open("rb") as stream:
+        data = torch.empty(info.bytes, dtype=torch.uint8, device="cpu")
+        with open_regular(info.file) as stream:
             stream.seek(info.begin)
             got = stream.readinto(data.numpy().data)
         if got != info.bytes:
             raise ValueError(f"{info.file}: {name}: expected {info.bytes} bytes, got {got}: the file is truncated")
+        if sha256 is not None and digest(data) != sha256:
+            raise ValueError(f"{info.file}: {name}: expected bytes with SHA-256 {sha256}, got others: it is damaged")
         return data.view(info.dtype).view(info.shape).to(device)
 
     def without_data(self, name: str) -> torch.Tensor:
@@ -128,69 +136,104 @@ class Shards:
                 if name not in found:
                     raise ValueError(f"{file}: {name}: expected in this file as {index.name} says, got none")
                 self.tensors[name] = found[name]
+            if len(found) > len(named):
+                left_out = next(name for name in found if weight_map.get(name) != shard)
+                raise ValueError(f"{file}: {left_out}: expected in this file by {index.name}, too, got another or none")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises FileNotFoundError for a folder that does not exist."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none{_hub_hint(folder)}")
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], Mapping[str, str]]:
-    """The tensors of a safetensors file in the order of their bytes, and its metadata; no data is read.
+    """(tensors of a safetensors file in the order of their bytes, its metadata). No data is read.
 
-    Raises ValueError naming the file, and the tensor where there is one, if it is damaged or truncated.
+    Raises ValueError, naming the file and, where there is one, the tensor, if it is damaged or truncated.
     """
-    total_bytes = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        total_bytes = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, total_bytes - 8):
+        if not 2 <= length <= min(MAX_JSON_BYTES, total_bytes - 8):
             raise ValueError(f"{file}: expected a safetensors file, got {total_bytes} bytes without its header")
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: expected a safetensors header, got no JSON ({error})") from error
+        content = stream.read(length)
+    try:
+        header = parse_json(content)
+        if b"\\ud" in content.lower():  # a lone surrogate, in a part that is not looked at, too
+            json.dumps(header, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a safetensors header, got no JSON ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file}: expected a safetensors header, got JSON of another kind")
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{file}: __metadata__: expected an object, got {metadata!r}")
-    found = [(name, _tensor(file, name, fields, 8 + length)) for name, fields in header.items()]
-    tensors = dict(sorted(found, key=lambda item: item[1].begin))
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"{file}: __metadata__: expected an object of strings, got {metadata!r:.200}")
+    begin = 8 + length
+    found = [(name, _tensor(file, name, fields, begin, total_bytes)) for name, fields in header.items()]
+    tensors = dict(sorted(found, key=lambda item: (item[1].begin, item[1].bytes)))
     for name, info in tensors.items():
-        end = info.begin + info.bytes
-        if end > total_bytes:
+        if info.begin != begin:
             raise ValueError(
-                f"{file}: {name}: expected {end} bytes up to its end, got {total_bytes}: the file is truncated"
+                f"{file}: {name}: expected to begin at byte {begin}, where the tensor before it ends, got {info.begin}"
             )
+        begin += info.bytes
+    if begin != total_bytes:
+        raise ValueError(f"{file}: expected {begin} bytes, up to the end of the last tensor, got {total_bytes}")
     return tensors, metadata
 
 
-def _tensor(file: Path, name: str, fields: Any, data_begin: int) -> TensorInfo:
-    """A header's entry. Raises ValueError naming file and tensor for one that makes no sense."""
+def _tensor(file: Path, name: str, fields: Any, data_begin: int, total_bytes: int) -> TensorInfo:
+    """The tensor of a header's entry. Raises ValueError, naming file and tensor, for an invalid entry."""
     try:
+        name.encode()  # a lone surrogate is no text
         code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-            raise ValueError("a size or offset that is no integer from 0")
+        if not isinstance(shape, list) or not all(_is_size(number) for number in (*shape, begin, end)):
+            raise ValueError("expected sizes and offsets to be integers from 0")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {name}: expected dtype, shape and data_offsets, got {fields!r}") from error
-    if code not in _DTYPES:
-        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {code!r}")
+        expected = "dtype, shape and data_offsets"
+        raise ValueError(f"{file}: {name}: expected {expected}, got {fields!r:.200}") from error
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {code!r:.200}")
     dtype = _DTYPES[code]
-    expected_bytes = math.prod(shape) * dtype.itemsize
-    if end - begin != expected_bytes:
-        raise ValueError(f"{file}: {name}: expected {expected_bytes} bytes for {code} {shape}, got {end - begin}")
-    return TensorInfo(file, dtype, tuple(shape), data_begin + begin, expected_bytes)
+    size = _bytes(shape, dtype.itemsize)
+    if size is None:
+        raise ValueError(f"{file}: {name}: expected a shape that PyTorch can have, got {shape!r:.200}")
+    if end - begin != size:
+        raise ValueError(f"{file}: {name}: expected {size} bytes for {code} {shape!r:.200}, got {end - begin}")
+    if data_begin + end > total_bytes:
+        raise ValueError(
+            f"{file}: {name}: expected {data_begin + end} bytes up to its end, got {total_bytes}: the file is truncated"
+        )
+    return TensorInfo(file, dtype, tuple(shape), data_begin + begin, size)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises ValueError naming the file for anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON, got a damaged file ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(value).__name__}")
-    return value
+def _is_size(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _bytes(shape: list[int], item_bytes: int) -> int | None:
+    """The size of a tensor; None for one that PyTorch cannot describe, be it empty."""
+    total, extent = item_bytes, item_bytes
+    for size in shape:
+        total, extent = total * size, extent * max(size, 1)
+        if extent >= 1 << 63:
+            return None
+    return total if len(shape) <= _MAX_DIMS else None
+
+
+def _hub_hint(folder: Path) -> str:
+    """What to do where a folder that does not exist may be the name of a model on the Hugging Face Hub."""
+    if folder.is_absolute() or len(folder.parts) != 2 or folder.parts[0] == "..":
+        return ""
+    name = folder.as_posix()
+    return f"; a model of the Hugging Face Hub is downloaded first: huggingface_hub.snapshot_download({name!r})"
 
 
 def _find_index(folder: Path) -> Path | None:
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         return folder / INDEX
     others = sorted(folder.glob("*.safetensors.index.json"))
     if len(others) > 1:
@@ -199,7 +242,7 @@ def _find_index(folder: Path) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file name. Raises ValueError for an index of another form or one that points out of its folder."""
+    """Tensor -> file name. Raises ValueError for a damaged index and one that names files outside of its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map: expected names and files, got {weight_map!r}")

@@ -1,4 +1,4 @@
-"""Small integers in and out of int32 words and bytes: what all formats have in common."""
+"""4- and 8-bit integers out of int32 words and bytes, as several formats store them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def words_for(count: int, bits: int) -> int:
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Values of 4 or 8 bits out of 32-bit words, lowest bits first, spread along `dim`.
 
-    words: int32 [R, C]. Returns uint8 [R, C * 32 / bits] for dim=1, [R * 32 / bits, C] for dim=0: the value i of
-    a word comes to place word * 32 / bits + i.
+    words: int32 [R, C]. Returns uint8 [R, C * 32 / bits] for dim=1, [R * 32 / bits, C] for dim=0. Value i of word w
+    comes to place w * 32 / bits + i.
     """
     rows, columns = words.shape
     data = words_as_bytes(words)
@@ -27,7 +27,7 @@ def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 def words_as_bytes(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, C] -> uint8 [R, C, 4], the lowest bits of a word first (little endian)."""
-    # By way of one dimension: a column alone may be contiguous and still have a stride that a view does not take.
+    # Flattened first: a contiguous [R, 1] may have a last stride that view(dtype) refuses.
     return words.contiguous().view(-1).view(torch.uint8).view(*words.shape, 4)
 
 
@@ -37,20 +37,20 @@ def to_signed(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def signed_zeros(zeros: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Unsigned zero points [groups, N] (uint8) -> the library's, in `dtype`; None if every one is the middle.
+    """Unsigned zero points, uint8 [groups, N] -> the library's in `dtype`; None if all of them become 0.
 
-    w = s * (q - 0) is w = s * q to the bit, and kernels without zero points are faster. One host sync.
+    Then w = s * (q - 0) = s * q, bit for bit, and kernels without zero points are faster. One host sync.
     """
     signed = to_signed(zeros, bits)
     return signed.to(dtype) if bool(signed.any()) else None
 
 
 def unpack_nibbles(data: torch.Tensor, count: int) -> torch.Tensor:
-    """bitsandbytes' order, even element in the high nibble: uint8 [bytes] -> uint8 [count]."""
+    """uint8 [bytes] -> uint8 [count], the even element from the high nibble, as bitsandbytes packs them."""
     return torch.stack((data >> 4, data & 15), dim=-1).view(-1)[:count]
 
 
 def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """The inverse of `unpack_nibbles`: uint8 [count] -> uint8 [(count + 1) // 2], a last odd element beside a 0."""
+    """The inverse of `unpack_nibbles`: uint8 [count] -> uint8 [(count + 1) // 2]; an odd count is padded by a 0."""
     padded = torch.nn.functional.pad(values, (0, values.numel() % 2)).view(-1, 2)
     return padded[:, 0] << 4 | padded[:, 1]

@@ -1,0 +1,251 @@
+"""Target "files": checkpoints and packed files, cut, flipped, spliced and crafted, given to every reader.
+
+Such a file is read as some checkpoint, or refused by a ValueError or OSError that names it; anything else is a failure.
+A header that the safetensors package refuses has to be refused. The mutations are blind: they know the formats, not
+the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import shutil
+import struct
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import weightonly as wo
+from weightonly.formats import convert, open_checkpoint
+
+from .loop import Outcome, Target
+
+_SECONDS, _MEMORY_KIB = 20.0, 400 << 10  # what a file of some KB may take
+
+K, N, GROUP = 64, 16, 32
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _words(rows: int, columns: int, g: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(1 << 31), (1 << 31) - 1, (rows, columns), generator=g).to(torch.int32)
+
+
+def _scales(rows: int, columns: int, g: torch.Generator) -> torch.Tensor:
+    return torch.rand(rows, columns, generator=g).half()
+
+
+def _awq(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    tensors = {"qweight": _words(K, N // 8, g), "qzeros": _words(2, N // 8, g), "scales": _scales(2, N, g)}
+    return {"quant_method": "awq", "bits": 4, "group_size": GROUP}, tensors
+
+
+def _gptq(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    order = (torch.arange(K) // GROUP)[torch.randperm(K, generator=g)].int()
+    tensors = {"qweight": _words(K // 8, N, g), "qzeros": _words(2, N // 8, g), "scales": _scales(2, N, g)}
+    options = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": True}
+    return options | {"dynamic": {"-:b": {}, "+:.*c$": {"bits": 8}}}, tensors | {"g_idx": order}
+
+
+def _compressed(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "group_size": GROUP, "strategy": "group"}
+    groups = {"group_0": {"targets": ["Linear", "re:.*x"], "weights": weights}}
+    tensors = {
+        "weight_packed": _words(N, K // 8, g),
+        "weight_scale": _scales(N, 2, g),
+        "weight_shape": torch.tensor([N, K]),
+        "weight_zero_point": _words(N // 8, 2, g),
+    }
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}, tensors
+
+
+def _bitsandbytes(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    state = {"quant_type": "nf4", "blocksize": GROUP, "dtype": "float16", "shape": [N, K], "nested_blocksize": 256}
+    text = json.dumps(state | {"nested_dtype": "float32", "nested_offset": 0.25}).encode()
+    tensors = {
+        "weight": torch.randint(0, 256, (N * K // 2, 1), generator=g).to(torch.uint8),
+        "weight.absmax": torch.randint(0, 256, (N * K // GROUP,), generator=g).to(torch.uint8),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.nested_absmax": torch.rand(1, generator=g),
+        "weight.nested_quant_map": torch.rand(256, generator=g),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
+    }
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors
+
+
+QUANTIZERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "bitsandbytes": _bitsandbytes}
+
+_NUMBERS = [0, 1, -1, 2, 7, 8, 15, 16, 17, 31, 32, 63, 64, 65, 128, 1 << 16, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 10**40]
+_VALUES: list[Any] = [*_NUMBERS, None, True, False, "", "x", "re:(a+)+$", [], [1], {}, {"a": 1}, 0.5, 1e300, "\ud800"]
+
+
+def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, shards: int) -> None:
+    folder.mkdir()
+    named = {f"{layer}.{inside}": tensor.clone() for layer in ("a", "b") for inside, tensor in tensors.items()}
+    named["norm.weight"] = torch.ones(4)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard}.safetensors"
+        part = {name: tensor for i, (name, tensor) in enumerate(named.items()) if i % shards == shard}
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+
+
+def _change_bytes(draw: random.Random, content: bytes, header: bool) -> bytes:
+    """Cut, flip, overwrite, repeat or remove some bytes; of a safetensors file mostly in its header."""
+    if not content:
+        return b"\0"
+    end = len(content)
+    if header and end > 8 and draw.random() < 0.8:
+        end = min(end, 8 + struct.unpack("<Q", content[:8])[0])
+    at = draw.randrange(end)
+    kind = draw.randrange(5)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :]
+    if kind == 2:
+        return content[:at] + draw.randbytes(draw.randrange(1, 5)) + content[at + draw.randrange(5) :]
+    if kind == 3:
+        return content + draw.randbytes(draw.randrange(1, 9))
+    size = draw.randrange(1, 40)
+    return content[: at + size] + content[at:]
+
+
+def _change_json(draw: random.Random, value: Any) -> Any:
+    """The same value with one thing in it replaced, removed or added."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        name = draw.choice(list(value))
+        kind = draw.randrange(8)
+        if kind == 0:
+            return {key: inside for key, inside in value.items() if key != name}
+        if kind == 1:
+            return value | {draw.choice(["__metadata__", "x", f"{name}x", ""]): draw.choice(_VALUES)}
+        return value | {name: _change_json(draw, value[name])}
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        at = draw.randrange(len(value))
+        return [*value[:at], _change_json(draw, value[at]), *value[at + 1 :]]
+    if isinstance(value, int) and not isinstance(value, bool) and draw.random() < 0.5:
+        return value + draw.choice([-8, -1, 1, 8])
+    return draw.choice(_VALUES)
+
+
+def _craft_header(draw: random.Random, content: bytes) -> bytes:
+    """A safetensors file with another header of valid JSON, and sometimes with some bytes more or fewer."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    for _ in range(draw.randrange(1, 3)):
+        header = _change_json(draw, header)
+    text = json.dumps(header).encode()
+    data = content[8 + length :]
+    if draw.random() < 0.2:
+        data = data[: -draw.randrange(1, 9)] if draw.random() < 0.5 else data + b"\0" * draw.randrange(1, 9)
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def damage(draw: random.Random, folder: Path) -> None:
+    """Changes some file of a folder."""
+    file = draw.choice(sorted(folder.iterdir()))
+    content = file.read_bytes()
+    is_tensors = file.suffix == ".safetensors"
+    if draw.random() < 0.5:
+        file.write_bytes(_change_bytes(draw, content, is_tensors))
+    elif is_tensors:
+        file.write_bytes(_craft_header(draw, content))
+    else:
+        value = json.loads(content)
+        for _ in range(draw.randrange(1, 3)):
+            value = _change_json(draw, value)
+        file.write_text(json.dumps(value))
+
+
+class Files(Target):
+    """A checkpoint of each quantizer, a converted one or a packed file; damaged; and read by what reads it."""
+
+    name = "files"
+    covers = "kinds of cases"
+
+    def to_cover(self) -> set[str]:
+        kinds = {*QUANTIZERS, "converted", "packed"}
+        return {f"{kind} {end}" for kind in kinds for end in ("read", "refused")}
+
+    def run(self, seed: int, index: int) -> Outcome:
+        draw = random.Random(f"files:{seed}:{index}")
+        outcome = Outcome()
+        with tempfile.TemporaryDirectory() as made:
+            top = Path(made)
+            kind = draw.choice([*QUANTIZERS, "converted", "packed"])
+            try:
+                self._make(draw, kind, top)
+            except Exception as error:
+                outcome.failures.append(f"{kind}: not made: {type(error).__name__}: {error!s:.300}")
+                return outcome
+            pristine = top / "pristine"
+            shutil.copytree(top / "model", pristine)
+            for _ in range(8):
+                shutil.rmtree(top / "model")
+                shutil.copytree(pristine, top / "model")
+                damage(draw, top / "model")
+                outcome.calls += 1
+                ended = self._read(kind, top / "model", outcome)
+                outcome.covered.add(f"{kind} {ended}")
+        return outcome
+
+    def _make(self, draw: random.Random, kind: str, top: Path) -> None:
+        g = torch.Generator().manual_seed(draw.getrandbits(40))
+        if kind == "packed":
+            (top / "model").mkdir()
+            weight = wo.preprocess(torch.randint(-8, 8, (K, N), generator=g).to(torch.int8), bits=4)
+            wo.save(top / "model" / "w.safetensors", {"w": weight, "scales": torch.ones(2, N)})
+            return
+        options, tensors = QUANTIZERS[draw.choice(list(QUANTIZERS)) if kind == "converted" else kind](g)
+        source = top / ("source" if kind == "converted" else "model")
+        write_checkpoint(source, options, tensors, draw.randrange(1, 4))
+        if kind == "converted":
+            convert(source, top / "model", progress=False)
+
+    def _read(self, kind: str, folder: Path, outcome: Outcome) -> str:
+        """How reading ended. What is wrong with it goes to `outcome`."""
+        started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ended = "read"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if kind == "packed":
+                    wo.load(folder / "w.safetensors")
+                else:
+                    checkpoint = open_checkpoint(folder)
+                    self._compare_headers({info.file for info in checkpoint.shards.tensors.values()}, outcome)
+                    for _ in checkpoint.records(progress=False):
+                        pass
+        except (ValueError, OSError) as error:
+            ended = "refused"
+            if str(folder) not in str(error):
+                outcome.failures.append(f"{kind}: an error that names no file: {type(error).__name__}: {error}")
+        except Exception as error:
+            ended = "refused"
+            outcome.failures.append(f"{kind}: {type(error).__name__}: {error!s:.300}")
+        seconds = time.perf_counter() - started
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        if seconds > _SECONDS:
+            outcome.failures.append(f"{kind}: it took {seconds:.1f} s")
+        if grown > _MEMORY_KIB:
+            outcome.failures.append(f"{kind}: it took {grown >> 10} MiB")
+        return ended
+
+    def _compare_headers(self, files: set[Path], outcome: Outcome) -> None:
+        for file in files:
+            with contextlib.suppress(SafetensorError), safe_open(file, "pt"):
+                continue
+            outcome.failures.append(f"a header was read that safetensors refuses: {file.read_bytes()[:300]!r}")

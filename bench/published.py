@@ -1,0 +1,228 @@
+"""The tables and the picture of README.md and docs/performance.md, made from the committed measurements.
+
+    python -m weightonly.bench.published     writes them anew, from a checkout
+
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; `TABLES` has the names. Tests
+compare them with what this module makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from .report import results
+from .report.tables import Part, geometric_mean, lost, parts
+from .shapes import Shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASUREMENTS = ROOT / "bench" / "measurements"
+PICTURE = ROOT / "docs" / "assets" / "h200_speedup.svg"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+"""Columns of the large tables."""
+
+PEER_BATCH = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
+"""Where every one of `PEERS` was measured."""
+
+OURS = "weightonly"
+DENSE = "cuBLAS fp16"
+PEERS = {"Machete": "machete_tuned", "Marlin": "marlin", "FasterTransformer": "fastertransformer_tuned"}
+"""Name -> column of h200_peers.csv, of those that were measured at all of its shapes."""
+
+_STYLES = {
+    OURS: ("#0072B2", "o"),
+    "Machete": ("#D55E00", "s"),
+    "Marlin": ("#009E73", "^"),
+    "FasterTransformer": ("#CC79A7", "D"),
+}
+
+
+def report_part(format: str) -> Part:
+    """Our own times and those of the same run: "int4", "int8" or "nf4"."""
+    for part in parts(results.read(MEASUREMENTS / "h200_report.csv").rows):
+        if part.name.startswith(f"{format},"):
+            return part
+    raise ValueError(f"format: expected one of h200_report.csv, got {format!r}")
+
+
+def peer_times(bits: int) -> pd.DataFrame:
+    """Rows of h200_peers.csv, by (k, n, m); us."""
+    frame = pd.read_csv(MEASUREMENTS / "h200_peers.csv", comment="#")
+    return frame[frame["bits"] == bits].set_index(["k", "n", "m"])
+
+
+def peer_speedups() -> pd.DataFrame:
+    """How many times faster than cuBLAS fp16 of its own run each is, int4 group 128: a row each, a column per M.
+
+    Geometric means over the shapes of h200_peers.csv.
+    """
+    times = peer_times(4)
+    shapes: list[Shape] = list(dict.fromkeys(times.droplevel("m").index))
+    rows = {OURS: geometric_mean(report_part("int4").speedups(DENSE).loc[shapes])[list(PEER_BATCH)]}
+    for name, column in PEERS.items():
+        speedups = (times["cublas_f16"] / times[column]).unstack("m").loc[shapes]
+        rows[name] = geometric_mean(speedups)[list(PEER_BATCH)]
+    return pd.DataFrame(rows).T
+
+
+def picture() -> Figure:
+    """`peer_speedups` over M."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for name, line in peer_speedups().iterrows():
+        color, marker = _STYLES[str(name)]
+        ours = name == OURS
+        axes.plot(
+            line.index, line, color=color, marker=marker, label=name, linewidth=2.6 if ours else 1.5, markersize=5
+        )
+    axes.axhline(1, color="#444444", linestyle="--", linewidth=1.2, label="cuBLAS fp16")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(list(PEER_BATCH)))
+    axes.yaxis.set_major_locator(FixedLocator([0.3, 0.5, 0.7, 1, 1.5, 2, 3]))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("M (tokens)")
+    axes.set_ylabel("times as fast as cuBLAS fp16")
+    axes.set_title("int4 weights, group 128, fp16, one H200: higher is better", fontsize=11)
+    axes.grid(True, linewidth=0.4, alpha=0.5)
+    axes.legend(frameon=False, ncols=1, loc="upper right")
+    return figure
+
+
+def save_picture(path: Path) -> None:
+    """An SVG file, the same bytes for the same data and version of matplotlib."""
+    import matplotlib
+
+    figure = picture()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "weightonly"}):
+        figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def _markdown(head: Iterable[object], lines: Iterable[Iterable[str]]) -> str:
+    names = [str(name) for name in head]
+    rows = [names, ["---"] * len(names), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _ratio(ratio: float) -> str:
+    """Two decimals, in bold where we lose."""
+    text = f"{ratio:.2f}"
+    return f"**{text}**" if lost(ratio) else text
+
+
+def _us(us: float) -> str:
+    return f"{us:.{1 if us < 100 else 0}f}"
+
+
+def peers_table() -> str:
+    """`peer_speedups`."""
+    table = peer_speedups()
+    head = ["times as fast as cuBLAS fp16", *(f"M = {m}" for m in table.columns)]
+    return _markdown(head, ([str(name), *(f"{ratio:.2f}" for ratio in row)] for name, row in table.iterrows()))
+
+
+def report_table(format: str) -> str:
+    """Our us, and how many times faster than each other provider of the run, by shape and M."""
+    part = report_part(format)
+    ours = part.us("ours")[list(BATCH)]
+    speedups = [part.speedups(name)[list(BATCH)] for name in part.others]
+    lines = []
+    for shape in part.shapes:
+        cells = [
+            f"{_us(ours.loc[shape, m])} ({', '.join(_ratio(table.loc[shape, m]) for table in speedups)})" for m in BATCH
+        ]
+        lines.append([f"{shape[0]} x {shape[1]}", *cells])
+    means = [geometric_mean(table) for table in speedups]
+    lines.append(["geometric mean", *(f"({', '.join(_ratio(mean[m]) for mean in means)})" for m in BATCH)])
+    roofline = geometric_mean(part.over_roofline()[list(BATCH)])
+    lines.append(["geometric mean, times the roofline", *(f"{roofline[m]:.2f}" for m in BATCH)])
+    return _markdown(["K x N", *(f"M = {m}" for m in BATCH)], lines)
+
+
+def losses_table() -> str:
+    """Where cuBLAS fp16 was faster, of all cells of the report."""
+    lines = []
+    for format, name in (("int4", "int4, group 128"), ("int8", "int8, per channel"), ("nf4", "NF4, blocks of 64")):
+        speedups = report_part(format).speedups(DENSE).stack()
+        slower = speedups[np.round(speedups, 2) < 1]
+        k, n, m = speedups.idxmin()
+        by_m = ", ".join(f"{m}" for m in sorted(slower.index.get_level_values(2).unique()))
+        worst = f"{speedups.min():.2f} ({k} x {n}, M = {m})"
+        lines.append([name, str(len(speedups)), str(len(slower)), by_m, worst])
+    return _markdown(["weights", "cells", "cuBLAS is faster in", "at M", "worst: times as fast as cuBLAS"], lines)
+
+
+def peer_losses_table() -> str:
+    """The best peer's time over ours, beside cuBLAS of each run, at the shapes of h200_peers.csv."""
+    table = peer_speedups()
+    lines = []
+    for name in PEERS:
+        ratio = table.loc[OURS] / table.loc[name]
+        lines.append([name, *(_ratio(value) for value in ratio)])
+    return _markdown(["weightonly is faster than", *(f"M = {m}" for m in table.columns)], lines)
+
+
+def peer_us_table() -> str:
+    """us of every peer at each shape, M of 1, 16, 64, 256 and 1024."""
+    times = peer_times(4)
+    ours = report_part("int4").us("ours")
+    names = {
+        "cuBLAS fp16": "cublas_f16",
+        **PEERS,
+        "CUTLASS example 55": "cutlass_ex55_tuned",
+        "Humming": "humming",
+        "GemLite": "gemlite",
+        "bitsandbytes NF4": "bitsandbytes_nf4",
+        "PyTorch tinygemm": "torch_tinygemm",
+    }
+    lines = []
+    for (k, n, m), row in times.iterrows():
+        if m in (1, 16, 64, 256, 1024):
+            cells = ["" if np.isnan(row[column]) else _us(row[column]) for column in names.values()]
+            lines.append([f"{k} x {n}", str(m), _us(ours.loc[(k, n), m]), *cells])
+    return _markdown(["K x N", "M", OURS, *names], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "peers": peers_table,
+    "peer-ratios": peer_losses_table,
+    "peer-times": peer_us_table,
+    "losses": losses_table,
+    "int4": lambda: report_table("int4"),
+    "int8": lambda: report_table("int8"),
+    "nf4": lambda: report_table("nf4"),
+}
+
+_TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables made anew. Raises KeyError for a name that is none of `TABLES`."""
+    return _TABLE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+
+
+def main() -> None:
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(PICTURE)
+    for path in DOCUMENTS:
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The kernel families, each with its tiles, rules, shared memory, work, and constants of generated code."""
+
+from .base import FAMILIES, Family, KernelConfig
+from .decode_sm90 import DecodeSm90
+from .dequantize_cublas import DequantizeCublasSm75, DequantizeCublasSm90
+from .gemm_sm70 import GemmSm70
+from .gemm_sm75 import GemmSm75
+from .gemm_sm80 import GemmSm80
+from .gemm_sm90 import GemmSm90
+from .gemv import Gemv
+
+__all__ = ["FAMILIES", "Family", "KernelConfig"]
+
+_IN_ORDER: tuple[Family, ...] = (
+    Gemv(),
+    GemmSm80(),
+    DecodeSm90(),
+    GemmSm90(),
+    GemmSm75(),
+    GemmSm70(),
+    DequantizeCublasSm75(),
+    DequantizeCublasSm90(),
+)
+FAMILIES.update((family.name, family) for family in _IN_ORDER)

@@ -1,0 +1,352 @@
+"""KernelConfig, one configuration of a kernel, and Family, all that is known of a kernel template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from ..cost import Work, problem_bytes
+from ..machine import machine
+from ..problem import Problem
+
+NEWEST = 1 << 30
+"""`Family.last_arch` of a family that no newer one replaces."""
+
+FAMILIES: dict[str, Family] = {}
+"""Every family by its name (families/__init__.py)."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Tile shape, pipeline and split of one kernel. The data types are not part of it: see `TypeConfig`.
+
+    family    a key of FAMILIES
+    block_*   tile of one CTA: tokens x columns x k of one iteration of its main loop; of cuBLAS, which has many, what
+              the cost model counts in
+    warp_*    tile of one warp (gemm_sm90: of one warpgroup)
+    stages    of the pipeline through shared memory
+    split_k   parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by
+              the CTAs of a cluster
+    formats   weight formats that the configuration is compiled for
+    tail      None: one launch computes all columns. Else it computes those of its full waves of CTAs, and a second one,
+              of this configuration, the columns that are left, which would keep few SMs busy
+    verified  False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    """
+
+    family: str
+    block_m: int
+    block_n: int
+    block_k: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    split_k: int = 1
+    formats: tuple[str, ...] = ("int4", "int8")
+    tail: KernelConfig | None = None
+    verified: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tail is not None and not isinstance(self.tail, KernelConfig):
+            raise TypeError(f"tail: expected a KernelConfig or None, got {type(self.tail).__name__}")
+
+    @functools.cached_property
+    def kernel(self) -> str:
+        """Name of the compiled kernel, less its types: everything but split_k, which is a launch parameter."""
+        return self.rules.kernel_name(self)
+
+    def kernels(self) -> set[str]:
+        """Names of the compiled kernels that it runs."""
+        return {self.kernel} if self.tail is None else {self.kernel, self.tail.kernel}
+
+    @property
+    def name(self) -> str:
+        name = f"{self.kernel}_k{self.split_k}"
+        return name if self.tail is None else f"{name}+{self.tail.name}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def rules(self) -> Family:
+        """Its family."""
+        return FAMILIES[self.family]
+
+    @property
+    def layout(self) -> str:
+        """The weight layout that the kernel reads."""
+        return self.rules.layout
+
+    @property
+    def shares_cluster(self) -> bool:
+        """Whether the CTAs that share K are a cluster: their sums need no memory and no kernel of their own."""
+        return self.rules.shares_cluster
+
+    @property
+    def unfused(self) -> bool:
+        """Whether it has no kernel of its own: the kernel of kernels/convert/dequantize.cu, then cuBLAS."""
+        return self.rules.unfused
+
+    @property
+    def is_verified(self) -> bool:
+        return self.verified and self.rules.verified
+
+    @functools.cached_property
+    def max_split_k(self) -> int:
+        return self.rules.max_split_k(self)
+
+    @property
+    def max_m(self) -> int:
+        """Rows of x that one launch handles."""
+        return self.rules.max_m(self)
+
+    @functools.cached_property
+    def k_tile(self) -> int:
+        """The k that split-K hands out."""
+        return self.rules.k_tile(self)
+
+    @functools.cached_property
+    def splits(self) -> tuple[KernelConfig, ...]:
+        """It with each split_k that it is compiled for."""
+        return tuple(replace(self, split_k=s) for s in range(1, self.max_split_k + 1))
+
+    def with_split_k(self, split_k: int) -> KernelConfig:
+        return replace(self, split_k=split_k)
+
+    def with_tail(self, tail: KernelConfig | None) -> KernelConfig:
+        """The same for full waves, `tail` for the columns that are left. Raises TypeError for anything but these."""
+        return replace(self, tail=tail)
+
+
+Split = tuple[int, int, float, int, float, float, float, float, float, float, int, Any, KernelConfig]
+"""A configuration, with one split_k, for one K: what bounds its time from below.
+
+    parts, slots  a wave is slots output tiles, where each counts parts times
+    most_tiles    output tiles from which `select` does not look at it
+    most_m        rows of x that fit with one end of a tile or more
+    fixed_us      of a launch: fixed_us + outputs * output_us, which more parts do not lessen, and of each wave
+    output_us     ... wave_ends ends of an output tile, but one at least
+    share_us      no configuration with as many parts or more computes for less than tiles * share_us
+    wave_ends     see output_us
+    wave_us       computing takes waves * wave_us + tiles * tile_us, less what the last wave saves, beside copies of x
+    tile_us
+    turns         that each CTA takes in a wave: see `Bounds.last_us`
+    own           what its family keeps for `work`
+    config        the configuration
+
+A plain tuple: the search makes some for each new K.
+"""
+
+
+class Bounds(NamedTuple):
+    """What bounds the time of a kernel from below, whatever its split_k.
+
+    launch_us  of a launch
+    end_us     of an output tile, ...
+    token_us   ... and beyond it for each row of x. No SM has less than one, nor less than its share of them
+    copy_us    of a k of a row of x, by each output tile, or by each CTA where those are fewer: a part of computing
+    start_us   all SMs compute for at least start_us + tiles * K * k_us
+    k_us
+    last_us    what the last wave saves in each turn, by the CTAs of its busiest SM; (): nothing
+    byte_us    of the memory for one byte
+    unhidden   see `Work`
+    """
+
+    launch_us: float
+    end_us: float
+    token_us: float
+    copy_us: float
+    start_us: float
+    k_us: float
+    last_us: tuple[float, ...]
+    byte_us: float
+    unhidden: float
+
+
+class Kernel:
+    """A kernel on one GPU, for one format and kind of scales: what M, N and K leave to compute of its work.
+
+    config   one of its configurations
+    bounds   of its time
+    """
+
+    __slots__ = ("bounds", "config")
+
+    config: KernelConfig
+    bounds: Bounds
+
+    def splits(self, k: int) -> tuple[Split, ...]:
+        """Its configurations for one K, but those that leave a part of it without work."""
+        raise NotImplementedError
+
+    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
+        """What one launch has to do."""
+        raise NotImplementedError
+
+    def fits(self, split: Split, m: int, n: int) -> bool:
+        """Whether M and N leave it enough shared memory."""
+        return True
+
+    def dominates(self, other: Kernel) -> bool:
+        """Whether the other one takes no less time for any M, N and K."""
+        return False
+
+
+def leaves_none(k_tiles: int, split_k: int) -> bool:
+    """Whether each of split_k parts of K gets k-tiles."""
+    return (split_k - 1) * -(-k_tiles // split_k) < k_tiles
+
+
+class Family:
+    """A kernel template: the layout that it reads, what it is compiled for, its rules, and the work of a launch.
+
+    layout                 of the weights
+    first_arch, last_arch  compute capabilities that it is compiled for, and among whose kernels `select` looks at it
+    dtypes                 of x; tensor cores before sm80 have no bf16
+    shares_cluster         parts of K are summed by a cluster: machine code of 90a alone, which runs on 9.0 alone
+    unfused                dequantizes slices of the weight, which cuBLAS multiplies by
+    panel_columns          columns of its layout that are padded together
+    takes_tail             may be the first of two launches
+    tail_overlap_us        of the second of them, while the first one runs
+    smem_grows             with M, N or K
+    min_m                  rows of x from which `select` looks at it; None: only where nothing else computes a problem
+    verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    header                 of the kernel, below kernels/gemm
+    """
+
+    name: ClassVar[str]
+    layout: ClassVar[str]
+    first_arch: ClassVar[int]
+    last_arch: ClassVar[int] = NEWEST
+    dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
+    shares_cluster: ClassVar[bool] = False
+    unfused: ClassVar[bool] = False
+    panel_columns: ClassVar[int] = 1
+    takes_tail: ClassVar[bool] = False
+    tail_overlap_us: ClassVar[float] = 0.0
+    smem_grows: ClassVar[bool] = False
+    min_m: ClassVar[int | None] = 1
+    verified: ClassVar[bool] = True
+    header: ClassVar[str] = ""
+
+    # --- its configurations ---
+
+    def configs(self) -> Iterable[KernelConfig]:
+        raise NotImplementedError
+
+    def kernel_name(self, config: KernelConfig) -> str:
+        c = config
+        return f"{c.family}_{c.block_m}x{c.block_n}x{c.block_k}_w{c.warp_m}x{c.warp_n}_s{c.stages}"
+
+    def k_tile(self, config: KernelConfig) -> int:
+        """The k that split-K hands out."""
+        return config.block_k
+
+    def max_m(self, config: KernelConfig) -> int:
+        """Rows of x that one launch handles."""
+        return 2**31 - 1
+
+    def max_split_k(self, config: KernelConfig) -> int:
+        raise NotImplementedError
+
+    def loops(self, config: KernelConfig) -> bool:
+        """Whether CTAs go through several output tiles, the next on its way while one is finished."""
+        return False
+
+    def first_parts(self, config: KernelConfig) -> int:
+        """The most split_k with which `select` looks at it as the first of two launches; 0: it does not."""
+        return 0
+
+    def tiles(self, config: KernelConfig, m: int, n: int) -> int:
+        """Output tiles of a launch."""
+        columns = -(-n // self.panel_columns) * self.panel_columns
+        return -(-m // config.block_m) * -(-columns // config.block_n)
+
+    # --- code generation ---
+
+    def compiled_for(self, arch: str) -> bool:
+        """Whether a build for `arch` ("80", "90a") has the family. 70 stands for the PTX of compute_75."""
+        in_range = self.first_arch <= int(arch.rstrip("af")) <= self.last_arch
+        return in_range and (not self.shares_cluster or arch.endswith("a"))
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        """The constants that a generated kernel hands to its template."""
+        raise NotImplementedError
+
+    def defines(self, config: KernelConfig) -> tuple[str, ...]:
+        """Macros that a generated unit needs."""
+        return ()
+
+    # --- rules ---
+
+    def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
+        """Dynamic shared memory of one CTA, bytes. It may be more than a GPU has: see `why_not`."""
+        raise NotImplementedError
+
+    def why_not(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
+        """Why a launch of the configuration cannot compute a problem; None if it can. dtype of x: "f16" or "bf16"."""
+        return self.why_never(config, problem, dtype) or self.why_not_sizes(config, problem)
+
+    def why_never(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
+        """The part of `why_not` that M, N and K do not change."""
+        p = problem
+        if self.layout != p.layout:
+            return f"{config} reads layout {self.layout!r}, but qweight is packed as {p.layout!r}"
+        if p.format not in config.formats:
+            return f"{config} reads {', '.join(config.formats)}, but qweight is {p.format}"
+        if dtype is not None and dtype not in self.dtypes:
+            return f"{config} computes fp16 alone, but x is bf16"
+        if p.arch < self.first_arch:
+            needed = self.first_arch / 10
+            return f"{config} needs compute capability {needed}, but the GPU has {p.arch / 10}"
+        if self.first_arch == self.last_arch < p.arch:
+            return f"{config} runs on compute capability {self.first_arch / 10} alone, but the GPU has {p.arch / 10}"
+        if not 1 <= config.split_k <= config.max_split_k:
+            return f"expected split_k of 1 to {config.max_split_k}, got {config.split_k}"
+        return None if self.smem_grows else self._why_not_smem(config, p)
+
+    def why_not_sizes(self, config: KernelConfig, problem: Problem) -> str | None:
+        """The part of `why_not` that M, N and K decide."""
+        p = problem
+        if p.m > config.max_m:
+            return f"{config} computes at most {config.max_m} rows, but x has {p.m}"
+        if self.smem_grows and (reason := self._why_not_smem(config, p)) is not None:
+            return reason
+        k_tiles = -(-p.k_padded // config.k_tile)
+        if not leaves_none(k_tiles, config.split_k):
+            return (
+                f"split_k of {config.split_k} leaves a part of K without work: K = {p.k} is {k_tiles} k-tiles of "
+                f"{config.kernel}"
+            )
+        return None
+
+    def _why_not_smem(self, config: KernelConfig, problem: Problem) -> str | None:
+        needed, limit = self.smem_bytes(config, problem), machine(problem.arch).smem_bytes
+        if needed <= limit:
+            return None
+        return f"{config} needs {needed} bytes of shared memory for {problem.format}, but the GPU has {limit}"
+
+    # --- cost ---
+
+    def is_calibrated(self, config: KernelConfig, format: str) -> bool:
+        """Whether h200.py has the constants of a kernel. One that is not measured yet is compiled, but not chosen."""
+        raise NotImplementedError
+
+    def splits(self, config: KernelConfig) -> Iterable[int]:
+        """The split_k that `select` looks at; none: it does not look at the configuration."""
+        return range(1, config.max_split_k + 1)
+
+    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> Kernel:
+        """The kernel of configurations that differ in split_k alone. M, N and K of the problem do not count.
+
+        Raises KeyError where it is not calibrated.
+        """
+        raise NotImplementedError
+
+    def work(self, config: KernelConfig, problem: Problem) -> Work:
+        """What one launch of a legal configuration has to do. Raises KeyError where it is not calibrated."""
+        tiles = self.tiles(config, problem.m, problem.n)
+        kernel = self.kernel([config], problem)
+        (split,) = kernel.splits(problem.k)
+        return kernel.work(split, problem.m, problem.n, tiles, problem_bytes(problem))

@@ -1,0 +1,50 @@
+"""What the kernels of Hopper share: one CTA on an SM, and clusters of split_k CTAs that share K."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..constants import DecodeSm90Constants, GemmSm90Constants, TileTimes
+from ..cost import Work
+from ..problem import Problem
+from .base import Family, KernelConfig
+
+PANEL_COLUMNS = 64
+"""Columns of layout "tiled" that are padded together: a column panel (weightonly/layout/shapes.py)."""
+
+CLUSTERS = (1, 2, 3, 4, 5, 6, 8)
+"""CTAs of a cluster that `select` looks at: as many clusters of 8 run at once as of 7."""
+
+
+class ClusterFamily(Family):
+    layout = "tiled"
+    panel_columns = PANEL_COLUMNS
+    first_arch = last_arch = 90
+    shares_cluster = True
+
+    constants: DecodeSm90Constants | GemmSm90Constants
+
+    def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
+        """What `counted_work` needs of a launch."""
+        raise NotImplementedError
+
+    def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
+        """The work of a launch, or of many: counts and times may be arrays."""
+        raise NotImplementedError
+
+    def is_calibrated(self, config: KernelConfig, format: str) -> bool:
+        return (config.kernel, format) in self.constants.kernels
+
+    def splits(self, config: KernelConfig) -> Iterable[int]:
+        return (s for s in CLUSTERS if s <= config.max_split_k)
+
+
+def codebook_bytes(config: KernelConfig, format: str) -> int:
+    """Pairs of codes, for each lane (cutlass_ext/convert/codebook.h)."""
+    return 0 if format != "code4" else 256 * (256 if config.block_m <= 32 else 128)
+
+
+def cluster_us(constants: DecodeSm90Constants | GemmSm90Constants, split_k: Any) -> Any:
+    """What a cluster of split_k CTAs takes beyond a single CTA."""
+    return (split_k > 1) * (constants.cluster_us + (split_k - 2) * constants.cta_us)

@@ -1,0 +1,68 @@
+"""gemm_sm80: mma.sync with a cp.async pipeline, from Ampere on (kernels/gemm/sm80.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .base import KernelConfig
+from .waves import WaveFamily
+
+
+class GemmSm80(WaveFamily):
+    name = "gemm_sm80"
+    layout = "interleaved"
+    first_arch = 80
+    header = "sm80.cuh"
+
+    def configs(self) -> Iterable[KernelConfig]:
+        # A warp covers all rows of its tile, so that each weight is converted once per CTA. Measured against these,
+        # 64 x 64 warps (weights converted twice) and 128 x 256, 256 x 128 tiles (one CTA an SM) lost on the cells
+        # tried: int4, group 128, three shapes, before the epilogue was last changed.
+        for block_m, block_n, stages in (
+            (16, 64, (4,)),
+            (16, 128, (2, 3, 4)),
+            (32, 128, (2, 3, 4)),
+            (64, 128, (2, 3, 4)),
+            (64, 256, (3,)),
+            (128, 128, (2, 3, 4)),
+        ):
+            for s in stages:
+                yield KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s)
+
+    def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
+        return pipeline_bytes(config, format)
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        return {**tile_constants(config), "kStages": config.stages}
+
+    def splits(self, config: KernelConfig) -> Iterable[int]:
+        """Those of all but two cp.async stages, and on short tiles three.
+
+        This keeps a new shape quick to decide, and is not free: of 110 measured cells an excluded kernel was the best
+        in 6 (two stages, M >= 512), by 1.6 to 6.1% in three of them. The excluded are compiled, legal, and open to
+        `config=`.
+        """
+        is_deep = config.stages > (3 if config.block_m <= 32 else 2)
+        return super().splits(config) if is_deep else ()
+
+
+def pipeline_bytes(config: KernelConfig, format: str) -> int:
+    """Shared memory of the stages, x, weights, scales and zero points, in whose place y is collected at the end."""
+    bits = {"int4": 4, "int8": 8}[format]
+    scales_and_zeros = 2 * 2 * config.block_n * 2
+    stage = config.block_m * config.block_k * 2 + config.block_n * config.block_k * bits // 8 + scales_and_zeros
+    return max(config.stages * stage, config.block_m * (config.block_n + 8) * 2)
+
+
+def tile_constants(config: KernelConfig) -> dict[str, int]:
+    return {
+        "kBlockM": config.block_m,
+        "kBlockN": config.block_n,
+        "kWarpM": config.warp_m,
+        "kWarpN": config.warp_n,
+    }
+
+
+def calibrated_as(config: KernelConfig) -> str:
+    """Turing and Volta borrow the constants of the Ampere tile with as many rows."""
+    return f"{GemmSm80.name}_{config.block_m}x128x64_w{config.block_m}x32_s2"

@@ -1,0 +1,231 @@
+"""gemm_sm90: wgmma, from a few tokens to many (kernels/gemm/sm90/)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..constants import GemmSm90Constants, TileTimes
+from ..cost import Work, problem_bytes
+from ..h200 import GEMM_SM90
+from ..machine import HOPPER_SMEM_BYTES, MAX_CLUSTER, resident_clusters
+from ..problem import Problem, padded_k
+from .base import Bounds, Kernel, KernelConfig, Split, leaves_none
+from .clusters import ClusterFamily, cluster_us, codebook_bytes
+
+MAX_TOKEN_TILES = 65535
+"""Tiles of tokens of one launch: with those of columns they are counted in 32 bits."""
+
+_BARRIERS_BYTES = 1024
+_REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
+
+# tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose codebook needs room, and for
+# int8. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
+# accumulators to add, and from 48 on have the registers to let scales multiply them. Up to 8 tokens int8 has
+# decode_sm90 alone. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
+# N = 10240.
+_SHAPES = (
+    (8, 1, 2, 6, 0, 0),
+    (8, 1, 4, 5, 4, 0),
+    (8, 2, 2, 6, 6, 0),
+    (8, 3, 1, 8, 0, 0),
+    (8, 4, 1, 7, 7, 0),
+    (16, 1, 2, 6, 0, 8),
+    (16, 1, 4, 5, 4, 4),
+    (16, 2, 2, 6, 5, 4),
+    (16, 3, 1, 9, 8, 6),
+    (16, 4, 1, 7, 6, 5),
+    (32, 1, 2, 6, 6, 6),
+    (32, 2, 2, 4, 3, 4),
+    (32, 3, 1, 6, 6, 5),
+    (32, 4, 1, 6, 4, 4),
+    (48, 1, 2, 5, 5, 5),
+    (48, 2, 1, 7, 0, 0),
+    (48, 3, 1, 6, 5, 4),
+    (48, 4, 1, 5, 4, 3),
+    (64, 1, 2, 5, 4, 4),
+    (64, 2, 1, 6, 0, 6),
+    (64, 2, 2, 0, 3, 0),
+    (64, 3, 1, 4, 4, 3),
+    (64, 4, 1, 4, 3, 3),
+    (96, 1, 2, 3, 0, 0),
+    (96, 2, 1, 5, 4, 4),
+    (96, 3, 1, 4, 3, 4),
+    (96, 3, 1, 0, 0, 3),
+    (96, 4, 1, 4, 3, 3),
+    (128, 2, 1, 3, 3, 3),
+    (128, 3, 1, 3, 3, 3),
+    (192, 2, 1, 5, 5, 5),
+    (256, 2, 1, 5, 5, 5),
+)
+
+
+def gemm_sm90_work(
+    launch_us: Any,
+    tiles: Any,
+    clusters: Any,
+    k_tiles: Any,
+    total_bytes: Any,
+    constants: GemmSm90Constants,
+    times: TileTimes,
+) -> Work:
+    """The work of a launch, or of many: numbers or arrays.
+
+    launch_us  of a launch of such clusters
+    clusters   that run at once
+    k_tiles    of one CTA for each of its output tiles
+
+    In a wave that does not fill the GPU the SMs are quicker, by up to `idle` of their time.
+    """
+    k_tile_us, end_us = times
+    waves = -(-tiles // clusters)
+    missing = waves - tiles / clusters  # the part of the last wave that has no tile
+    return (
+        launch_us + waves * end_us,
+        (waves - constants.idle * missing) * k_tiles * k_tile_us,
+        total_bytes / (constants.tb_s * 1e6),
+        constants.unhidden,
+    )
+
+
+class GemmSm90Kernel(Kernel):
+    __slots__ = ("_parts", "_times")
+
+    def __init__(self, configs: Sequence[KernelConfig], problem: Problem) -> None:
+        config = self.config = configs[0]
+        times = self._times = GEMM_SM90.kernels[config.kernel, problem.format]
+        self._parts = [
+            (resident_clusters(problem.sm_count, c.split_k), GEMM_SM90.fixed_us + cluster_us(GEMM_SM90, c.split_k), c)
+            for c in configs
+        ]
+        k_us, byte_us = times.k_tile_us / (config.block_k * problem.sm_count), 1 / (GEMM_SM90.tb_s * 1e6)
+        self.bounds = Bounds(self._parts[0][1], times.end_us, 0.0, 0.0, 0.0, k_us, (), byte_us, GEMM_SM90.unhidden)
+
+    def splits(self, k: int) -> tuple[Split, ...]:
+        k_tile_us = self._times.k_tile_us
+        k_tiles = -(-padded_k(k) // self.config.block_k)
+        idle, most_m, share_us = GEMM_SM90.idle, self.config.max_m, math.inf
+        found: list[Split] = []
+        for clusters, launch_us, config in reversed(self._parts):
+            split_k = config.split_k
+            if leaves_none(k_tiles, split_k):
+                of_cta = -(-k_tiles // split_k)
+                full_us = of_cta * k_tile_us
+                share_us = min(share_us, full_us / clusters)
+                wave_us, tile_us = (1 - idle) * full_us, idle * full_us / clusters
+                own = launch_us, of_cta
+                found.append(
+                    (1, clusters, math.inf, most_m, launch_us, 0.0, share_us, 1.0, wave_us, tile_us, 0, own, config)
+                )
+        return tuple(reversed(found))
+
+    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
+        launch_us, k_tiles = split[-2]
+        return gemm_sm90_work(launch_us, tiles, split[1], k_tiles, total_bytes, GEMM_SM90, self._times)
+
+
+class GemmSm90(ClusterFamily):
+    name = "gemm_sm90"
+    constants = GEMM_SM90
+    takes_tail = True
+    tail_overlap_us = GEMM_SM90.fixed_us
+    header = "sm90/kernel.cuh"
+
+    def configs(self) -> Iterable[KernelConfig]:
+        formats: dict[
+            tuple[int, int, int, int], tuple[str, ...]
+        ] = {}  # those with as many stages share a configuration
+        for tokens, n, k, *stages in _SHAPES:
+            for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
+                if count:
+                    shape = (tokens, n, k, count)
+                    formats[shape] = (*formats.get(shape, ()), format)
+        for (tokens, warpgroups_n, warpgroups_k, stages_), names in formats.items():
+            block_k = warpgroups_k * _warpgroup_k(tokens)
+            yield KernelConfig(self.name, tokens, 64 * warpgroups_n, block_k, tokens, 64, stages_, 1, names)
+
+    def max_m(self, config: KernelConfig) -> int:
+        return MAX_TOKEN_TILES * config.block_m
+
+    def max_split_k(self, config: KernelConfig) -> int:
+        """1 where a CTA has no room for the accumulators of another one: clusters are not compiled then."""
+        pair = config.with_split_k(2)
+        has_room = any(self.cta_smem_bytes(pair, f, True, False) <= HOPPER_SMEM_BYTES for f in config.formats)
+        return MAX_CLUSTER if has_room else 1
+
+    def first_parts(self, config: KernelConfig) -> int:
+        """Tiles of few tokens are slow at waves of many columns. Large ones that do not loop may share K by two."""
+        if config.block_m < 64:
+            return 0
+        return 2 if config.block_m >= 128 and not self.loops(config) else 1
+
+    def warpgroups_k(self, config: KernelConfig) -> int:
+        """Warpgroups that share the k of a block."""
+        return config.block_k // _warpgroup_k(config.block_m)
+
+    def loops(self, config: KernelConfig) -> bool:
+        """They do where tiles are large, if K is not shared."""
+        return config.block_m >= 128 and config.block_m * config.block_n > 128 * 128
+
+    def stages_y(self, config: KernelConfig) -> bool:
+        """Whether there is room beside the pipeline for a staged store of y, if K is not shared."""
+        is_large = config.block_m >= 96 or config.block_m * config.block_n >= 128 * 128
+        return self.warpgroups_k(config) == 1 and is_large
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        return {
+            "kTileM": config.block_m,
+            "kWarpgroupsN": config.block_n // config.warp_n,
+            "kWarpgroupsK": self.warpgroups_k(config),
+            "kStages": config.stages,
+        }
+
+    def defines(self, config: KernelConfig) -> tuple[str, ...]:
+        # Reading all of CUTLASS' wgmma shapes takes a compiler four times as long as reading the usual ones.
+        return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",) if config.block_m == 48 else ()
+
+    def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
+        return self.cta_smem_bytes(config, problem.format, problem.per_channel, problem.zeros)
+
+    def cta_smem_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
+        """Dynamic shared memory of one CTA, bytes: struct Smem of kernels/gemm/sm90."""
+        c = config
+        bits = 8 if format == "int8" else 4
+        scale_rows = 0 if per_channel and not zeros else c.block_k // 32 * (2 if zeros else 1)  # the smallest groups
+        stage_bytes = c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
+        pipeline_bytes = c.stages * stage_bytes + codebook_bytes(c, format)
+        # At the end the accumulators of its warpgroups take the pipeline's place. Beside them are partials that other
+        # CTAs send, or, in place of both, buffers of the staged store.
+        reduction_tiles = c.block_n // 64 * (c.block_m // 8)
+        warpgroups_k = self.warpgroups_k(c)
+        accumulators_bytes = reduction_tiles * warpgroups_k * _REDUCTION_TILE_BYTES
+        if c.split_k > 1:  # of the tiles that it finishes it gets all other parts of K
+            beside_bytes = (c.split_k - 1) * warpgroups_k * -(-reduction_tiles // c.split_k) * _REDUCTION_TILE_BYTES
+        else:
+            beside_bytes = c.block_n // 64 * 2 * 16 * (64 * 2 + 16) if self.stages_y(c) else 0
+        return _BARRIERS_BYTES + max(pipeline_bytes, accumulators_bytes) + beside_bytes
+
+    def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
+        p, split_k = problem, config.split_k
+        clusters = resident_clusters(p.sm_count, split_k)
+        return self.tiles(config, p.m, p.n), clusters, _k_tiles(config, p.k_padded), split_k, problem_bytes(p)
+
+    def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
+        tiles, clusters, k_tiles, split_k, total_bytes = counts
+        launch_us = constants.fixed_us + cluster_us(constants, split_k)
+        return gemm_sm90_work(launch_us, tiles, clusters, k_tiles, total_bytes, constants, times)
+
+    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> GemmSm90Kernel:
+        return GemmSm90Kernel(configs, problem)
+
+
+def _warpgroup_k(tokens: int) -> int:
+    """k of one warpgroup in a block."""
+    return 128 if tokens <= 128 else 64
+
+
+def _k_tiles(config: KernelConfig, k_padded: int) -> int:
+    """Of one CTA for each of its output tiles."""
+    k_tiles = -(-k_padded // config.block_k)
+    return -(-k_tiles // config.split_k)

@@ -1,0 +1,49 @@
+"""gemv: few tokens on CUDA cores (kernels/gemm/gemv.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .base import KernelConfig
+from .waves import WaveFamily
+
+PASS_K = 256
+"""k that one warp covers in one pass (cutlass_ext/mainloop/gemv_stage.h)."""
+
+_COLUMNS_PER_LINE = {"int4": 4, "int8": 2}  # of layout "interleaved"
+
+
+class Gemv(WaveFamily):
+    name = "gemv"
+    layout = "interleaved"
+    first_arch = 75
+    header = "gemv.cuh"
+
+    def configs(self) -> Iterable[KernelConfig]:
+        # 4 lines of the layout per CTA (16 columns of int4, 8 of int8), which is what 64 registers hold for one token:
+        # 32 warps an SM. More warps per CTA suit long K, fewer suit many columns.
+        for format, columns in (("int4", 16), ("int8", 8)):
+            for warps, tokens in ((4, (1, 2)), (8, (1, 2, 4, 8)), (16, (1,))):
+                for t in tokens:
+                    yield KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, (format,))
+
+    def kernel_name(self, config: KernelConfig) -> str:
+        return f"{self.name}_{config.block_m}x{config.block_n}x{config.block_k}"
+
+    def k_tile(self, config: KernelConfig) -> int:
+        return PASS_K
+
+    def max_m(self, config: KernelConfig) -> int:
+        return config.block_m  # all accumulators are in registers
+
+    def warps(self, config: KernelConfig) -> int:
+        return config.block_k // PASS_K
+
+    def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
+        # fp32 x of one pass per warp and token, each segment padded by 16 bytes (gemv_stage.h).
+        segment_k = 32 if format == "int4" else 16
+        return 4 * config.block_k * config.block_m * (segment_k + 4) // segment_k
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        lines = config.block_n // _COLUMNS_PER_LINE[format]
+        return {"kTokens": config.block_m, "kLines": lines, "kWarps": self.warps(config)}

@@ -1,0 +1,164 @@
+"""What the kernels before Hopper share: CTAs that are resident together on an SM, in waves over the GPU.
+
+`c` resident CTAs take max(latency, c * k_tile_us) for one iteration of each. A launch is a number of full waves, and a
+last one. Parts of K meet in global memory, where a second kernel adds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..constants import WaveConstants, WaveTimes
+from ..cost import Work
+from ..h200 import WAVES
+from ..machine import machine
+from ..problem import Problem, padded_k
+from .base import Bounds, Family, Kernel, KernelConfig, Split, leaves_none
+
+MAX_SPLIT_K = 7
+"""Parts of K whose sums meet in global memory."""
+
+_REGISTERS = 65536
+_MAX_WARPS = 48
+
+
+def ctas_per_sm(config: KernelConfig, format: str, arch: int, registers: int) -> int:
+    """CTAs of a configuration that are resident on an SM: limited by shared memory, registers and warps."""
+    family = config.rules
+    assert isinstance(family, WaveFamily)
+    warps = family.warps(config)
+    by_smem = machine(arch).sm_smem_bytes // (family.cta_smem_bytes(config, format) + 1024)  # the system keeps 1 KB
+    by_registers = _REGISTERS // (32 * warps * (-(-registers // 8) * 8))
+    return max(1, min(by_smem, by_registers, _MAX_WARPS // warps))
+
+
+def waves_us(
+    ctas: Any, sm_count: Any, resident: int, iterations: Any, times: WaveTimes, maximum: Callable[[Any, Any], Any] = max
+) -> Any:
+    """Time of `ctas` CTAs of so many iterations each, `resident` at once on each SM."""
+    _, k_tile_us, latency_us, fixed_us = times
+    full, left = divmod(ctas, sm_count * resident)
+    us = full * (fixed_us + iterations * maximum(latency_us, resident * k_tile_us))
+    on_one_sm = -(-left // sm_count)
+    return us + (left > 0) * (fixed_us + iterations * maximum(latency_us, on_one_sm * k_tile_us))
+
+
+def launch_and_output_us(split_k: Any, constants: WaveConstants) -> tuple[Any, Any]:
+    """What is fixed of a launch, and the time for each output: fp32 partials, written and read. Numbers or arrays."""
+    is_split = split_k > 1
+    partial_us = 2 * 4 / (constants.reduce_tb_s * 1e6)
+    return constants.launch_us + is_split * constants.reduce_launch_us, is_split * split_k * partial_us
+
+
+def iterations(k_tiles: int, split_k: int, k_tile: int, block_k: int) -> int:
+    """Of the main loop of one CTA. block_k: k of one."""
+    return -(-(-(-k_tiles // split_k) * k_tile) // block_k)
+
+
+class WaveKernel(Kernel):
+    __slots__ = ("_byte_us", "_parts", "_resident", "_sm_count", "_times")
+
+    def __init__(self, family: WaveFamily, configs: Sequence[KernelConfig], problem: Problem) -> None:
+        config, gpu = configs[0], machine(problem.arch)
+        times = self._times = family.times(config, problem.format, problem.arch)
+        self.config, self._sm_count = config, problem.sm_count
+        self._resident = ctas_per_sm(config, problem.format, problem.arch, times.registers)
+        slots = self._resident * self._sm_count
+        # No more CTAs than twice what the GPU holds beside those of one part of K.
+        self._parts = [
+            (*launch_and_output_us(c.split_k, WAVES), 2 * slots // (c.split_k - 1) if c.split_k > 1 else math.inf, c)
+            for c in configs
+        ]
+        self._byte_us = 1 / (gpu.tb_s * 1e6)
+        turns_us = [max(times.latency_us, ctas * times.k_tile_us) for ctas in range(self._resident + 1)]
+        last_us = tuple(turns_us[-1] - us for us in turns_us)
+        k_us = times.k_tile_us / (config.block_k * self._sm_count)
+        self.bounds = Bounds(WAVES.launch_us, 0.0, 0.0, 0.0, times.fixed_us, k_us, last_us, self._byte_us, 0.0)
+
+    def splits(self, k: int) -> tuple[Split, ...]:
+        _, k_tile_us, latency_us, fixed_us = self._times
+        k_tile, block_k, slots = self.config.k_tile, self.config.block_k, self._sm_count * self._resident
+        k_tiles, turn_us = -(-padded_k(k) // k_tile), max(latency_us, self._resident * k_tile_us)
+        most_m, found = self.config.max_m, []
+        for launch_us, output_us, most_tiles, config in self._parts:
+            split_k = config.split_k
+            if leaves_none(k_tiles, split_k):
+                turns = iterations(k_tiles, split_k, k_tile, block_k)
+                wave_us = fixed_us + turns * turn_us
+                found.append(
+                    (
+                        split_k,
+                        slots,
+                        most_tiles,
+                        most_m,
+                        launch_us,
+                        output_us,
+                        0.0,
+                        0.0,
+                        wave_us,
+                        0.0,
+                        turns,
+                        None,
+                        config,
+                    )
+                )
+        return tuple(found)
+
+    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
+        parts, _, _, _, launch_us, output_us, _, _, _, _, turns, _, _ = split
+        return (
+            launch_us + m * n * output_us,
+            waves_us(tiles * parts, self._sm_count, self._resident, turns, self._times),
+            total_bytes * self._byte_us,
+            0.0,
+        )
+
+    def dominates(self, other: Kernel) -> bool:
+        mine, others = self.config, other.config
+        same = (mine.block_m, mine.block_n, mine.block_k, mine.k_tile, mine.max_m)
+        if not isinstance(other, WaveKernel) or self is other or len(self._parts) != len(other._parts):
+            return False
+        if same != (others.block_m, others.block_n, others.block_k, others.k_tile, others.max_m):
+            return False
+        no_slower = all(us <= other_us for us, other_us in zip(self._times[1:], other._times[1:], strict=True))
+        return no_slower and self._resident >= other._resident and self._times != other._times
+
+
+class WaveFamily(Family):
+    """A family of such kernels."""
+
+    def max_split_k(self, config: KernelConfig) -> int:
+        return MAX_SPLIT_K
+
+    def warps(self, config: KernelConfig) -> int:
+        return (config.block_m // config.warp_m) * (config.block_n // config.warp_n)
+
+    def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
+        """Dynamic shared memory of one CTA, bytes, with scales and zero points."""
+        raise NotImplementedError
+
+    def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
+        return self.cta_smem_bytes(config, problem.format)
+
+    def calibrated_as(self, config: KernelConfig) -> str:
+        """The kernel whose constants count."""
+        return config.kernel
+
+    def is_calibrated(self, config: KernelConfig, format: str) -> bool:
+        return (self.calibrated_as(config), format) in WAVES.kernels
+
+    def times(self, config: KernelConfig, format: str, arch: int) -> WaveTimes:
+        """Of a kernel on an architecture. Raises KeyError for one that is not calibrated."""
+        registers, k_tile_us, latency_us, fixed_us = WAVES.kernels[self.calibrated_as(config), format]
+        speed = machine(arch).speed
+        return WaveTimes(registers, k_tile_us / speed, latency_us / speed, fixed_us / speed)
+
+    def iterations(self, config: KernelConfig, k_padded: int) -> int:
+        """Of the main loop of one CTA."""
+        k_tiles = -(-k_padded // config.k_tile)
+        return iterations(k_tiles, config.split_k, config.k_tile, config.block_k)
+
+    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> WaveKernel:
+        return WaveKernel(self, configs, problem)

@@ -1,0 +1,93 @@
+// See api.h.
+#include "kernels/api/api.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include <cuda_runtime_api.h>
+
+#include "cutlass_ext/convert/numeric_conversion.h"
+#include "kernels/api/checks.h"
+#include "kernels/api/on_device.h"
+#include "kernels/api/registry.h"
+#include "kernels/convert/dequantize.h"
+
+namespace weightonly {
+namespace {
+
+template <class Element, class Source>
+void convert_host(unsigned const* packed, int words, unsigned short* out) {
+  constexpr int kCount = detail::ConvertWord<Element, Source>::kElements;
+  using Converter = FastInterleavedAndBiasedNumericArrayConverter<Element, Source, kCount>;
+  for (int i = 0; i < words; ++i) {
+    typename Converter::source_type source;
+    std::memcpy(&source, packed + i, sizeof(unsigned));
+    auto const result = Converter::convert(source);
+    std::memcpy(out + i * kCount, &result, sizeof(result));
+  }
+}
+
+}  // namespace
+}  // namespace weightonly
+
+using namespace weightonly;
+
+int wo_abi_version() {
+  return WEIGHTONLY_ABI_VERSION;
+}
+
+int wo_struct_bytes(int which) {
+  switch (which) {
+    case 0:
+      return int(sizeof(GemmParams));
+    case 1:
+      return int(sizeof(AwqDequantizeParams));
+    case 2:
+      return int(sizeof(Blocks4bitParams));
+    case 3:
+      return int(sizeof(DequantizeParams));
+    default:
+      return 0;
+  }
+}
+
+int wo_kernel_count() {
+  return kKernelCount;
+}
+
+char const* wo_kernel_name(int kernel) {
+  return kernel >= 0 && kernel < kKernelCount ? kKernels[kernel]->name : nullptr;
+}
+
+char const* wo_archs() {
+  return kArchs;
+}
+
+int wo_gemm(int kernel, GemmParams const* params, int device, void* stream, char* message, int message_bytes) {
+  Message const place(message, message_bytes);
+  if (kernel < 0 || kernel >= kKernelCount) {
+    std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kKernelCount - 1, kernel);
+    return 1;
+  }
+  KernelEntry const& entry = *kKernels[kernel];
+  if (!check_address(entry.name, params, place)) return 1;
+  if (!check_params(entry, *params, place.text, place.bytes)) return 1;
+  return run_on_device(entry.name, device, place.text, place.bytes, [&] {
+    GemmParams complete = *params;
+    complete.group = GroupIndex::make(complete.k, complete.group_size);
+    return entry.launch(complete, static_cast<cudaStream_t>(stream));
+  });
+}
+
+int wo_convert_host(int bits, int bf16, unsigned const* packed, int words, unsigned short* out) {
+  using cutlass::bfloat16_t;
+  using cutlass::half_t;
+  using cutlass::uint4b_t;
+  if ((bits != 4 && bits != 8) || packed == nullptr || out == nullptr || words < 0) return 1;
+  if (bits == 4) {
+    bf16 ? convert_host<bfloat16_t, uint4b_t>(packed, words, out) : convert_host<half_t, uint4b_t>(packed, words, out);
+  } else {
+    bf16 ? convert_host<bfloat16_t, uint8_t>(packed, words, out) : convert_host<half_t, uint8_t>(packed, words, out);
+  }
+  return 0;
+}

@@ -1,0 +1,198 @@
+// The Python binding of api.h: it takes addresses and integers, and knows nothing of PyTorch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/api/api.h"
+#include "kernels/convert/dequantize.h"
+#include "kernels/convert/conversions.h"
+
+namespace {
+
+using weightonly::GemmParams;
+using weightonly::PdlMode;
+
+/// What set_pdl_mode set. Each launch reads it, so that it holds for plans that exist already.
+std::atomic<int> current_pdl_mode{int(PdlMode::kPrefetch)};
+
+using Failure = char[512];
+
+void throw_if(int status, Failure const& message) {
+  if (status != 0) throw std::runtime_error(message);
+}
+
+/// A kernel with all that stays the same from call to call. `launch` is the host's work of every decode step, and takes
+/// as few arguments as it can.
+class Plan {
+ public:
+  /// is_tail: the launch in front of this one belongs to the same call. sizes: GemmParams less what `launch` gives.
+  Plan(int kernel, int device, bool is_tail, GemmParams const& sizes)
+      : kernel_(kernel), device_(device), is_tail_(is_tail), sizes_(sizes) {}
+
+  void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
+              uintptr_t partials, int64_t ldx, int64_t ldy, uintptr_t stream, bool scales_in_place) const {
+    GemmParams params = sizes_;
+    params.x = reinterpret_cast<void const*>(x);
+    params.weight = reinterpret_cast<void const*>(weight);
+    params.scales = reinterpret_cast<void const*>(scales);
+    params.zeros = reinterpret_cast<void const*>(zeros);
+    params.bias = reinterpret_cast<void const*>(bias);
+    params.y = reinterpret_cast<void*>(y);
+    params.partials = reinterpret_cast<float*>(partials);
+    params.ldx = ldx;
+    params.ldy = ldy;
+    params.pdl_mode = pdl_mode(scales_in_place);
+    Failure message;
+    throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+  }
+
+ private:
+  int pdl_mode(bool scales_in_place) const {
+    // The weight of a tail was complete before the launch in front of it, which is of the same call.
+    if (is_tail_) return int(PdlMode::kConstantWeights);
+    int const mode = current_pdl_mode.load(std::memory_order_relaxed);
+    // Scales that are not the caller's own are written by the kernel in front of this one, which copies them.
+    return scales_in_place ? mode : std::min(mode, int(PdlMode::kPrefetch));
+  }
+
+  int kernel_;
+  int device_;
+  bool is_tail_;
+  GemmParams sizes_;
+};
+
+Plan make_plan(int kernel, int device, bool is_tail, int m, int n, int k, int n_padded, int k_padded, int group_size,
+               int64_t ld_scales, int split_k, int clusters, int activation) {
+  GemmParams sizes = {};
+  sizes.m = m;
+  sizes.n = n;
+  sizes.k = k;
+  sizes.n_padded = n_padded;
+  sizes.k_padded = k_padded;
+  sizes.group_size = group_size;
+  sizes.ld_scales = ld_scales;
+  sizes.split_k = split_k;
+  sizes.clusters = clusters;
+  sizes.activation = activation;
+  return Plan(kernel, device, is_tail, sizes);
+}
+
+void awq_dequantize(int device, int type, int path, int k, int n, int groups, uintptr_t qweight, uintptr_t scales,
+                    uintptr_t qzeros, uintptr_t w, uintptr_t stream) {
+  weightonly::AwqDequantizeParams params = {};
+  params.qweight = reinterpret_cast<void const*>(qweight);
+  params.scales = reinterpret_cast<void const*>(scales);
+  params.qzeros = reinterpret_cast<void const*>(qzeros);
+  params.w = reinterpret_cast<void*>(w);
+  params.k = k;
+  params.n = n;
+  params.groups = groups;
+  params.type = type;
+  params.path = path;
+  Failure message;
+  throw_if(wo_awq_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+/// convert: wo_quantize_4bit or wo_dequantize_4bit.
+template <auto convert>
+void blocks_4bit(int device, int type, int64_t count, int blocksize, std::array<float, 16> const& codebook, uintptr_t w,
+                 uintptr_t packed, uintptr_t absmax, uintptr_t stream) {
+  weightonly::Blocks4bitParams params = {};
+  params.w = reinterpret_cast<void*>(w);
+  params.packed = reinterpret_cast<uint8_t*>(packed);
+  params.absmax = reinterpret_cast<float*>(absmax);
+  params.count = count;
+  params.blocksize = blocksize;
+  params.type = type;
+  std::copy(codebook.begin(), codebook.end(), params.codebook);
+  Failure message;
+  throw_if(convert(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+void dequantize(int device, int bits, int type, int layout, int k, int k_padded, int n_begin, int n_end, int n_padded,
+                int group_size, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t codebook, uintptr_t w,
+                int64_t ld_scales, int64_t ldw, uintptr_t stream) {
+  weightonly::DequantizeParams params = {};
+  params.weight = reinterpret_cast<void const*>(weight);
+  params.scales = reinterpret_cast<void const*>(scales);
+  params.zeros = reinterpret_cast<void const*>(zeros);
+  params.codebook = reinterpret_cast<float const*>(codebook);
+  params.w = reinterpret_cast<void*>(w);
+  params.ld_scales = ld_scales;
+  params.ldw = ldw;
+  params.k = k;
+  params.k_padded = k_padded;
+  params.n_begin = n_begin;
+  params.n_end = n_end;
+  params.n_padded = n_padded;
+  params.group_size = group_size;
+  params.bits = bits;
+  params.type = type;
+  params.layout = layout;
+  Failure message;
+  throw_if(wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+std::vector<std::string> kernel_names() {
+  std::vector<std::string> names;
+  for (int i = 0; i < wo_kernel_count(); ++i) names.emplace_back(wo_kernel_name(i));
+  return names;
+}
+
+}  // namespace
+
+/// Throws unless the library beside this module is of the same build: it reads the structs that are filled here.
+void check_library() {
+  int const expected[] = {int(sizeof(GemmParams)), int(sizeof(weightonly::AwqDequantizeParams)),
+                          int(sizeof(weightonly::Blocks4bitParams)), int(sizeof(weightonly::DequantizeParams))};
+  bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
+  for (int i = 0; same && i < 4; ++i) same = wo_struct_bytes(i) == expected[i];
+  if (!same)
+    throw pybind11::import_error("weightonly._C and libweightonly_kernels.so are of different builds (interface " +
+                                 std::to_string(WEIGHTONLY_ABI_VERSION) + " and " + std::to_string(wo_abi_version()) +
+                                 "): build both again, with `make kernels binding` or pip install");
+}
+
+PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
+  check_library();
+  module.doc() = "Compiled kernels of weightonly. Internal: use weightonly.gemm.";
+  module.def("kernel_names", &kernel_names,
+             "Names of all compiled kernels. A kernel's number is its index in this list.");
+  module.def("archs", [] { return std::string(wo_archs()); }, "Architectures of the build, e.g. '80,90a'.");
+  module.def(
+      "set_pdl_mode", [](int mode) { current_pdl_mode.store(mode, std::memory_order_relaxed); }, py::arg("mode"),
+      "What later launches may do before the kernel in front of them has ended: enum PdlMode of gemm_params.h.");
+  module.def("awq_dequantize", &awq_dequantize, py::arg("device"), py::arg("type"), py::arg("path"), py::arg("k"),
+             py::arg("n"), py::arg("groups"), py::arg("qweight"), py::arg("scales"), py::arg("qzeros"), py::arg("w"),
+             py::arg("stream"),
+             "Enqueues kernels/convert/awq_dequantize.cu; the numbers of type and path are conversions.h's.");
+  auto const def_blocks_4bit = [&](char const* name, auto function, char const* doc) {
+    module.def(name, function, py::arg("device"), py::arg("type"), py::arg("count"), py::arg("blocksize"),
+               py::arg("codebook"), py::arg("w"), py::arg("packed"), py::arg("absmax"), py::arg("stream"), doc);
+  };
+  def_blocks_4bit("quantize_4bit", &blocks_4bit<wo_quantize_4bit>, "Enqueues kernels/convert/quantize_4bit.cu.");
+  def_blocks_4bit("dequantize_4bit", &blocks_4bit<wo_dequantize_4bit>, "Enqueues kernels/convert/dequantize_4bit.cu.");
+  module.def("dequantize", &dequantize, py::kw_only(), py::arg("device"), py::arg("bits"), py::arg("type"),
+             py::arg("layout"), py::arg("k"), py::arg("k_padded"), py::arg("n_begin"), py::arg("n_end"),
+             py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
+             py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
+             "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
+  py::class_<Plan>(module, "Plan")
+      .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),
+           py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
+           py::arg("ld_scales"), py::arg("split_k"), py::arg("clusters"), py::arg("activation"),
+           "A kernel by its number, and the fields of GemmParams (gemm_params.h) that hold for all its launches.")
+      .def(
+          "launch", &Plan::launch,
+          "Enqueues the kernel. Positional, as that is quicker: the addresses of x, weight, scales, zeros, bias, y and "
+          "partials, the row strides of x and y in elements, the stream, and whether scales and zeros are the "
+          "caller's own, not copies that the kernel in front of this one makes.");
+}

@@ -1,0 +1,82 @@
+// Makes a launch memory safe for any caller of the C interface. What the arguments mean is checked in Python
+// (weightonly/args.py).
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+#include "kernels/api/registry.h"
+
+namespace weightonly {
+
+/// Rows of a matrix, and elements from one to the next.
+struct Rows {
+  char const* name;
+  int32_t count;
+  int64_t stride;
+};
+
+/// Returns whether a kernel can be launched with these parameters; if not, `message` says why.
+inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* message, int message_bytes) {
+  auto fail = [&](char const* name, char const* expected, long long got) {
+    std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.name, name, expected, got);
+    return false;
+  };
+  auto misaligned = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; };
+  if (p.x == nullptr || misaligned(p.x)) return fail("x", "a 16-byte aligned address", (long long)p.x);
+  if (p.weight == nullptr || misaligned(p.weight))
+    return fail("weight", "a 16-byte aligned address", (long long)p.weight);
+  if (p.scales == nullptr || misaligned(p.scales))
+    return fail("scales", "a 16-byte aligned address", (long long)p.scales);
+  // Named as in heuristics/configs.py: kernels for zeros and for codes read from this address without asking.
+  bool const reads_zeros = std::strstr(kernel.name, "_group_zeros") || std::strstr(kernel.name, "_code4_");
+  if (reads_zeros && p.zeros == nullptr) return fail("zeros", "an address, as this kernel reads it", 0);
+  if (misaligned(p.zeros)) return fail("zeros", "null or a 16-byte aligned address", (long long)p.zeros);
+  if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
+    return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
+  if (p.y == nullptr || reinterpret_cast<uintptr_t>(p.y) % 2 != 0) return fail("y", "an even address", (long long)p.y);
+  if (reinterpret_cast<uintptr_t>(p.bias) % 2 != 0) return fail("bias", "null or an even address", (long long)p.bias);
+  if (p.m < 1 || p.m > kernel.max_m)
+    return fail("m", kernel.max_m < 64 ? "within the kernel's tokens" : "at least 1", p.m);
+  if (p.n < 1 || p.n_padded < p.n || p.n_padded % 32 != 0)
+    return fail("n_padded", "a multiple of 32 from n on", p.n_padded);
+  // Sums such as m + 255, and the number of tiles, have to stay within 32 bits.
+  if (p.m > INT_MAX - 4095) return fail("m", "less than 2^31 - 4096", p.m);
+  if (p.n_padded > INT_MAX - 4095) return fail("n_padded", "less than 2^31 - 4096", p.n_padded);
+  if (int64_t(p.m) * p.n_padded > (int64_t(1) << 40))
+    return fail("m * n_padded", "at most 2^40", int64_t(p.m) * p.n_padded);
+  if (p.k < 1 || p.k % 8 != 0) return fail("k", "a multiple of 8", p.k);
+  if (p.k_padded < p.k || p.k_padded % 64 != 0) return fail("k_padded", "a multiple of 64 from k on", p.k_padded);
+  if (p.k_padded > (1 << 20)) return fail("k_padded", "at most 2^20", p.k_padded);
+  if (int64_t(p.k_padded) * p.n_padded > (int64_t(1) << 42))
+    return fail("k_padded * n_padded", "at most 2^42", int64_t(p.k_padded) * p.n_padded);
+  if (p.ldx < p.k || p.ldx % 8 != 0) return fail("ldx", "a multiple of 8 from k on", p.ldx);
+  if (p.m > 1 && p.ldy < p.n) return fail("ldy", "at least n", p.ldy);
+  // Bytes of x, y, scales and partials are counted in 64 bits.
+  for (auto const& [name, rows, stride] :
+       {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy}, Rows{"ld_scales", p.k_padded / 32, p.ld_scales}}) {
+    if (stride > (int64_t(1) << 58) / rows) return fail(name, "such that all rows are within 2^58 elements", stride);
+  }
+  if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
+    return fail("group_size", "32 or a multiple of 64", p.group_size);
+  }
+  if (p.split_k < 1 || p.split_k > 65535) return fail("split_k", "1 to 65535", p.split_k);
+  if (kernel.max_cluster == 0) {
+    if (p.split_k > 1 && (p.partials == nullptr || misaligned(p.partials))) {
+      return fail("partials", "a 16-byte aligned address when split_k > 1", (long long)p.partials);
+    }
+  } else {
+    if (p.split_k > kernel.max_cluster) return fail("split_k", "at most the CTAs of the kernel's cluster", p.split_k);
+    if (p.n_padded % 64 != 0) return fail("n_padded", "a multiple of 64 for tiled weights", p.n_padded);
+    if (p.clusters < 1 || p.clusters > 65535) return fail("clusters", "1 to 65535", p.clusters);
+    if (p.pdl_mode < 0 || p.pdl_mode > int(PdlMode::kConstantWeights)) return fail("pdl_mode", "0 to 2", p.pdl_mode);
+    // The kernels go from row to row of scales in steps of 32-bit byte counts.
+    if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
+  }
+  if (p.activation < 0 || p.activation > int(Activation::kSilu)) return fail("activation", "0 to 3", p.activation);
+  return true;
+}
+
+}  // namespace weightonly

@@ -1,0 +1,357 @@
+// The main loop of gemm_sm90: what the consumer warpgroups do with the k_tiles that load.h brings.
+//
+// The weights are the A operand of wgmma and come out of registers. A warpgroup reads and converts its 64 columns of
+// one k_block (64 k) while the tensor cores multiply the k_block before it:
+//
+//   time ->
+//   producer warps   TMA      | k_tile 0  | k_tile 1  | k_tile 2  | ...      up to kStages ahead of the consumers
+//   consumer warps   convert              | k_block 0 | k_block 1 | k_block 2 | ...
+//   tensor cores     wgmma                            | k_block 0 | k_block 1 | ...
+//
+// So there are two fragments of weights, used in turn, and only the wgmmas of one k_block run while a fragment is
+// written. A consumer waits on the `full` barrier of a stage before it reads a k_tile. It arrives at the `empty`
+// barrier when the tensor cores have read all of the k_tile: after the first k_block of the next one has been issued.
+//
+// Group scales are applied in one of two ways. mma() multiplies the weights. mma_scaling_accumulators(), for few tokens
+// and groups of at least a warpgroup's k_tile, multiplies the accumulators of each k_tile instead, while the tensor
+// cores work on the next one.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "cutlass_ext/arch/barrier.h"
+#include "cutlass_ext/arch/ld_shared.h"
+#include "cutlass_ext/fragment/scaled.h"
+#include "kernels/gemm/sm90/tile_scheduler.h"
+#include "kernels/gemm/sm90/traits.h"
+
+namespace weightonly::sm90 {
+
+template <class Traits>
+struct Mainloop {
+  using Smem = typename Traits::Smem;
+  using Element = typename Traits::Element;
+  using Weight = typename Traits::Weight;
+  using Layout = typename Traits::Layout;
+  using Codebook = typename Traits::Codebook;
+  using TiledMma = typename Traits::TiledMma;
+  using ShapeA = typename Traits::ShapeA;
+  static constexpr ScaleMode kScaleMode = Traits::kScaleMode;
+  static constexpr int kStages = Traits::kStages;
+  static constexpr int kWarpgroups = Traits::kWarpgroups;
+  static constexpr int kWarpgroupsN = Traits::kWarpgroupsN;
+  static constexpr int kWarpgroupKBlocks = Traits::kWarpgroupKBlocks;
+  static constexpr int kScaleRowBytes = Traits::kScaleRowBytes;
+  static constexpr int kDescriptorBytes = 16;  // descriptors of wgmma count units of 16 bytes
+
+  /// Whether group scales may multiply the accumulators. This pays where there are no more accumulators than weights,
+  /// and it needs registers for the accumulators of two k_tiles beside those of the tile.
+  static constexpr bool kMayScaleAccumulators =
+      Traits::kHasScales && Traits::kTileM <= (Traits::kConsumerRegisters >= 160 ? 64 : 32);
+  /// Whether descriptors of x are added to as 64-bit numbers, one instruction each. CuTe adds to the low half, of which
+  /// ptxas makes three instructions; tiles of more tokens are faster that way.
+  static constexpr bool kAdds64Bits = Traits::kTileM <= 64;
+  /// Whether the weights of a k_tile's second k_block are read together with those of the first, before these are
+  /// converted: one wait for shared memory instead of two. Sixteen warps, or more accumulators, are slower with it.
+  static constexpr bool kReadsAhead = Traits::kTileM < 32 || (kWarpgroups == 2 && Traits::kTileM < 64);
+  static constexpr bool kReadsAheadScalingAccumulators = Traits::kTileM < 32 || kWarpgroups == 2;
+  /// Whether the loop over k_tiles is unrolled over all stages, whose addresses are then constants: 12% fewer
+  /// instructions. With more stages ptxas spills registers; with more warpgroups it makes every wgmma wait for the one
+  /// before.
+  static constexpr bool kUnrollsStages = kWarpgroups == 2 && kStages % 2 == 0 && kStages <= 6;
+
+  using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a k_block
+
+  /// Where one consumer lane reads, and how far it has come: its stage of the pipeline.
+  struct Reader {
+    uint32_t weights, scales, full;  // shared memory addresses, in stage 0
+    uint32_t empty;  // the barrier of stage 0 in the CTA that this lane releases a stage to
+    bool releases;
+    uint32_t k_block_scale_bytes;  // from the scales of a k_block to those of the next
+    Codebook codebook;
+    // In descriptor units: from the stage to the warpgroup's first k_block of x, and from a k_block to the next. That
+    // is p.x_rows rows. Where these are fewer than kTileM, the MMA reads other bytes as the missing rows, and nobody
+    // stores what it computes of them.
+    int first_x, k_block_x;
+    int stage = 0, phase = 0;
+
+    CUTLASS_DEVICE Reader(Params const& p, Smem const& smem)
+        : codebook(cute::cast_smem_ptr_to_uint(smem.codebook()), threadIdx.x % 32) {
+      // The broadcast tells the compiler that all lanes have the same value. So it keeps the descriptors of x, which
+      // depend on it, in uniform registers.
+      int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
+      int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+      int const warpgroup_n = warpgroup % kWarpgroupsN;
+      int const first_k_block = warpgroup / kWarpgroupsN * kWarpgroupKBlocks;
+      k_block_x = p.x_rows * (Traits::kXRowBytes / kDescriptorBytes);
+      first_x = first_k_block * k_block_x;
+      weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
+                (warpgroup_n * Traits::kKBlocks + first_k_block) * Layout::kBlockBytes + warp * Layout::kFragmentBytes +
+                lane * 16;
+      scales = cute::cast_smem_ptr_to_uint(smem.scales()) +
+               (warpgroup_n * Traits::kWarpgroupN + lane / 4 * 8 + warp * 2) * int(sizeof(Element)) +
+               first_k_block * Layout::kBlockK / p.scale_k * kScaleRowBytes;
+      k_block_scale_bytes = p.scale_k <= Layout::kBlockK ? Layout::kBlockK / p.scale_k * kScaleRowBytes : 0;
+
+      full = cute::cast_smem_ptr_to_uint(smem.full());
+      // Lane 0 releases stages to the producers of this CTA; where two CTAs share x, lane 1 releases them to those of
+      // the other.
+      empty = cute::cast_smem_ptr_to_uint(smem.empty());
+      releases = lane < p.multicast_ctas;
+      if constexpr (Traits::kMayMulticastX) {
+        empty = cute::set_block_rank(empty, rank_in_cluster() ^ (lane & (p.multicast_ctas - 1)));
+      }
+      // Keeps the compiler from computing them again for every k_tile.
+      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(full), "+r"(empty));
+      if constexpr (WeightFormat<Weight>::kIsCodebook) {
+        Codebook::fill(smem.codebook(), Codebook::fetch_code(p.zeros), Traits::kConsumers);
+        named_barrier_sync<BarrierId::kConsumers, Traits::kConsumers>();
+      }
+    }
+
+    /// Waits until the stage is full.
+    CUTLASS_DEVICE void wait() const { mbarrier_wait(full + 8 * stage, phase); }
+
+    /// Gives a stage back to the producers of all CTAs that share it.
+    CUTLASS_DEVICE void release(int used_stage) const {
+      uint32_t const barrier = empty + 8 * used_stage;
+      if (releases) mbarrier_arrive<Traits::kMayMulticastX>(barrier);
+    }
+
+    CUTLASS_DEVICE void advance() {
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+
+    /// The descriptor of x of the warpgroup's first k_block. x: the fragment of stage 0.
+    template <class XFragment>
+    CUTLASS_DEVICE cute::GmmaDescriptor x_of_stage(XFragment const& x) const {
+      return advanced(x.data().desc_, stage * (Traits::kXStageBytes / kDescriptorBytes) + first_x);
+    }
+
+    /// The lane's packed weights of a k_block.
+    CUTLASS_DEVICE void read_words(Words& words, int k_block) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Layout::kLoads; ++i) {
+        read_shared(
+            reinterpret_cast<uint32_t (&)[4]>(words[4 * i]),
+            weights + stage * Traits::kWeightStageBytes + k_block * Layout::kBlockBytes + i * Layout::kLoadBytes);
+      }
+    }
+
+    /// The scales and zero points of the lane's two columns. offset: bytes, to those of a group in the stage.
+    CUTLASS_DEVICE ScalePair<Element, kScaleMode> read_scales(uint32_t offset) const {
+      uint32_t scale[1] = {0}, zero[1] = {0};
+      constexpr int kStageBytes = Traits::kScaleStageBytes;
+      if constexpr (Traits::kHasScales) read_shared(scale, scales + stage * kStageBytes + offset);
+      if constexpr (Traits::kHasZeros) read_shared(zero, scales + stage * kStageBytes + offset + Traits::kZerosOffset);
+      return ScalePair<Element, kScaleMode>(scale[0], zero[0]);
+    }
+  };
+
+  /// accum = w x: all k_tiles of a work tile, of one warpgroup. x: the B fragment of stage 0.
+  template <class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void run(Params const& p, WorkTile const& work, Reader& reader, XFragment const& x,
+                                 Accumulators& accum) {
+    if (Traits::kHasScales && p.scale_k == 32) {
+      mma<2>(work, reader, x, accum);
+    } else if constexpr (kMayScaleAccumulators) {
+      if (p.scale_k > Layout::kBlockK) {
+        mma_scaling_accumulators(work, reader, x, accum);
+      } else {
+        mma<1>(work, reader, x, accum);
+      }
+    } else {
+      mma<1>(work, reader, x, accum);
+    }
+  }
+
+ private:
+  /// The descriptor of what lies `units` of 16 bytes behind.
+  CUTLASS_DEVICE static cute::GmmaDescriptor advanced(cute::GmmaDescriptor descriptor, uint32_t units) {
+    if constexpr (kAdds64Bits) {
+      descriptor.desc_ += units;
+    } else {
+      descriptor.reg32_[0] += units;
+    }
+    return descriptor;
+  }
+
+  /// Converts a k_block of weights into w and issues accum += w x, or accum = w x if kClears. It does not wait for the
+  /// tensor cores. x: any B fragment, of which only the layout counts. x_k_block: the descriptor of x of this k_block.
+  /// kGroups: groups in a k_block. scales(group): their scales. kScalesWeights: whether these multiply the weights.
+  template <int kGroups, bool kScalesWeights, bool kClears, class AFragment, class XFragment, class Accumulators,
+            class Scales>
+  CUTLASS_DEVICE static void mma_k_block(Reader const& reader, Words const& words, AFragment& w, XFragment const& x,
+                                         cute::GmmaDescriptor x_k_block, Accumulators& accum, Scales const& scales) {
+    using namespace cute;
+    using Fragment = ScaledFragment<Element, Weight, kScaleMode, kScalesWeights>;
+    TiledMma tiled_mma;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      auto const pair = scales(group);
+      CUTLASS_PRAGMA_UNROLL
+      for (int k16 = 4 / kGroups * group; k16 < 4 / kGroups * (group + 1); ++k16) {
+        Fragment::load(words + k16 * Fragment::kWords, reader.codebook, pair,
+                       reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
+      }
+    }
+    warpgroup_fence_operand(accum);
+    warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int k16 = 0; k16 < 4; ++k16) {
+      tiled_mma.accumulate_ = kClears && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      constexpr int kK16Units = 16 * int(sizeof(Element)) / kDescriptorBytes;  // of x
+      GMMA::DescriptorIterator const x_k16{advanced(x_k_block, kK16Units * k16)};
+      gemm(tiled_mma, w(_, _, k16), make_tensor(x_k16, x(_, _, 0).layout()), accum);  // (V,1) x (V,1) => (V,1,1)
+    }
+    warpgroup_commit_batch();
+  }
+
+  /// Waits for all wgmmas but those of the last k_block.
+  template <class Accumulators>
+  CUTLASS_DEVICE static void wait_for_previous_k_block(Accumulators& accum) {
+    cute::warpgroup_wait<1>();
+    cute::warpgroup_fence_operand(accum);
+  }
+
+  /// accum = w x, the weights multiplied by their scales. kGroups: groups in a k_block, 1 or 2.
+  template <int kGroups, class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void mma(WorkTile const& work, Reader& reader, XFragment const& x, Accumulators& accum) {
+    using namespace cute;
+    Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
+    Tensor w1 = make_fragment_like(w0);  // (V,1,4)
+    auto const multiply = [&](auto& w, Words const& words, GmmaDescriptor x_stage, int k_block) {
+      GmmaDescriptor const x_k_block = advanced(x_stage, k_block * reader.k_block_x);
+      mma_k_block<kGroups, true, false>(reader, words, w, x, x_k_block, accum, [&](int group) {
+        return reader.read_scales(k_block * reader.k_block_scale_bytes + group * kScaleRowBytes);
+      });
+      wait_for_previous_k_block(accum);
+    };
+    int previous_stage = 0;
+    bool is_first = true;
+    auto const multiply_k_tile = [&](auto& w, auto& w_second) {
+      reader.wait();
+      Words words;
+      [[maybe_unused]] Words second_words;
+      reader.read_words(words, 0);
+      if constexpr (kWarpgroupKBlocks == 2 && kReadsAhead) reader.read_words(second_words, 1);
+      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      multiply(w, words, x_stage, 0);
+      if (!is_first) reader.release(previous_stage);
+      if constexpr (kWarpgroupKBlocks == 2) {
+        if constexpr (!kReadsAhead) reader.read_words(second_words, 1);
+        multiply(w_second, second_words, x_stage, 1);
+      }
+      is_first = false;
+      previous_stage = reader.stage;
+      reader.advance();
+    };
+    clear(accum);
+    int k_tile = work.k_tile_begin;
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (k_tile < work.k_tile_end) {
+      multiply_k_tile(w0, w1);
+      ++k_tile;
+      if constexpr (kWarpgroupKBlocks == 1) {
+        if (k_tile == work.k_tile_end) break;
+        multiply_k_tile(w1, w0);
+        ++k_tile;
+      }
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(accum);
+    if constexpr (Traits::kMayPersist) reader.release(previous_stage);
+  }
+
+  /// accum += scales * partial, the accumulators of one k_tile.
+  template <class Accumulators, class Partial>
+  CUTLASS_DEVICE static void add_scaled(Accumulators& accum, float const (&scales)[2], Partial& partial) {
+    cute::warpgroup_fence_operand(partial);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum); ++i) accum(i) += scales[i / 2 % 2] * partial(i);
+  }
+
+  CUTLASS_DEVICE static void set_scales(float (&scales)[2], ScalePair<Element, kScaleMode> const& pair) {
+    for (int h = 0; h < 2; ++h) scales[h] = float(Element::bitcast(uint16_t(pair.scale[h])));
+  }
+
+  /// The same where all k of a warpgroup's k_tile have one scale, which multiplies the accumulators of the k_tile.
+  /// (With
+  /// groups of 64 k each k_block would need accumulators of its own. Then nvcc 13.0 makes every wgmma wait for the one
+  /// before.)
+  template <class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void mma_scaling_accumulators(WorkTile const& work, Reader& reader, XFragment const& x,
+                                                      Accumulators& accum) {
+    using namespace cute;
+    static_assert(kWarpgroupKBlocks == 2);
+    static_assert(!Traits::kMayPersist, "the unrolled loop begins with stage 0");
+    Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
+    Tensor w1 = make_fragment_like(w0);  // (V,1,4)
+    Tensor even = make_fragment_like(accum);  // (V,1,1): of k_tiles 0, 2, ...
+    Tensor odd = make_fragment_like(accum);  // (V,1,1): of k_tiles 1, 3, ...
+    float scales[2] = {0.f, 0.f};  // of the k_tile before
+    clear(accum);
+    clear(odd);
+    auto const multiply_k_tile = [&](auto& partial, auto& previous, int previous_stage, bool is_first) {
+      reader.wait();
+      Words words, second_words;
+      reader.read_words(words, 0);
+      if constexpr (kReadsAheadScalingAccumulators) reader.read_words(second_words, 1);
+      auto const pair = reader.read_scales(0);
+      auto const same = [&](int) { return pair; };
+      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      mma_k_block<1, false, true>(reader, words, w0, x, x_stage, partial, same);
+      wait_for_previous_k_block(partial);
+      if (!is_first) reader.release(previous_stage);
+      if constexpr (!kReadsAheadScalingAccumulators) reader.read_words(second_words, 1);
+      mma_k_block<1, false, false>(reader, second_words, w1, x, advanced(x_stage, reader.k_block_x), partial, same);
+      add_scaled(accum, scales, previous);
+      set_scales(scales, pair);
+      wait_for_previous_k_block(partial);
+    };
+    auto const finish = [&](auto& last) {
+      warpgroup_wait<0>();
+      add_scaled(accum, scales, last);
+    };
+    int left = work.k_tile_end - work.k_tile_begin;
+    bool is_first = true;
+    if constexpr (kUnrollsStages) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (true) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int stage = 0; stage < kStages; ++stage) {
+          reader.stage = stage;  // a variable of the loop: nvcc does not unroll it with reader.stage alone
+          int const previous_stage = (stage + kStages - 1) % kStages;
+          if (stage % 2 == 0) {
+            multiply_k_tile(even, odd, previous_stage, stage == 0 && is_first);
+          } else {
+            multiply_k_tile(odd, even, previous_stage, false);
+          }
+          if (--left > 0) continue;
+          stage % 2 == 0 ? finish(even) : finish(odd);
+          return;
+        }
+        is_first = false;
+        reader.phase ^= 1;
+      }
+    } else {
+      int previous_stage = 0;
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (true) {
+        multiply_k_tile(even, odd, previous_stage, is_first);
+        if (--left == 0) return finish(even);
+        is_first = false;
+        previous_stage = reader.stage;
+        reader.advance();
+        multiply_k_tile(odd, even, previous_stage, false);
+        if (--left == 0) return finish(odd);
+        previous_stage = reader.stage;
+        reader.advance();
+      }
+    }
+  }
+};
+
+}  // namespace weightonly::sm90

@@ -1,0 +1,106 @@
+"""Tiny models of transformers, made by the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import weightonly as wo
+from weightonly.formats import QuantizedLayer
+
+VOCABULARY = 96
+TOKENS = torch.arange(24).view(2, 12) * 7 % VOCABULARY
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES | options))
+
+
+def qwen2(**options: Any) -> PreTrainedModel:
+    """Attention with biases; the head is tied."""
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES | {"tie_word_embeddings": True} | options))
+
+
+def gpt2() -> PreTrainedModel:
+    """Conv1D, and a tied head."""
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=64))
+
+
+def opt() -> PreTrainedModel:
+    """Biases everywhere, a tied head."""
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            ffn_dim=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            word_embed_proj_dim=128,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "Qwen2": qwen2, "GPT-2": gpt2, "OPT": opt}
+
+
+def seeded(make: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+    """A model whose weights, biases among them, are random numbers of this seed."""
+    torch.manual_seed(seed)
+    model = make()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+def saved(folder: Path, make: Callable[[], PreTrainedModel], dtype: torch.dtype = torch.float32) -> Path:
+    """A folder that transformers wrote of `seeded(make)`."""
+    seeded(make).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    return model(tokens.to(model.device)).logits
+
+
+def packed_layers(model: torch.nn.Module) -> dict[str, wo.nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, wo.nn.Linear)}
+
+
+def dense_tensors(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The state dict of a dense model with the numbers of a quantized checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for record in wo.load_checkpoint(folder, progress=False):
+        if isinstance(record, QuantizedLayer):
+            tensors[f"{record.name}.weight"] = record.dequantize(dtype).t().contiguous()
+            if record.bias is not None:
+                tensors[f"{record.name}.bias"] = record.bias.to(dtype)
+        else:
+            tensors[record.name] = record.tensor
+    return tensors

@@ -1,0 +1,50 @@
+// kernels/api/api.cu for the host alone, with three kernels that launch nothing, so that the checks of the C interface
+// are tested without a GPU and without a build of the kernels.
+#include "kernels/api/api.cu"
+
+namespace {
+
+int launches = 0;
+
+cudaError_t count_launch(weightonly::GemmParams const&, cudaStream_t) {
+  ++launches;
+  return cudaSuccess;
+}
+
+using weightonly::KernelEntry;
+KernelEntry const gemv = {"gemv_f16_int4_group", &count_launch, 4, 0};
+KernelEntry const gemm = {"gemm_sm80_f16_int8_group_zeros", &count_launch, 1 << 30, 0};
+KernelEntry const decode = {"decode_sm90_f16_code4_group", &count_launch, 16, 8};
+KernelEntry const* const table[] = {&gemv, &gemm, &decode};
+
+}  // namespace
+
+namespace weightonly {
+
+KernelEntry const* const* const kKernels = table;
+int const kKernelCount = 3;
+char const* const kArchs = "80,90a";
+
+}  // namespace weightonly
+
+extern "C" {
+
+int launches_so_far() {
+  return launches;
+}
+
+// Of the CUDA runtime: one device.
+cudaError_t CUDARTAPI cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+char const* CUDARTAPI cudaGetErrorString(cudaError_t) {
+  return "invalid device ordinal";
+}
+char const* CUDARTAPI cudaGetErrorName(cudaError_t) {
+  return "cudaErrorInvalidDevice";
+}
+}

@@ -1,0 +1,82 @@
+"""Stands in for the compiled module, so that plans of an H200 are made and launched without a GPU.
+
+Tensors are on the CPU; nothing is computed. What a plan would hand to a kernel is recorded by the names of _C.pyi.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightonly.args import GemmArgs
+from weightonly.heuristics import KernelConfig, Problem, select
+from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
+from weightonly.plan import choose, kernel
+from weightonly.plan.kernel import KernelPlan
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCH, SM_COUNT, STREAM = 90, 132, 77
+
+
+def declared() -> dict[str, list[str]]:
+    """Of _C.pyi: function, or Plan.method, -> names of its parameters."""
+    found = {}
+    for node in ast.parse((ROOT / "weightonly" / "_C.pyi").read_text()).body:
+        of_class = isinstance(node, ast.ClassDef)
+        for function in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(function, ast.FunctionDef):
+                a = function.args
+                names = [parameter.arg for parameter in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+                found[f"Plan.{function.name}" if of_class else function.name] = names[of_class:]
+    return found
+
+
+class Module:
+    """The compiled module. launches: each launch's arguments with the sizes of its plan. plans: how many were made."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.plans = 0
+        parameters = declared()["Plan.launch"]
+        module = self
+
+        class Plan:
+            def __init__(self, **sizes: Any) -> None:
+                assert list(sizes) == declared()["Plan.__init__"]
+                self.sizes = sizes
+                module.plans += 1
+
+            def launch(self, *arguments: Any) -> None:
+                module.launches.append(self.sizes | dict(zip(parameters, arguments, strict=True)))
+
+        self.Plan = Plan
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """From now on calls of `gemm` on CPU tensors take the plans that an H200 with every kernel would make of them."""
+    stand_in = Module()
+    names = [f"{config.kernel}_{types.name}" for config in CONFIGS for types in kernel_types(config)]
+    numbers = {name: number for number, name in enumerate(names)}
+    monkeypatch.setattr(kernel, "_C", stand_in)
+    monkeypatch.setattr(kernel, "kernel_numbers", lambda: numbers)
+    monkeypatch.setattr(kernel, "_current_stream", lambda device: STREAM)
+    monkeypatch.setattr(choose, "ReferencePlan", plan_of_an_h200)
+    return stand_in
+
+
+def problem_of(args: GemmArgs) -> Problem:
+    w, has_zeros = args.qweight, args.zeros is not None
+    return Problem(args.m, w.n, w.k, w.format, args.group_size, ARCH, SM_COUNT, w.layout, has_zeros)
+
+
+def choice(p: Problem) -> KernelConfig:
+    return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
+
+
+def plan_of_an_h200(args: GemmArgs) -> KernelPlan:
+    p = problem_of(args)
+    types = TypeConfig(choose.DTYPE_NAMES[args.x.dtype], p.format, choose.scale_mode(p.group_size, p.zeros))
+    return KernelPlan(args, p, types, args.config or choice(p))

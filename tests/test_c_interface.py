@@ -1,0 +1,239 @@
+"""The C interface, called by ctypes without a GPU: what it refuses is refused with a reason, before any launch.
+
+`wo_gemm` is tested from kernels/api/api.cu, compiled here for the host with kernels that launch nothing; all functions
+are tested from the kernels library where that is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_numeric_conversion import ROOT, built_library, compile_header
+
+POINTERS = ("x", "weight", "scales", "zeros", "bias", "y", "partials")
+_TYPES: dict[str, Any] = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "GroupIndex": ctypes.c_uint32 * 2}
+
+
+def struct_of(header: str, name: str) -> type[ctypes.Structure]:
+    """A struct of a header: a line for each field."""
+    text = (ROOT / header).read_text(encoding="utf-8")
+    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    assert body
+    fields: list[tuple[str, Any]] = []
+    for kind, field, count in re.findall(r"^  ([\w ]+?[\w*])\s+(\w+)(?:\[(\d+)\])?;", body[1], re.MULTILINE):
+        made = ctypes.c_void_p if kind.endswith("*") else ctypes.c_float if kind == "float" else _TYPES[kind]
+        fields.append((field, made * int(count) if count else made))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+GemmParams = struct_of("cutlass_ext/gemm_params.h", "GemmParams")
+STRUCTS = [
+    GemmParams,
+    struct_of("kernels/convert/conversions.h", "AwqDequantizeParams"),
+    struct_of("kernels/convert/conversions.h", "Blocks4bitParams"),
+    struct_of("kernels/convert/dequantize.h", "DequantizeParams"),
+]
+"""In the order of wo_struct_bytes."""
+
+GEMV, GEMM, DECODE = range(3)
+"""Kernels of tests/interface_host.cpp."""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(compile_header(tmp_path_factory.mktemp("interface"), "interface_host.cpp")))
+
+
+def params(**changed: int) -> ctypes.Structure:
+    """What every kernel of the host library takes: one row, K = N = 128, groups of 64."""
+    sizes = dict.fromkeys(POINTERS, 4096) | {"ldx": 128, "ldy": 128, "ld_scales": 128}
+    sizes |= {"m": 1, "n": 128, "k": 128, "n_padded": 128, "k_padded": 128, "group_size": 64}
+    sizes |= {"split_k": 1, "activation": 0, "clusters": 1, "pdl_mode": 0}
+    return GemmParams(**(sizes | changed))
+
+
+def gemm(library: ctypes.CDLL, kernel: int, given: ctypes.Structure | None, device: int = 0) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(b"\x7f" * 511, 512)
+    address = None if given is None else ctypes.byref(given)
+    status = library.wo_gemm(kernel, address, device, None, message, len(message))
+    return status, message.value.decode()
+
+
+@pytest.mark.parametrize("kernel", [GEMV, GEMM, DECODE], ids=["gemv", "gemm", "decode"])
+def test_what_is_right_is_launched(kernel: int, host: ctypes.CDLL) -> None:
+    before = host.launches_so_far()
+    assert gemm(host, kernel, params()) == (0, "")
+    assert host.launches_so_far() == before + 1
+
+
+# (kernel, changed fields, what the message says)
+REFUSED: list[tuple[int, dict[str, int], str]] = [
+    (GEMV, {"x": 0}, "x must be a 16-byte aligned address, got 0"),
+    (GEMV, {"x": 4104}, "x must be a 16-byte aligned address, got 4104"),
+    (GEMV, {"weight": 0}, "weight must be"),
+    (GEMV, {"weight": 4104}, "weight must be"),
+    (GEMV, {"scales": 0}, "scales must be"),
+    (GEMV, {"scales": 4098}, "scales must be"),
+    (GEMV, {"zeros": 4098}, "zeros must be null or a 16-byte aligned address"),
+    (GEMM, {"zeros": 0}, "zeros must be an address, as this kernel reads it"),
+    (DECODE, {"zeros": 0}, "zeros must be an address, as this kernel reads it"),
+    (GEMV, {"y": 0}, "y must be an even address"),
+    (GEMV, {"y": 4097}, "y must be an even address"),
+    (GEMV, {"bias": 4097}, "bias must be null or an even address"),
+    (GEMV, {"m": 0}, "m must be within the kernel's tokens, got 0"),
+    (GEMV, {"m": 5}, "m must be within the kernel's tokens, got 5"),
+    (GEMM, {"m": -1}, "m must be at least 1, got -1"),
+    (GEMV, {"n": 0}, "n_padded must be"),
+    (GEMV, {"n": 129}, "n_padded must be a multiple of 32 from n on"),
+    (GEMV, {"n_padded": 120, "n": 100}, "n_padded must be a multiple of 32"),
+    (DECODE, {"n_padded": 96, "n": 96}, "n_padded must be a multiple of 64 for tiled weights"),
+    (GEMM, {"n_padded": 2**31 - 64, "n": 128, "ld_scales": 2**31}, "n_padded must be less than 2"),
+    (GEMM, {"m": 1 << 30, "n_padded": 1 << 20, "ld_scales": 1 << 20}, "m . n_padded must be at most 2"),
+    (GEMM, {"k_padded": 1 << 20, "n_padded": 1 << 23, "ld_scales": 1 << 23}, "k_padded . n_padded must be at most 2"),
+    (GEMV, {"k": 0}, "k must be a multiple of 8, got 0"),
+    (GEMV, {"k": 124}, "k must be a multiple of 8, got 124"),
+    (GEMV, {"k": 136, "ldx": 136}, "k_padded must be a multiple of 64 from k on"),
+    (GEMV, {"k_padded": 160}, "k_padded must be a multiple of 64"),
+    (GEMV, {"k_padded": 2**20 + 64}, "k_padded must be at most 2"),
+    (GEMV, {"ldx": 120}, "ldx must be a multiple of 8 from k on"),
+    (GEMV, {"ldx": 132}, "ldx must be a multiple of 8"),
+    (GEMV, {"ldx": 2**60}, "ldx must be such that all rows are within 2"),
+    (GEMV, {"m": 2, "ldy": 127}, "ldy must be at least n"),
+    (GEMV, {"m": 2, "ldy": 2**60}, "ldy must be such that"),
+    (GEMV, {"ld_scales": 120}, "ld_scales must be a multiple of 8 from n_padded on"),
+    (GEMV, {"ld_scales": 2**60}, "ld_scales must be such that"),
+    (DECODE, {"ld_scales": 2**30}, "ld_scales must be less than 2"),
+    (GEMV, {"group_size": 0}, "group_size must be 32 or a multiple of 64, got 0"),
+    (GEMV, {"group_size": -64}, "group_size must be"),
+    (GEMV, {"group_size": 96}, "group_size must be"),
+    (GEMV, {"split_k": 0}, "split_k must be 1 to 65535"),
+    (GEMV, {"split_k": 65536}, "split_k must be 1 to 65535"),
+    (GEMV, {"split_k": 2, "partials": 0}, "partials must be a 16-byte aligned address when split_k > 1"),
+    (GEMV, {"split_k": 2, "partials": 4104}, "partials must be"),
+    (DECODE, {"split_k": 9}, "split_k must be at most the CTAs of the kernel's cluster"),
+    (DECODE, {"clusters": 0}, "clusters must be 1 to 65535"),
+    (DECODE, {"clusters": 65536}, "clusters must be 1 to 65535"),
+    (DECODE, {"pdl_mode": 3}, "pdl_mode must be 0 to 2"),
+    (DECODE, {"pdl_mode": -1}, "pdl_mode must be 0 to 2"),
+    (GEMV, {"activation": 4}, "activation must be 0 to 3"),
+    (GEMV, {"activation": -1}, "activation must be 0 to 3"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "changed", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_refused(kernel: int, changed: dict[str, int], message: str, host: ctypes.CDLL) -> None:
+    before = host.launches_so_far()
+    status, text = gemm(host, kernel, params(**changed))
+    assert status != 0 and re.search(message, text), text
+    assert text.startswith(host_name(host, kernel))
+    assert host.launches_so_far() == before
+
+
+def host_name(library: ctypes.CDLL, kernel: int) -> str:
+    library.wo_kernel_name.restype = ctypes.c_char_p
+    name: bytes = library.wo_kernel_name(kernel)
+    return name.decode()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changed"),
+    [
+        (GEMV, {"m": 4}),
+        (GEMV, {"zeros": 0, "bias": 0}),
+        (GEMV, {"k_padded": 1 << 20}),
+        (GEMV, {"m": 1, "ldy": 0}),
+        (GEMV, {"group_size": 32}),
+        (GEMV, {"split_k": 65535}),
+        (GEMM, {"m": 1 << 20}),
+        (GEMM, {"split_k": 1, "partials": 0}),
+        (DECODE, {"split_k": 8, "partials": 0}),
+        (DECODE, {"pdl_mode": 2, "activation": 3, "clusters": 65535}),
+        (DECODE, {"ld_scales": 2**30 - 8}),
+    ],
+    ids=str,
+)
+def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], host: ctypes.CDLL) -> None:
+    assert gemm(host, kernel, params(**changed)) == (0, "")
+
+
+@pytest.mark.parametrize("kernel", [-1, 3, 2**31 - 1])
+def test_other_kernels_are_refused(kernel: int, host: ctypes.CDLL) -> None:
+    status, text = gemm(host, kernel, params())
+    assert status != 0 and text == f"kernel must be 0 to 2, got {kernel}"
+    host.wo_kernel_name.restype = ctypes.c_char_p
+    assert host.wo_kernel_name(kernel) is None
+
+
+def test_null_parameters_are_refused(host: ctypes.CDLL) -> None:
+    assert gemm(host, GEMV, None) == (1, "gemv_f16_int4_group: params must be an address, got null")
+
+
+@pytest.mark.parametrize("given", [None, params(x=0)], ids=["null", "wrong"])
+@pytest.mark.parametrize("kernel", [GEMV, 99])
+def test_a_reason_that_nobody_wants_is_not_written(
+    kernel: int, given: ctypes.Structure | None, host: ctypes.CDLL
+) -> None:
+    address = None if given is None else ctypes.byref(given)
+    assert host.wo_gemm(kernel, address, 0, None, None, 512) != 0
+    assert host.wo_gemm(kernel, address, 0, None, None, 0) != 0
+    untouched = ctypes.create_string_buffer(b"abc")
+    for size in (0, -5):
+        assert host.wo_gemm(kernel, address, 0, None, untouched, size) != 0
+    assert untouched.value == b"abc"
+
+
+def test_a_short_place_gets_the_beginning_of_the_reason(host: ctypes.CDLL) -> None:
+    message = ctypes.create_string_buffer(b"\x7f" * 20)
+    assert host.wo_gemm(GEMV, ctypes.byref(params(x=0)), 0, None, message, 10) == 1
+    assert message.raw[:10] == b"gemv_f16_\0" and message.raw[10:20] == b"\x7f" * 10
+
+
+def test_an_error_of_the_driver_is_a_reason(host: ctypes.CDLL) -> None:
+    status, text = gemm(host, GEMV, params(), device=7)
+    assert status != 0 and "on device 7: invalid device ordinal" in text and "built for 80,90a" in text
+
+
+def test_the_host_conversion_refuses_null(host: ctypes.CDLL) -> None:
+    word, out = ctypes.c_uint32(), (ctypes.c_uint16 * 8)()
+    assert host.wo_convert_host(4, 0, None, 1, out) != 0
+    assert host.wo_convert_host(4, 0, ctypes.byref(word), 1, None) != 0
+    assert host.wo_convert_host(4, 0, ctypes.byref(word), -1, out) != 0
+    assert host.wo_convert_host(4, 0, ctypes.byref(word), 1, out) == 0
+
+
+@pytest.mark.parametrize("where", ["host", "library"])
+def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.FixtureRequest) -> None:
+    library = request.getfixturevalue("host") if where == "host" else ctypes.CDLL(str(built_library()))
+    (version,) = re.findall(r"#define WEIGHTONLY_ABI_VERSION (\d+)", (ROOT / "kernels/api/api.h").read_text())
+    assert library.wo_abi_version() == int(version)
+    assert [library.wo_struct_bytes(i) for i in range(4)] == [ctypes.sizeof(struct) for struct in STRUCTS]
+    assert library.wo_struct_bytes(4) == library.wo_struct_bytes(-1) == 0
+
+
+@pytest.mark.parametrize(
+    "function", ["wo_gemm", "wo_awq_dequantize", "wo_quantize_4bit", "wo_dequantize_4bit", "wo_dequantize"]
+)
+def test_every_function_of_the_library_refuses_null_and_zeros(function: str) -> None:
+    library = ctypes.CDLL(str(built_library()))
+    call: Callable[..., int] = getattr(library, function)
+    first = (0,) if function == "wo_gemm" else ()
+    message = ctypes.create_string_buffer(512)
+    assert call(*first, None, 0, None, message, 512) == 1
+    assert message.value.endswith(b"params must be an address, got null")
+    assert call(*first, None, 0, None, None, 0) == 1
+    nothing = ctypes.create_string_buffer(max(map(ctypes.sizeof, STRUCTS)))
+    assert call(*first, nothing, 0, None, message, 512) == 1
+    assert b" must be " in message.value
+
+
+def test_the_module_compares_itself_with_the_library_when_it_is_imported() -> None:
+    text = (ROOT / "kernels" / "api" / "bindings.cpp").read_text(encoding="utf-8")
+    begin = text.index("PYBIND11_MODULE")
+    assert "check_library();" in text[begin : text.index("module.def", begin)]
+    compared = text[text.index("void check_library") : begin]
+    names = re.findall(r"sizeof\((?:weightonly::)?(\w+)\)", compared)
+    assert names == [struct.__name__ for struct in STRUCTS]

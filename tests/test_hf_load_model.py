@@ -1,0 +1,417 @@
+"""load_model: folders of real quantizers and of `convert` as running models of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import formats_reference as ref
+import pytest
+import torch
+import transformers
+from formats_llama import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
+from formats_llama import MODELS as QUANTIZED
+from hf_models import MODELS, TOKENS, dense_tensors, llama, logits, packed_layers, qwen2, saved, seeded
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import weightonly as wo
+from weightonly import __main__ as command
+from weightonly.formats import QuantizedLayer, convert
+from weightonly.hf import WeightOnlyConfig, load_model
+
+CHECKPOINTS = Path(os.environ.get("WEIGHTONLY_CHECKPOINTS", Path(__file__).parents[2] / "shared/checkpoints"))
+"""Folders that real quantizers wrote; they are not part of the repository."""
+
+needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=f"{CHECKPOINTS} is not there")
+
+
+def dense_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The dense model with the numbers of a quantized checkpoint."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(None, config=config, state_dict=dense_tensors(folder, dtype), dtype=dtype)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, generator: torch.Generator) -> Path:
+    """A small GPTQ checkpoint of a Llama: act-order, zero points."""
+    return write(tmp_path / "gptq", "gptq-4bit-v1-act_order", generator)
+
+
+def write(folder: Path, case: str, generator: torch.Generator) -> Path:
+    """A checkpoint of formats_llama.py with the config.json of its model."""
+    model = QUANTIZED[case](generator)
+    options: dict[str, Any] = {
+        # Qwen2 has biases where these checkpoints may have them.
+        "architectures": ["Qwen2ForCausalLM" if model.bias else "LlamaForCausalLM"],
+        "model_type": "qwen2" if model.bias else "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    return ref.write_checkpoint(folder, model.tensors, options | {"quantization_config": model.config})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_logits_are_those_of_the_dequantized_weights(
+    case: str, dtype: torch.dtype, tmp_path: Path, generator: torch.Generator
+) -> None:
+    folder = write(tmp_path / "model", case, generator)
+    model, dense = load_model(folder, dtype=dtype), dense_model(folder)
+    records = [record for record in wo.load_checkpoint(folder) if isinstance(record, QuantizedLayer)]
+    assert set(packed_layers(model)) == {record.name for record in records}
+    for record in records:
+        layer = model.get_submodule(record.name)
+        assert (layer.zeros is None, layer.perm is None) == (record.zeros is None, record.perm is None)
+    tokens = TOKENS % model.config.vocab_size
+    expected = logits(dense, tokens)
+    bound = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(logits(model, tokens).float(), expected, rtol=0, atol=bound)
+
+
+CASES = ("awq", "bnb_nf4", "ct_w4a16", "gptq4", "gptq4_moe", "ct_moe")
+
+
+@needs_checkpoints
+@pytest.mark.parametrize("name", CASES)
+def test_real_checkpoints(name: str, tmp_path: Path) -> None:
+    folder = CHECKPOINTS / name
+    model = load_model(folder, dtype=torch.float32)
+    expected = logits(dense_model(folder))
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
+    convert(folder, tmp_path / "packed", arch="sm90", progress=False)
+    for other in (tmp_path / "packed", folder):
+        again = load_model(other, torch.float32, arch="sm90")
+        torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(load_model(tmp_path / "packed", torch.float32)), expected, rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again), logits(model))
+
+
+REFUSED = {
+    "ct_nvfp4": "expected 'pack-quantized', got 'nvfp4-pack-quantized'; quantize the original model again",
+    "ct_mxfp4": "expected 'pack-quantized', got 'mxfp4-pack-quantized'; quantize the original model again",
+    "gptq4_g16": "got 16; 14 of 14 layers have such groups.*quantize the model again with group_size 32, 64 or 128",
+}
+
+
+@needs_checkpoints
+@pytest.mark.parametrize("name", REFUSED)
+def test_real_checkpoints_that_cannot_run(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        load_model(CHECKPOINTS / name)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        convert(CHECKPOINTS / name, tmp_path / "packed")
+
+
+# --- converted folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-4bit-v1-act_order", "gptq-8bit-v2", "bitsandbytes-nf4-nested"])
+def test_converted_folders_load_in_one_line(case: str, tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / "model", case, generator)
+    convert(folder, tmp_path / "packed", shard_bytes=1 << 14, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    tokens = TOKENS % model.config.vocab_size
+    assert torch.equal(logits(model, tokens), logits(load_model(folder, torch.float32), tokens))
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("case", ["gptq-4bit-v1-act_order", "bitsandbytes-nf4-nested"])
+def test_folders_of_version_2(case: str, tmp_path: Path, generator: torch.Generator) -> None:
+    from test_formats_convert import version_2
+
+    folder = write(tmp_path / "model", case, generator)
+    old = version_2(folder, tmp_path / "old", "sm90")
+    config = json.loads((folder / "config.json").read_text()) | json.loads((old / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps(config))
+    (old / "model-00001.safetensors").rename(old / "model.safetensors")
+    tokens = TOKENS % config["vocab_size"]
+    expected = logits(load_model(folder, torch.float32), tokens)
+    model = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32)
+    for loaded in (model, load_model(old, torch.float32), load_model(old, torch.float32, arch="sm90")):
+        assert torch.equal(logits(loaded, tokens), expected)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again, tokens), expected)
+
+
+@pytest.mark.parametrize("arch", ["sm70", "sm80", "sm90"])
+def test_arch_packs_again(arch: str, checkpoint: Path, tmp_path: Path) -> None:
+    convert(checkpoint, tmp_path / "packed", arch="sm80", progress=False)
+    layout = wo.preprocess(torch.zeros(1, 1, dtype=torch.int8), arch=arch).layout
+    models = [load_model(folder, torch.float32, arch=arch) for folder in (checkpoint, tmp_path / "packed")]
+    for model in models:
+        assert {layer.layout for layer in packed_layers(model).values()} == {layout}
+    tokens = TOKENS % models[0].config.vocab_size
+    assert torch.equal(logits(models[0], tokens), logits(models[1], tokens))
+
+
+# --- models and folders -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_saved_and_dense_folders(kind: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dense", MODELS[kind])
+    dense = load_model(folder)
+    assert not packed_layers(dense) and type(dense) is type(seeded(MODELS[kind]))
+    assert torch.equal(logits(dense), logits(seeded(MODELS[kind])))
+    packed = AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(group_size=64))
+    packed.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load_model(tmp_path / "packed")), logits(packed))
+
+
+def test_device_map_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+    expected = load_model(checkpoint, torch.float32)
+    tokens = TOKENS % expected.config.vocab_size
+    blocks = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = load_model(
+        checkpoint, torch.float32, device_map=blocks | {"model.layers": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    assert all(layer.qweight.is_meta for layer in packed_layers(model).values())
+    assert torch.equal(logits(model, tokens), logits(expected, tokens))
+    assert torch.equal(logits(load_model(checkpoint, torch.float32, "auto"), tokens), logits(expected, tokens))
+
+
+def test_generation_config_dtype_and_names(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [1, 2]}))
+    model = load_model(checkpoint)
+    assert model.dtype == torch.float32  # config.json's
+    assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (3, [1, 2])
+    assert model.name_or_path == str(checkpoint)
+    assert model.config.quantization_config.quant_method == "weightonly"
+    assert not model.training and not any(
+        p.requires_grad for m in packed_layers(model).values() for p in m.parameters()
+    )
+
+
+def test_one_layer_is_unpacked_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightonly.formats.checkpoint import Checkpoint
+
+    original, inside, most = Checkpoint.read_layer, [0], [0]
+
+    def counted(*args: Any) -> QuantizedLayer:
+        inside[0] += 1
+        most.append(inside[0])
+        try:
+            return original(*args)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(Checkpoint, "read_layer", counted)
+    model = load_model(checkpoint)
+    assert len(most) == 1 + len(packed_layers(model))  # each is read once
+    assert max(most) == 1
+
+
+def test_trust_remote_code_is_not_set(checkpoint: Path) -> None:
+    """A config that asks for code of its own is transformers' to refuse."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    path.write_text(json.dumps(config))
+    (checkpoint / "own.py").write_text("raise SystemExit('this code ran')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model(checkpoint)
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None], ids=str)
+@pytest.mark.parametrize("arch", [None, "sm80", "sm90"])
+def test_records_are_layers(arch: str | None, dtype: torch.dtype | None, checkpoint: Path) -> None:
+    for record in wo.load_checkpoint(checkpoint):
+        if not isinstance(record, QuantizedLayer):
+            continue
+        layer = record.to_linear(dtype=dtype, arch=arch)
+        assert layer.layer_name == record.name
+        assert layer.scales.dtype == (record.scales.dtype if dtype is None else dtype)
+        x = torch.randn(3, record.weight.k, dtype=layer.scales.dtype)
+        assert torch.equal(layer(x), record(x))
+        expected = x.float() @ record.dequantize() + (0 if record.bias is None else record.bias.float())
+        torch.testing.assert_close(record(x.float()), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_checkpoints
+def test_records_that_are_no_layers() -> None:
+    record = next(r for r in wo.load_checkpoint(CHECKPOINTS / "gptq4_g16") if isinstance(r, QuantizedLayer))
+    with pytest.raises(ValueError, match=rf"{record.name}: .*group_size must be"):
+        record.to_linear()
+    nf4 = next(r for r in wo.load_checkpoint(CHECKPOINTS / "bnb_nf4") if isinstance(r, QuantizedLayer))
+    with pytest.raises(ValueError, match=rf"{nf4.name}: arch: expected .* for nf4"):
+        nf4.to_linear(arch="sm80")
+    with pytest.raises(ValueError, match="dtype: expected float16, bfloat16, float32 or None, got float64"):
+        nf4.to_linear(torch.float64)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def fails(folder: Path, message: str, error: type[Exception] = ValueError, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        load_model(folder, **options)
+
+
+def test_folders_that_are_not_there(tmp_path: Path) -> None:
+    fails(tmp_path / "nothing", "expected the folder of a checkpoint, got none", FileNotFoundError)
+
+
+def test_no_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    fails(checkpoint, r"expected config\.json, which says what the model is, got none")
+
+
+def test_unknown_method(checkpoint: Path) -> None:
+    edit_config(checkpoint, quantization_config={"quant_method": "hqq"})
+    fails(checkpoint, "quant_method: expected one of awq, gptq, .*got 'hqq'")
+
+
+@pytest.mark.parametrize("method", ["weightonly", "gptq"])
+def test_unknown_version(method: str, checkpoint: Path) -> None:
+    edit_config(
+        checkpoint,
+        quantization_config={"quant_method": method, "format_version": 9, "bits": 4, "checkpoint_format": "gptq_v9"},
+    )
+    fails(checkpoint, "format_version: expected 2 or 3, got 9" if method == "weightonly" else "got 'gptq_v9'")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", torch.int8])
+def test_wrong_dtypes(dtype: Any, checkpoint: Path) -> None:
+    fails(checkpoint, "dtype: expected one of float16, bfloat16, float32, got (float64|int8)", dtype=dtype)
+
+
+def test_wrong_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fails(checkpoint, "device_map: expected cpu and cuda devices", device_map={"": "mps"})
+    fails(checkpoint, "device: expected 'cpu', as no CUDA GPU is visible", device_map="cuda")
+    fails(checkpoint, "arch: .*'sm50'", arch="sm50")
+
+
+def test_codes_for_a_gpu_that_does_not_read_them(tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / "model", "bitsandbytes-nf4", generator)
+    fails(folder, "arch: expected sm90.* got 'sm80'. Leave arch away", arch="sm80")
+
+
+def test_another_shape(checkpoint: Path) -> None:
+    edit_config(
+        checkpoint, num_key_value_heads=json.loads((checkpoint / "config.json").read_text())["num_attention_heads"]
+    )
+    fails(checkpoint, r"self_attn\.[kv]_proj: expected K x N = .* as the model's config says, got .* in the checkpoint")
+
+
+def test_a_model_with_more_layers(checkpoint: Path) -> None:
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    edit_config(checkpoint, num_hidden_layers=layers + 1)
+    fails(
+        checkpoint,
+        rf"expected model\.layers\.{layers}\.\S+qweight or .*weight, as the model has this layer, got neither",
+    )
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.q_proj.scales", "lm_head.weight"])
+def test_half_of_a_folder(lost: str, checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[lost]
+    save_file(tensors, file)
+    fails(checkpoint, rf"{lost}")
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    seeded(llama).save_pretrained(tmp_path / "dense", max_shard_size="100KB")
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", quantization_config=WeightOnlyConfig(group_size=64)
+    ).save_pretrained(tmp_path / "packed", max_shard_size="50KB")
+    for folder in (tmp_path / "dense", tmp_path / "packed"):
+        next(folder.glob("model-00002*")).unlink()
+        fails(folder, "expected in model-00002", FileNotFoundError)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("lost", ["model.layers.0.mlp.up_proj.scales", "model.layers.0.mlp.up_proj.qweight"])
+def test_half_of_a_packed_folder(lost: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(
+        saved(tmp_path / "dense", llama), quantization_config=WeightOnlyConfig(group_size=64)
+    ).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed/model.safetensors"
+    tensors = load_file(file)
+    del tensors[lost]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "packed"
+    AutoModelForCausalLM.from_pretrained(
+        saved(tmp_path / "dense", qwen2), quantization_config=WeightOnlyConfig(group_size=64)
+    ).save_pretrained(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_run_writes_tokens(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", str(packed), "--tokens", "3,5,8", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    tokens, speed = capsys.readouterr().out.splitlines()
+    expected = load_model(packed).generate(torch.tensor([[3, 5, 8]]), max_new_tokens=4, do_sample=False)
+    assert list(map(int, tokens.split())) == expected[0].tolist()
+    assert speed.startswith(f"{expected.shape[1] - 3} tokens in ") and speed.endswith(" tokens/s")
+
+
+def test_run_writes_text(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    letters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last are a blank and a new line
+    words = {letter: number for number, letter in enumerate(letters)}
+    transformers.Qwen2Tokenizer(vocab=words, merges=[]).save_pretrained(packed)
+    assert command.main(["run", str(packed), "--prompt", "$&)", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    expected = load_model(packed).generate(torch.tensor([[3, 5, 8]]), max_new_tokens=4, do_sample=False)
+    assert text.startswith(transformers.AutoTokenizer.from_pretrained(packed).decode(expected[0]) + "\n")
+
+
+WRONG_RUNS = {
+    "no numbers": (["--tokens", "1,x"], "--tokens: expected numbers such as 1,2,3, got '1,x'"),
+    "not in the vocabulary": (["--tokens", "1,96"], "--tokens: expected at least one token of 0..95, got [1, 96]"),
+    "no tokenizer": (["--prompt", "a"], "expected a tokenizer for --prompt, got none; --tokens 1,2,3 gives numbers"),
+    "none to write": (["--tokens", "1", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
+    "dtype": (
+        ["--tokens", "1", "--dtype", "float64"],
+        "dtype: expected one of float16, bfloat16, float32, got float64",
+    ),
+    "arch": (["--tokens", "1", "--arch", "sm50"], "'sm50'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RUNS)
+def test_run_says_what_is_wrong(case: str, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = WRONG_RUNS[case]
+    assert command.main(["run", str(packed), *words, "--device", "cpu"]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]

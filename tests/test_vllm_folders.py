@@ -1,0 +1,278 @@
+"""Folders of every format as models of vLLM: the quantization method and the load format "weightonly"."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+pytest.importorskip("vllm")
+
+import formats_llama as llama
+import vllm_cases as cases
+from safetensors.torch import save_file
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+import weightonly as wo
+from weightonly.formats import open_checkpoint
+from weightonly.vllm import register
+from weightonly.vllm.folders import loadable
+from weightonly.vllm.linear_method import WeightOnlyLinearMethod
+
+MERGED = {
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "self_attn.o_proj": ["self_attn.o_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+}
+Packer = Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
+
+
+def integers(method: str, bits: int, zeros: bool, act_order: bool, group: int = 32) -> Packer:
+    def pack(k: int, n: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+        w = cases.weight(g, k, n, bits=bits, group=group, zeros=zeros, dtype=torch.float16)
+        if act_order:  # layers of one input have one order, as GPTQ's own have
+            w.g_idx = w.g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        stored = cases.tensors(method, w)
+        return stored if method != "gptq" or act_order else {name: t for name, t in stored.items() if name != "g_idx"}
+
+    return pack
+
+
+def codes(quant_type: str, nested: bool) -> Packer:
+    return lambda k, n, g: llama.bitsandbytes(quant_type, nested)(k, n, g)[0]
+
+
+def write(folder: Path, packer: Packer, options: dict[str, Any], g: torch.Generator, lm_head: bool = False) -> Path:
+    folder.mkdir()
+    tensors = llama.plain_tensors(g)
+    layers = llama.LINEARS | ({"lm_head": (llama.HIDDEN, llama.VOCABULARY)} if lm_head else {})
+    if lm_head:
+        del tensors["lm_head.weight"]
+    for name, (k, n) in layers.items():
+        tensors |= {f"{name}.{inside}": tensor.contiguous() for inside, tensor in packer(k, n, g).items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = llama.CONFIG | {"quantization_config": options, "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def built(folder: Path, **arguments: Any) -> tuple[torch.nn.Module, ModelConfig]:
+    """vLLM's model of a folder, by its own configs and loader; its `load_model` wants an accelerator's allocator."""
+    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
+        pytest.skip("models of this vLLM need its compiled operators")
+    register()
+    arguments = {"quantization": "weightonly", "load_format": "weightonly"} | arguments
+    with cases.serving():
+        config = EngineArgs(
+            model=str(folder), skip_tokenizer_init=True, dtype="float16", enforce_eager=True, **arguments
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            model = initialize_model(vllm_config=config)
+            layerwise.record_metadata_for_reloading(model)
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model, config.model_config
+
+
+def load(folder: Path, **arguments: Any) -> torch.nn.Module:
+    return built(folder, **arguments)[0]
+
+
+def check(model: torch.nn.Module, folder: Path, g: torch.Generator) -> None:
+    """Every linear layer is `gemm` of the folder's records, bit for bit, and near their dense weight in fp32."""
+    read = wo.load_checkpoint(folder, progress=False)
+    records = {r.name: r for r in read if isinstance(r, wo.formats.QuantizedLayer)}
+    modules = dict(model.named_modules())
+    for i in range(llama.LAYERS):
+        for merged, parts in MERGED.items():
+            layer = modules[f"model.layers.{i}.{merged}"]
+            assert isinstance(layer.quant_method, WeightOnlyLinearMethod)
+            x = torch.randn(3, layer.input_size, generator=g).half()
+            y, _ = layer(x)
+            found = [records[f"model.layers.{i}.{part}"] for part in parts]
+            expected = [
+                wo.gemm(
+                    x,
+                    r.weight,
+                    r.scales.half(),
+                    zeros=None if r.zeros is None else r.zeros.half(),
+                    perm=r.perm,
+                )
+                for r in found
+            ]
+            assert torch.equal(y, torch.cat(expected, dim=1))
+            dense = torch.cat([r.dequantize() for r in found], dim=1)
+            torch.testing.assert_close(
+                y.float(), x.float() @ dense, rtol=2e-3, atol=2e-3 * float(dense.abs().max()) * 12
+            )
+
+
+GPTQ = {"quant_method": "gptq", "group_size": 32, "desc_act": True}
+FOLDERS = {
+    "gptq-4bit-act-order": (integers("gptq", 4, False, True), GPTQ | {"bits": 4, "sym": True}),
+    "gptq-8bit-act-order": (integers("gptq", 8, False, True), GPTQ | {"bits": 8, "sym": True}),
+    "gptq-4bit-act-order-zeros": (integers("gptq", 4, True, True), GPTQ | {"bits": 4, "sym": False}),
+    "gptq-8bit-act-order-zeros": (integers("gptq", 8, True, True), GPTQ | {"bits": 8, "sym": False}),
+    "gptq-4bit-zeros": (integers("gptq", 4, True, False), GPTQ | {"bits": 4, "sym": False, "desc_act": False}),
+    "awq-4bit": (integers("awq", 4, True, False), cases.config("awq", 4, 32, True)),
+    "ct-8bit-zeros": (integers("compressed-tensors", 8, True, False), cases.config("compressed-tensors", 8, 32, True)),
+    "bnb-nf4": (codes("nf4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "bnb-nf4-nested": (codes("nf4", True), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "bnb-fp4": (codes("fp4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_model_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / name, *FOLDERS[name], generator)
+    check(load(folder), folder, generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("gptq-4bit-act-order-zeros", "sm80"),
+        ("gptq-4bit-act-order-zeros", "sm90"),
+        ("gptq-8bit-act-order", "sm80"),
+        ("gptq-8bit-act-order", "sm90"),
+        ("bnb-nf4-nested", "sm90"),
+    ],
+)
+def test_converted_folder(name: str, arch: str, tmp_path: Path, generator: torch.Generator) -> None:
+    """vLLM takes the method from the folder; no layout of the file has to be that of the GPU."""
+    source = write(tmp_path / "source", *FOLDERS[name], generator)
+    wo.formats.convert(source, tmp_path / "converted", arch=arch, progress=False)
+    check(load(tmp_path / "converted", quantization=None), source, generator)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-act-order-zeros", "groups-of-64", "per-channel", "nf4"])
+def test_shards_of_k(
+    name: str, ranks: int, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of a row-parallel layer's ranks add up. K = 192 cuts groups, and act-order scatters them."""
+    packer: Packer
+    packer, options = {
+        "gptq-act-order": (integers("gptq", 4, False, True, 64), GPTQ | {"bits": 4, "sym": True, "group_size": 64}),
+        "gptq-act-order-zeros": (
+            integers("gptq", 8, True, True, 64),
+            GPTQ | {"bits": 8, "sym": False, "group_size": 64},
+        ),
+        "groups-of-64": (integers("gptq", 4, True, False, 64), GPTQ | {"bits": 4, "sym": False, "desc_act": False}),
+        "per-channel": (integers("gptq", 4, True, False, -1), GPTQ | {"bits": 4, "sym": False, "desc_act": False}),
+        "nf4": FOLDERS["bnb-nf4"],
+    }[name]
+    if name == "groups-of-64":
+        options |= {"group_size": 64}
+    if name == "per-channel":
+        options |= {"group_size": -1}
+    register()
+    k, n = 192, 72
+    folder = tmp_path / "layer"
+    folder.mkdir()
+    save_file(
+        {f"down.{inside}": t.contiguous() for inside, t in packer(k, n, generator).items()}, folder / "a.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    (record,) = wo.load_checkpoint(folder, progress=False)
+    assert isinstance(record, wo.formats.QuantizedLayer)
+    x = torch.randn(5, k, generator=generator).half()
+    dense = record.dequantize(torch.float64)
+    total = torch.zeros(5, n, dtype=torch.float64)
+    with cases.serving():
+        for rank in range(ranks):
+            total += shard_of(folder, k, n, rank, ranks, monkeypatch)(x.chunk(ranks, dim=1)[rank].contiguous()).double()
+    scale = (x.double().abs() @ dense.abs()).max()
+    assert (total - x.double() @ dense).abs().max() < 2e-3 * scale
+
+
+def shard_of(
+    folder: Path, k: int, n: int, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One rank's row-parallel layer `down` of the folder, without the sum over ranks."""
+    config = get_quantization_config("weightonly").from_config({})
+    config.maybe_update_config(str(folder))
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: ranks)
+    RowParallelLinear.__init__(layer, k, n, bias=False, reduce_results=False, quant_config=config, prefix="down")
+    parameters = dict(layer.named_parameters())
+    checkpoint = open_checkpoint(folder)
+    weight, _ = checkpoint.read(checkpoint.layers["down"])
+    for name, tensor in loadable(weight, checkpoint.shapes["down"]).items():
+        parameters[name].weight_loader(parameters[name], tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    return lambda x: layer(x)[0]
+
+
+def test_merged_layers_of_different_act_order(tmp_path: Path, generator: torch.Generator) -> None:
+    def packer(k: int, n: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+        w = cases.weight(g, k, n, bits=4, group=32, zeros=False, dtype=torch.float16, act_order=True)
+        return cases.tensors("gptq", w)
+
+    folder = write(tmp_path / "folder", packer, FOLDERS["gptq-4bit-act-order"][1], generator)
+    with pytest.raises(ValueError, match=r"qkv_proj: expected one act-order for its 3 merged layers"):
+        load(folder)
+
+
+def test_refused(tmp_path: Path, generator: torch.Generator) -> None:
+    packer, options = FOLDERS["bnb-nf4"]
+    folder = write(tmp_path / "head", packer, options, generator, lm_head=True)
+    with pytest.raises(ValueError, match=r"lm_head: expected quantized layers to be linear"):
+        load(folder)
+    packer, options = integers("gptq", 4, False, False, 16), GPTQ | {"bits": 4, "sym": True, "group_size": 16}
+    folder = write(tmp_path / "group", packer, options | {"desc_act": False}, generator)
+    with pytest.raises(ValueError, match=r"qkv_proj: group_size must be .* got 16"):
+        load(folder)
+
+
+def test_without_the_load_format(tmp_path: Path, generator: torch.Generator) -> None:
+    """vLLM's own loader gives the file's words to the layer, which says what to do."""
+    folder = write(tmp_path / "folder", *FOLDERS["gptq-4bit-act-order"], generator)
+    with pytest.raises(ValueError, match="--load-format weightonly"):
+        load(folder, load_format="auto")
+
+
+def test_compiled(tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / "folder", *FOLDERS["gptq-4bit-act-order-zeros"], generator)
+    layer = dict(load(folder).named_modules())["model.layers.0.mlp.gate_up_proj"]
+    compiled = torch.compile(lambda x: layer(x)[0] * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (1, 7, 33):
+        x = torch.randn(m, llama.HIDDEN, generator=generator).half()
+        assert torch.equal(compiled(x), layer(x)[0] * 2)
+
+
+@pytest.mark.parametrize("name", ["gptq-4bit-act-order-zeros", "bnb-nf4"])
+def test_reload(name: str, tmp_path: Path, generator: torch.Generator) -> None:
+    """Weights that are loaded again run from the memory of the first ones, as a CUDA graph needs it."""
+    first = write(tmp_path / "first", *FOLDERS[name], generator)
+    second = write(tmp_path / "second", *FOLDERS[name], generator)
+    model, config = built(first)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with cases.serving():
+        layerwise.initialize_layerwise_reload(model)
+        checkpoint = open_checkpoint(second)
+        tensors = [(name, checkpoint.shards.read(name)) for name in checkpoint.plain]
+        for layer in checkpoint.layers.values():
+            weight, _ = checkpoint.read(layer)
+            found = loadable(weight, checkpoint.shapes[layer.name])
+            tensors += [(f"{layer.name}.{inside}", tensor) for inside, tensor in found.items()]
+        model.load_weights(tensors)  # type: ignore[operator]
+        layerwise.finalize_layerwise_reload(model, config)
+    check(model, second, generator)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses

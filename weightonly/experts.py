@@ -1,0 +1,165 @@
+"""fused_experts: a layer of experts, which is two grouped products and what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from .activations import activation_of, check_activation
+from .args import CPU_DTYPES, check_device, require_dtype, require_tensor
+from .gemm import autocast
+from .grouped import GroupedArgs, grouped
+from .packed import PackedWeight
+
+Weight = tuple[Any, ...]
+"""(qweight, scales), (qweight, scales, zeros) or (qweight, scales, zeros, bias) of stacked experts."""
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
+
+
+def fused_experts(
+    x: torch.Tensor,
+    w13: Weight,
+    w2: Weight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    activation: str | None = "silu",
+) -> torch.Tensor:
+    """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
+
+    x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
+    w13           (qweight, scales, zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and
+                  bias may be None or left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up.
+    w2            the same, packed from q [E, I, H].
+    topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
+                  another rank of expert parallelism are.
+    topk_weights  [M, top_k], any float dtype; used in fp32.
+    activation    act, on the gate alone: None or "identity", "relu", "gelu" (the erf form), "silu".
+
+    Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
+    top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
+
+    Runs as two `grouped_gemm`, with what that says of GPUs.
+
+    Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
+    than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
+    """
+    require_dtype("x", x, CPU_DTYPES)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
+    check_activation(activation)
+    first, second = _stack("w13", w13), _stack("w2", w2)
+    columns, inner = first[0].n, second[0].k
+    if first[0].k != x.shape[1]:
+        raise ValueError(f"w13: expected K = {x.shape[1]}, the columns of x, got {first[0].k}")
+    if columns != 2 * inner:
+        raise ValueError(f"w13: expected N = {2 * inner}, gate and up for K = {inner} of w2, got {columns}")
+    if second[0].n != x.shape[1] or first[0].experts != second[0].experts:
+        expected = f"{first[0].experts} experts with N = {x.shape[1]}, the columns of x"
+        raise ValueError(f"w2: expected {expected}, got {second[0].experts} with N = {second[0].n}")
+    x = autocast(x, first[1])
+    act = activation_of(activation).function
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
+        return act(gate) * up
+
+    for name, rows, weight in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
+        offs = torch.zeros(weight[0].experts or 0, dtype=torch.int32, device=x.device)
+        try:
+            GroupedArgs(rows, weight[0], weight[1], offs, weight[2], weight[3]).check()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, product(*first), gated, product(*second))
+
+
+def run_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    first: Product,
+    between: Callable[[torch.Tensor], torch.Tensor],
+    second: Product,
+) -> torch.Tensor:
+    """y[m] = sum_j weights[m, j] * second(between(first(x[m]))), by expert ids[m, j]; see `fused_experts`.
+
+    between: (T, columns of the first product) -> (T, rows of the second).
+    """
+    _check_choice(x, ids, weights)
+    top_k = ids.shape[1]
+    order, offs = _route_op(ids, experts) if is_compiling() else _route(ids, experts)  # (T = M * top_k), (E)
+    y = second(between(first(x[order // top_k], offs)), offs)  # (T, H)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    y = y[place].view(*ids.shape, y.shape[-1])  # (M, top_k, H)
+    weights = torch.where((ids >= 0) & (ids < experts), weights.float(), 0.0)  # (M, top_k)
+    total = y[:, 0].float() * weights[:, :1]
+    for j in range(1, top_k):
+        total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
+    return total.to(x.dtype)
+
+
+def product(
+    qweight: PackedWeight,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+) -> Product:
+    """`grouped_gemm` with these weights, for `run_experts`."""
+    return lambda x, offs: grouped(GroupedArgs(x, qweight, scales, offs, zeros, bias, None, None, perm, True))
+
+
+def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(qweight, scales, zeros, bias), None where left out."""
+    if not isinstance(weight, tuple | list) or not 2 <= len(weight) <= 4:
+        got = f"{len(weight)} of them" if isinstance(weight, tuple | list) else type(weight).__name__
+        raise TypeError(f"{name}: expected (qweight, scales, zeros) or (qweight, scales, zeros, bias), got {got}")
+    if not isinstance(weight[0], PackedWeight) or weight[0].experts is None:
+        got = repr(weight[0]) if isinstance(weight[0], PackedWeight) else type(weight[0]).__name__
+        raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {got}")
+    qweight, scales, zeros, bias = (*weight, None, None)[:4]
+    return qweight, scales, zeros, bias
+
+
+def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    require_dtype("topk_ids", ids, (torch.int32, torch.int64))
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] == 0:
+        raise ValueError(f"topk_ids: expected shape [M = {x.shape[0]}, top_k], got {list(ids.shape)}")
+    require_tensor("topk_weights", weights)
+    if not weights.is_floating_point():
+        raise TypeError(f"topk_weights: expected a float dtype, got {weights.dtype}")
+    if weights.shape != ids.shape:
+        raise ValueError(f"topk_weights: expected shape {list(ids.shape)} as topk_ids, got {list(weights.shape)}")
+    check_device("topk_ids", ids, x)
+    check_device("topk_weights", weights, x)
+
+
+def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in `ids` sorted by expert, those of no expert last, int64 [M * top_k]; the ends of experts, int32 [E].
+
+    Raises ValueError for ids out of range, on the CPU: on a GPU the host would have to wait for them.
+    """
+    flat = ids.reshape(-1)
+    if flat.device.type == "cpu" and flat.numel():
+        low, high = torch.stack(torch.aminmax(flat)).tolist()
+        if low < -1 or high > experts:
+            raise ValueError(f"topk_ids: expected -1..{experts} for {experts} experts, got numbers in {low}..{high}")
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    flat, order = torch.sort(flat, stable=True)
+    all_experts = torch.arange(experts, dtype=flat.dtype, device=flat.device)
+    return order, torch.searchsorted(flat, all_experts, right=True, out_int32=True)
+
+
+@torch.library.custom_op("weightonly::route", mutates_args=(), schema="(Tensor ids, int experts) -> (Tensor, Tensor)")
+def _route_op(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return _route(ids, experts)
+
+
+@_route_op.register_fake
+def _result_of_route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids.new_empty(ids.numel(), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)

@@ -1,0 +1,128 @@
+"""The groups of a compressed-tensors config: what each says of its layers, and which layers it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .expect import TensorError, option
+from .patterns import Pattern, PatternError, Steps
+
+PACK_QUANTIZED = "pack-quantized"
+_CURE = "; quantize the original model again, to int4 or int8 with groups (W4A16, W8A16), or to nf4"
+BITS = (4, 8)
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """What a group of the config says. None: it does not say.
+
+    names: of layers and classes of modules. patterns: of names of layers.
+    symmetric: whether there are no zero points. act_order: whether each row of K has a group of its own in g_idx.
+    rows: of a group of K; -1: all of K, and one scale for each column or for all.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[Pattern, ...]
+    bits: int
+    symmetric: bool | None
+    rows: int | None
+    act_order: bool | None
+
+    @property
+    def may_name_a_class(self) -> bool:
+        """Whether it has a target like "Linear", without dots, or no targets at all."""
+        return not (self.names or self.patterns) or any("." not in name for name in self.names)
+
+    def problem(self, tensors: Mapping[str, torch.Tensor], k: int, groups: int) -> TensorError | None:
+        """What contradicts the tensors of a layer, if anything does."""
+        if self.symmetric is False and "weight_zero_point" not in tensors:
+            return TensorError("weight_zero_point", "expected one for symmetric: false of the config, got none")
+        g_idx = tensors.get("weight_g_idx")
+        is_set = g_idx is not None and not bool((g_idx == -1).all())
+        if self.act_order and not is_set:
+            return TensorError("weight_g_idx", "expected one for actorder: group of the config, got none")
+        if self.act_order is False and g_idx is not None and is_set and not _is_in_order(g_idx, groups):
+            return TensorError(
+                "weight_g_idx", "expected groups in order without actorder: group of the config, got others"
+            )
+        if self.rows is not None:
+            expected = 1 if self.rows == -1 else -(-k // self.rows)
+            if groups != expected:
+                size = "K" if self.rows == -1 else self.rows
+                problem = f"expected {expected} groups of {size} rows for K = {k} as the config says, got {groups}"
+                return TensorError("weight_scale", problem)
+        return None
+
+
+def _is_in_order(g_idx: torch.Tensor, groups: int) -> bool:
+    rows = torch.arange(len(g_idx), device=g_idx.device)
+    return torch.equal(g_idx.long(), rows // -(-len(g_idx) // groups))
+
+
+def targeting(layer: str, schemes: Sequence[Scheme], steps: Steps) -> Sequence[Scheme]:
+    """The groups that can mean a layer: as in compressed-tensors, its name goes before patterns, these before classes.
+
+    No file tells the class of a module: without a name or a pattern, every group that may name a class may mean it.
+    Raises TensorError for patterns that take too many steps.
+    """
+    try:
+        return (
+            [scheme for scheme in schemes if layer in scheme.names]
+            or [s for s in schemes if any(pattern.matches_start(layer, steps) for pattern in s.patterns)]
+            or [scheme for scheme in schemes if scheme.may_name_a_class]
+            or schemes
+        )
+    except PatternError as error:
+        raise TensorError("weight_packed", f"config_groups: targets: {error}") from error
+
+
+def schemes_of(options: Mapping[str, Any]) -> Iterator[Scheme]:
+    """Each group of the config. Raises ValueError for one that is not read."""
+    if options.get("transform_config"):  # rotations, some of which are applied to x at run time
+        raise ValueError(f"transform_config: expected none, got {options['transform_config']!r:.200}")
+    whole = option(options, "format", str, PACK_QUANTIZED)
+    for name, group in option(options, "config_groups", dict, {}).items():
+        if not isinstance(group, dict):
+            raise ValueError(f"config_groups.{name}: expected an object, got {group!r:.200}")
+        form = option(group, "format", str, whole)
+        if form != PACK_QUANTIZED:
+            raise ValueError(f"config_groups.{name}.format: expected {PACK_QUANTIZED!r}, got {form!r}{_CURE}")
+        weights = option(group, "weights", dict, {})
+        kind, bits = option(weights, "type", str, "int"), option(weights, "num_bits", int)
+        if kind != "int" or bits not in BITS:
+            raise ValueError(f"config_groups.{name}.weights: expected int of 4 or 8 bits, got {kind} of {bits}")
+        try:
+            yield _scheme(group, weights, bits)
+        except ValueError as error:
+            raise ValueError(f"config_groups.{name}: {error}") from error
+    if whole not in (PACK_QUANTIZED, "mixed-precision"):  # the latter: each group has a format of its own
+        raise ValueError(f"format: expected {PACK_QUANTIZED!r}, got {whole!r}{_CURE}")
+
+
+def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int) -> Scheme:
+    """Raises ValueError for targets that are no names and patterns, and for values of another kind."""
+    names: set[str] = set()
+    patterns: list[Pattern] = []
+    for target in option(group, "targets", list, []):
+        if not isinstance(target, str):
+            raise ValueError(f"targets: expected names and patterns, got {target!r:.200}")
+        if target.startswith("re:"):
+            try:
+                patterns.append(Pattern(target.removeprefix("re:")))
+            except PatternError as error:
+                raise ValueError(f"targets: expected regular expressions, got {target!r:.200} ({error})") from error
+        else:
+            names.add(target)
+    rows = option(weights, "group_size", int)
+    if option(weights, "strategy", str) in ("channel", "tensor"):
+        rows = -1
+    elif rows is not None and rows != -1 and rows < 1:
+        raise ValueError(f"group_size: expected -1 or at least 1, got {rows}")
+    act_order = option(weights, "actorder", (str, bool), False) if "actorder" in weights else None
+    if isinstance(act_order, str):
+        act_order = act_order.lower() in ("group", "dynamic")
+    return Scheme(frozenset(names), tuple(patterns), bits, option(weights, "symmetric", bool), rows, act_order)

@@ -1,0 +1,108 @@
+"""The quantization config of this library, in config.json: what tells how the packed layers of a folder are read.
+
+    quant_method, format_version
+    format, group_size, symmetric, act_order, layout    what most layers have; group_size is a number of rows, never -1
+    layers                                              layer -> those of the five that it has otherwise
+    modules_to_not_convert                              linear layers that are not packed
+
+K of a layer is the rows of its scales times its group size, N their columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ..heuristics.arch import Arch
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..layout import LAYOUTS
+from ..packing import code_layout
+from .expect import option
+from .layers import LayerShape
+
+METHOD = "weightonly"
+"""`quant_method` of this library."""
+
+VERSION = 3
+"""`format_version` that is written."""
+
+READ_VERSIONS = (2, 3)
+"""Version 2 holds one-dimensional bytes, and describes them in the metadata of its files."""
+
+_GUARD = "fusion_config"
+_MESSAGE = f"{METHOD} (the checkpoint is packed: `import weightonly.hf` before from_pretrained)"
+
+_FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
+    "format": (str, tuple(FORMATS)),
+    "group_size": (int, ()),
+    "symmetric": (bool, ()),
+    "act_order": (bool, ()),
+    "layout": (str, LAYOUTS),
+}
+"""Name -> its type and the values that it may have; () for any."""
+
+
+def options_of(shapes: Mapping[str, LayerShape]) -> dict[str, Any]:
+    """The entries of the config that describe layers: what most of them have, and who differs."""
+    fields = {name: {field: getattr(shape, field) for field in _FIELDS} for name, shape in shapes.items()}
+    common = {field: Counter(own[field] for own in fields.values()).most_common(1)[0][0] for field in _FIELDS}
+    layers = {
+        name: {field: value for field, value in own.items() if value != common[field]} for name, own in fields.items()
+    }
+    return common | {"layers": {name: other for name, other in layers.items() if other}}
+
+
+def fields_of(options: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """format, group_size, symmetric, act_order and layout of `layer`.
+
+    Raises ValueError, naming the entry, for one that is missing or of another type.
+    """
+    own = option(option(options, "layers", dict, {}), layer, dict, {})
+    fields = {}
+    for field, (kind, allowed) in _FIELDS.items():
+        value = option(own, field, kind, option(options, field, kind))
+        if value is None or (allowed and value not in allowed):
+            expected = f"one of {', '.join(allowed)}" if allowed else f"a {kind.__name__}"
+            raise ValueError(f"{field} of {layer}: expected {expected}, got {value!r}")
+        fields[field] = value
+    if fields["group_size"] < 1:
+        raise ValueError(f"group_size of {layer}: expected at least 1, got {fields['group_size']}")
+    return fields
+
+
+def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
+    """Raises ValueError, naming the first layer, unless kernels of `arch` compute every layer.
+
+    arch: None: any GPU, or the CPU.
+    """
+    for name, shape in shapes.items():
+        try:
+            check_group_size(shape.group_size, shape.k)
+        except ValueError as error:
+            count = sum(other.group_size == shape.group_size for other in shapes.values())
+            raise ValueError(
+                f"{name}: {error}; {count} of {len(shapes)} layers have such groups. They can be read and dequantized "
+                "(load_checkpoint), not multiplied: quantize the model again with group_size 32, 64 or 128"
+            ) from error
+        if shape.format in CODE_FORMATS:
+            try:
+                code_layout(shape.format, arch)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}: {error}. Leave arch away to load it on a CPU, or quantize the model to int4"
+                ) from error
+
+
+def guard_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of config.json that makes transformers refuse a folder where it does not know this library.
+
+    transformers warns of an unknown `quant_method`, and would leave the packed layers random. For an unknown fusion it
+    raises an error that quotes the name. Where `weightonly.hf` is imported, `unguarded` takes the entry out before.
+    """
+    return {_GUARD: {**(config.get(_GUARD) or {}), _MESSAGE: True}}
+
+
+def unguarded(fusions: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The fusions of a config without the guard; None where none are left."""
+    return {name: value for name, value in (fusions or {}).items() if name != _MESSAGE} or None

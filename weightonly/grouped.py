@@ -1,0 +1,275 @@
+"""grouped_gemm: one product for the rows of many experts, and its gradients.
+
+For now each expert that has rows is a `gemm` of its own, and the host reads how many rows each has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device, require_dtype, require_tensor
+from .autograd import before_activation, kept_for
+from .gemm import autocast, dispatch, gemm, needs_dispatch
+from .packed import PackedWeight
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    qweight: PackedWeight,
+    scales: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    zeros: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
+
+    x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
+    qweight     what `preprocess` returned for q [E, K, N], on the device of x.
+    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 32, a multiple of 64, or K.
+    offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
+                offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
+    zeros       None (symmetric) or like scales, in units of q. None for a codebook.
+    bias        [E, N], dtype of x.
+    activation  None or "identity", "relu", "gelu" (the erf form), "silu".
+    out         [T, N], the result's tensor, if it is there already; must not overlap an input.
+    perm        [E, K] int32 or int64, act-order: row perm[e] is that of expert e, see `gemm`.
+
+    Returns [T, N] in the dtype of x; T = 0 gives an empty result. Row t is bit for bit what `gemm` of all rows of its
+    expert gives. Results are bit-identical from run to run.
+
+    Under torch.autocast x is cast as `gemm` casts it.
+
+    Each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`: the call cannot be captured in
+    a CUDA graph. It can be traced by torch.compile.
+
+    Gradients: of x and bias, as those of `gemm`.
+
+    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes and activations, for
+    `offs` that are not ascending or end at another row than T, and for a weight that is not stacked; RuntimeError where
+    no kernel was built for the device.
+    """
+    return grouped(GroupedArgs(autocast(x, scales), qweight, scales, offs, zeros, bias, activation, out, perm))
+
+
+class GroupedArgs(GemmArgs):
+    """The arguments of one call of `grouped_gemm`, which says what each of them is.
+
+    has_rest: whether rows may follow those of the last expert: they are of no expert here, and their results are zeros.
+    """
+
+    __slots__ = ("has_rest", "offs")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        qweight: PackedWeight,
+        scales: torch.Tensor,
+        offs: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        out: torch.Tensor | None = None,
+        perm: torch.Tensor | None = None,
+        has_rest: bool = False,
+    ) -> None:
+        super().__init__(x, qweight, scales, zeros, bias, activation, out, None, perm)
+        self.offs = offs
+        self.has_rest = has_rest
+
+    def to_op(self) -> tuple[Any, ...]:
+        """The arguments of the operator `weightonly::grouped_gemm`: all but `out`."""
+        return *super().to_op(), self.qweight.experts, self.offs, self.has_rest
+
+    @classmethod
+    def from_op(cls, x: torch.Tensor, *rest: Any) -> GroupedArgs:
+        """The inverse of `to_op`."""
+        *weight, scales, zeros, bias, activation, perm, experts, offs, has_rest = rest
+        qweight = PackedWeight(*weight, experts=experts)
+        return cls(x, qweight, scales, offs, zeros, bias, activation, None, perm, has_rest)
+
+    def check(self) -> None:
+        """Checks everything but `out` and the numbers in `offs` and `perm`."""
+        x, qweight, offs = self.x, self.qweight, self.offs
+        if not isinstance(qweight, PackedWeight):
+            raise TypeError(
+                f"qweight: expected the PackedWeight that weightonly.preprocess(q) returns for q [E, K, N], "
+                f"got {type(qweight).__name__}"
+            )
+        experts = qweight.experts
+        if experts is None:
+            raise ValueError(
+                f"qweight: expected stacked experts, packed from q [E, K, N], got one weight {qweight!r}; "
+                f"gemm multiplies by it"
+            )
+        require_tensor("x", x)
+        if x.dim() != 2:
+            raise ValueError(f"x: expected shape [T, K], rows sorted by expert, got {list(x.shape)}")
+        shapes = {"scales": "K / g, N", "zeros": "K / g, N", "bias": "N", "perm": "K"}
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tensor is None and name != "scales":
+                continue
+            require_tensor(name, tensor)
+            if tensor.dim() != shape.count(",") + 2 or tensor.shape[0] != experts:
+                raise ValueError(f"{name}: expected shape [E = {experts}, {shape}], got {list(tensor.shape)}")
+        self.of_expert(0, 0, x.shape[0]).check()
+        require_dtype("offs", offs, (torch.int32,))
+        if tuple(offs.shape) != (experts,):
+            raise ValueError(f"offs: expected shape [E] = [{experts}], got {list(offs.shape)}")
+        check_device("offs", offs, x)
+
+    def of_expert(self, expert: int, begin: int, end: int) -> GemmArgs:
+        """The product of rows begin..end, which are those of one expert."""
+        zeros, bias, perm = (None if t is None else t[expert] for t in (self.zeros, self.bias, self.perm))
+        return GemmArgs(
+            self.x[begin:end],
+            self.qweight[expert],
+            self.scales[expert],
+            zeros,
+            bias,
+            self.activation,
+            None if self.out is None else self.out[begin:end],
+            None,
+            perm,
+        )
+
+
+def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:
+    """(expert, begin, end) of each expert that has some of `total` rows. Waits for `offs`.
+
+    Raises ValueError for ends that do not ascend from 0 to `total`; with `has_rest` the last may be before it.
+    """
+    rows, begin = [], 0
+    for expert, end in enumerate(offs.tolist()):
+        if end < begin:
+            raise ValueError(f"offs: expected ascending ends of rows, got {end} after {begin} for expert {expert}")
+        if end > begin:
+            rows.append((expert, begin, end))
+        begin = end
+    if begin > total or (begin < total and not has_rest):
+        raise ValueError(f"offs: expected T = {total}, the rows of x, as the last end, got {begin}")
+    return rows
+
+
+def grouped(args: GroupedArgs) -> torch.Tensor:
+    """`grouped_gemm` of arguments in one object."""
+    return dispatch(args, _grouped_op) if needs_dispatch(args) else _compute(args)
+
+
+@torch.no_grad()
+def _compute(args: GroupedArgs) -> torch.Tensor:
+    args.check()
+    if args.out is None:
+        args.out = args.x.new_empty(args.result_shape)
+    else:
+        args.check_out()
+    rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
+    for expert, begin, end in rows:
+        one = args.of_expert(expert, begin, end)
+        gemm(
+            one.x,
+            one.qweight,
+            one.scales,
+            zeros=one.zeros,
+            bias=one.bias,
+            activation=one.activation,
+            perm=one.perm,
+            out=one.out,
+        )
+    args.out[rows[-1][2] if rows else 0 :] = 0
+    return args.out
+
+
+_OP_SCHEMA = OP_SCHEMA.replace(") ->", ", int experts, Tensor offs, bool has_rest) ->")
+
+
+@torch.library.custom_op("weightonly::grouped_gemm", mutates_args=(), schema=_OP_SCHEMA)
+def _grouped_op(*operands: Any) -> torch.Tensor:
+    return _compute(GroupedArgs.from_op(*operands))
+
+
+@_grouped_op.register_fake
+def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], n))
+
+
+# --- gradients: those of `gemm`, expert by expert ---------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, data, *description = inputs
+    *fields, scales, zeros, bias, activation, perm, experts, offs, has_rest = description
+    ctx.save_for_backward(data, scales, zeros, bias, perm, offs, kept_for(activation, x, output))
+    ctx.description = fields, activation, experts, has_rest
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """grad: of y [T, N]. Returns a gradient, or None, for each input of the operator."""
+    data, scales, zeros, bias, perm, offs, kept = ctx.saved_tensors
+    fields, activation, experts, has_rest = ctx.description
+    tail = (experts, offs, has_rest)
+    grad = before_activation(
+        grad,
+        kept,
+        activation,
+        lambda x: torch.ops.weightonly.grouped_gemm(x, data, *fields, scales, zeros, bias, None, perm, *tail),
+    )
+    before_scales = 2 + len(fields)
+    grads: list[torch.Tensor | None] = [None] * (before_scales + 8)
+    if ctx.needs_input_grad[0]:
+        grads[0] = _gradient_op(grad, data, *fields, scales, zeros, perm, experts, offs)
+    if ctx.needs_input_grad[before_scales + 2]:
+        grads[before_scales + 2] = _bias_gradient_op(grad, offs)
+    return tuple(grads)
+
+
+_grouped_op.register_autograd(_backward, setup_context=_setup_context)
+
+_GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
+
+
+@torch.library.custom_op("weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA)
+def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """grad_x [T, K] of grad_z [T, N], zeros in rows of no expert."""
+    *fields, scales, zeros, perm, experts, offs = rest
+    result = grad.new_zeros(grad.shape[0], fields[0])
+    for expert, begin, end in _rows_of(offs, grad.shape[0], has_rest=True):
+        weight = data.view(experts, -1)[expert]
+        others = [None if tensor is None else tensor[expert] for tensor in (scales, zeros, perm)]
+        result[begin:end] = torch.ops.weightonly.gemm_gradient(grad[begin:end], weight, *fields, *others)
+    return result
+
+
+@_gradient_op.register_fake
+def _result_of_gradient(grad: torch.Tensor, data: torch.Tensor, k: int, *rest: Any) -> torch.Tensor:
+    return grad.new_empty((grad.shape[0], k))
+
+
+@torch.library.custom_op(
+    "weightonly::grouped_bias_gradient", mutates_args=(), schema="(Tensor grad, Tensor offs) -> Tensor"
+)
+def _bias_gradient_op(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[E, N]: the sums of the rows of each expert, in fp32."""
+    result = grad.new_zeros(offs.shape[0], grad.shape[1])
+    for expert, begin, end in _rows_of(offs, grad.shape[0], has_rest=True):
+        result[expert] = grad[begin:end].sum(0, dtype=torch.float32)
+    return result
+
+
+@_bias_gradient_op.register_fake
+def _result_of_bias_gradient(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return grad.new_empty((offs.shape[0], grad.shape[1]))
+
+
+def _no_second_backward(ctx: Any, grad: torch.Tensor) -> None:
+    raise RuntimeError("grouped_gemm is differentiable once: there is no gradient of its gradient (create_graph=True)")
+
+
+_gradient_op.register_autograd(_no_second_backward)
+_bias_gradient_op.register_autograd(_no_second_backward)

@@ -1,0 +1,139 @@
+"""The tensors of a checkpoint under the names of the model, read and packed when transformers asks for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..device import device_arch
+from ..formats.checkpoint import Checkpoint
+from ..formats.converted import tensors_of
+from ..formats.layers import LayerShape
+from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
+from ..heuristics.arch import ARCHS, Arch
+from ..heuristics.problem import CODE_FORMATS
+from ..layout import TILED
+from ..packing import layout_for_arch
+from .files import Names, check_complete
+from .modules import Plan
+
+logger = logging.get_logger(__name__)
+
+
+class CheckpointWeights:
+    """The layers of a checkpoint, packed for `arch`, as a state dict of a model.
+
+    tensors: empty until `plan` is called; then name in the model -> a tensor that is read when it is indexed.
+
+    Raises ValueError for layers that no kernel of `arch` computes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, arch: Arch | None) -> None:
+        check_runs(checkpoint.shapes, arch)
+        self.checkpoint = checkpoint
+        self.arch = arch
+        keeps_layout = arch is None and METHOD in checkpoint.methods
+        self._arch: Arch | None = None if keeps_layout else _arch_or_visible(arch)
+        self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
+        self.tensors: dict[str, Any] = {}
+        self._lock = threading.Lock()  # layers are read one after another: the unpacked numbers of one at a time
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointWeights:
+        return self  # transformers copies configs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The quantization config of the packed model."""
+        return {"quant_method": METHOD, "format_version": VERSION, "arch": self.arch} | options_of(self.shapes)
+
+    def plan(self, model: PreTrainedModel) -> Plan:
+        """What becomes of the layers of `model`; fills `tensors`.
+
+        Raises ValueError for a linear layer of the model that the checkpoint does not have.
+        """
+        names, plan = Names(model), Plan()
+        found: set[str] = set()
+        for layer, shape in self.shapes.items():
+            name, pattern = names.of_layer(layer)
+            if pattern is not None and name in names.tensors:
+                self.tensors[f"{layer}.weight"] = _Lazy(self, layer, "dense", torch.float32)
+                plan.dense[name] = "the model stores several layers of the checkpoint in one parameter"
+            elif f"{name}.weight" in names.tensors:
+                plan.layers[name] = shape
+                self._add(layer, name, shape)
+            else:
+                logger.warning(f"weightonly: {layer} of the checkpoint is not used: {type(model).__name__} has none")
+        if plan.dense:
+            name, reason = next(iter(plan.dense.items()))
+            logger.warning(f"weightonly: {len(plan.dense)} parameters such as {name} stay dense: {reason}")
+        for tensor in self.checkpoint.plain:
+            found.add(names.of_tensor(tensor))
+            self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
+        check_complete(model, plan, found, self.checkpoint.folder)
+        return plan
+
+    def _add(self, layer: str, name: str, shape: LayerShape) -> None:
+        dtype = {"qweight": torch.uint8, "perm": torch.int32, "codebook": torch.int32}
+        inside = ["qweight", "scales"]
+        inside += ["zeros"] if shape.symmetric is False else []
+        inside += ["perm"] if shape.act_order else []
+        inside += ["codebook"] if shape.format == "code4" else []
+        inside += ["bias"] if "bias" in self.checkpoint.layers[layer].tensors else []
+        for tensor in inside:
+            self.tensors[f"{name}.{tensor}"] = _Lazy(self, layer, tensor, dtype.get(tensor, torch.float32))
+
+    def read(self, layer: str, tensor: str) -> torch.Tensor:
+        """A tensor of a layer. The others of the layer are kept until they are read, too."""
+        with self._lock:
+            if tensor == "dense":
+                record = self.checkpoint.read_layer(layer, self._arch)
+                return record.dequantize().t()
+            if tensor not in self._read.get(layer, {}):
+                record = self.checkpoint.read_layer(layer, self._arch)
+                self._read[layer] = {
+                    name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()
+                }
+            value = self._read[layer].pop(tensor)
+            if not self._read[layer]:
+                del self._read[layer]
+            return value
+
+    def _packed_shape(self, layer: str) -> LayerShape:
+        shape = self.checkpoint.exact_shape(layer)
+        if self._arch is None:
+            return shape
+        layout = TILED if shape.format in CODE_FORMATS else layout_for_arch(self._arch)
+        return dataclasses.replace(shape, layout=layout)
+
+
+class _Lazy:
+    """A tensor that is read when it is indexed, as those of safetensors' `get_slice` are."""
+
+    def __init__(self, weights: CheckpointWeights, layer: str | None, tensor: str, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._layer = layer
+        self._tensor = tensor
+        self._dtype = dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._layer is None:
+            return self._weights.checkpoint.shards.read(self._tensor)[index]
+        return self._weights.read(self._layer, self._tensor)[index]
+
+    def is_floating_point(self) -> bool:
+        """Whether transformers may cast it to the dtype of the model."""
+        return self._dtype.is_floating_point
+
+
+def _arch_or_visible(arch: Arch | None) -> Arch:
+    if arch is not None:
+        return arch
+    if torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:
+        return device_arch(torch.cuda.current_device())
+    return 80

@@ -1,0 +1,89 @@
+"""WeightOnlyConfig: what transformers keeps as `quantization_config`, of a call and of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.quantizers import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..formats.packed_config import METHOD, READ_VERSIONS, VERSION
+from ..heuristics.arch import Arch, parse_arch
+from ..nn.recipe import Recipe
+
+if TYPE_CHECKING:
+    from .checkpoint import CheckpointWeights
+
+
+@register_quantization_config(METHOD)
+class WeightOnlyConfig(QuantizationConfigMixin):
+    """How `from_pretrained(folder, quantization_config=...)` quantizes the linear layers of a model while it loads.
+
+    format: "int4", "int8", "nf4" or "fp4".
+    group_size: rows of K that share a scale: 32, a multiple of 64, or -1 for all of K. A layer with a K that it does
+        not divide stays dense.
+    symmetric: whether there are no zero points; True for nf4 and fp4.
+    arch: the GPU to pack for (90, "sm90", (9, 0)); None: the visible one, else any. "nf4" and "fp4" have kernels on
+        Hopper and the CPU alone.
+    modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
+        and tied layers always stay dense.
+    layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
+
+    Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
+    a codebook, and a format that `arch` has no kernel for. Raises TypeError for values of another type.
+    """
+
+    def __init__(
+        self,
+        format: str = "int4",
+        group_size: int = 128,
+        symmetric: bool = True,
+        arch: Arch | None = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        **layer_options: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        given = layer_options.pop("quant_method", METHOD)
+        if given != METHOD:
+            raise ValueError(f"quant_method: expected {METHOD!r}, got {given!r}")
+        self.format_version = layer_options.pop("format_version", VERSION)
+        if self.format_version not in READ_VERSIONS:
+            expected = " or ".join(map(str, READ_VERSIONS))
+            raise ValueError(f"format_version: expected {expected}, got {self.format_version!r}")
+        self.format = format
+        self.group_size = group_size
+        self.symmetric = symmetric
+        self.arch = None if arch is None else f"sm{parse_arch(arch)}"
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError(f"modules_to_not_convert: expected a list of names, got the str {modules_to_not_convert!r}")
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.act_order: bool = layer_options.pop("act_order", False)
+        self.layout: str | None = layer_options.pop("layout", None)
+        self.layers: dict[str, dict[str, Any]] = layer_options.pop("layers", {})
+        self.source: dict[str, Any] | None = layer_options.pop("source", None)
+        if layer_options:
+            raise ValueError(f"quantization_config: unknown entries {', '.join(sorted(layer_options))}")
+        self.weights: CheckpointWeights | None = None
+        self._check()
+
+    def _check(self) -> None:
+        if self.layout is not None:  # of a folder: its tensors tell the rest
+            return
+        recipe = self.recipe(None)
+        if self.group_size != -1:
+            recipe.check_k(self.group_size * 2)  # some K that it divides, and is not K itself
+
+    def recipe(self, dtype: torch.dtype | None) -> Recipe:
+        """How a dense weight is quantized, with scales in `dtype`."""
+        return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries of config.json."""
+        hidden = ("weights", *(("source",) if self.source is None else ()))
+        return {name: value for name, value in vars(self).items() if name not in hidden}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of the dict that transformers has where a config was read from a file."""
+        return getattr(self, name, default)

@@ -1,0 +1,104 @@
+"""load_model: a folder of any quantizer that this library reads, as a running model of its own transformers class."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ..formats.checkpoint import open_checkpoint
+from ..formats.packed_config import METHOD
+from ..formats.recognize import is_dense, quantization_config
+from ..formats.shards import Shards
+from ..heuristics.arch import Arch, parse_arch
+from .checkpoint import CheckpointWeights
+from .config import WeightOnlyConfig
+from .files import SeparateExpertsError
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    arch: Arch | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
+
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, `convert`, `save_pretrained` or a dense model: safetensors
+        files and config.json, on this machine.
+    dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
+        "auto": the one in config.json.
+    device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
+    arch: the GPU to pack for; None: the visible one; a packed folder keeps its layout.
+    kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
+
+    Returns a model of the class that config.json names, in eval mode. The weights of the file are not rounded: a layer
+    computes with the numbers that `record.dequantize()` gives, its scales in `dtype`. What transformers computes itself
+    (tied embeddings, rotary frequencies) and `generation_config` are as it makes them. Packed layers are
+    `weightonly.nn.Linear`; `save_pretrained` writes a packed folder. `trust_remote_code` is what you pass, never set.
+
+    Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
+    for an unknown method or version; for layers that no kernel of `arch` computes, with what would help; for a layer of
+    another shape than the model has; for tensors of the model that the folder lacks; for a dtype or device without
+    kernels.
+    """
+    folder = Path(folder)
+    if arch is not None:
+        parse_arch(arch)
+    shards = Shards(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
+    code = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
+    config = AutoConfig.from_pretrained(folder, **code)
+    cls = _model_class(config, kwargs)
+    dtype = "auto" if dtype is None else dtype
+    arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
+    options = quantization_config(shards)[1]
+    if is_dense(shards) or (options.get("quant_method") == METHOD and arch is None):
+        try:
+            model, info = cls.from_pretrained(folder, config=config, **arguments)
+            return _complete(model, info, folder)
+        except SeparateExpertsError:
+            pass  # they are put together below
+
+    weights = CheckpointWeights(open_checkpoint(folder), arch)
+    _describe(config, weights)
+    if arguments["dtype"] == "auto":
+        arguments["dtype"] = config.dtype or torch.get_default_dtype()
+    if "generation_config" not in kwargs and (folder / "generation_config.json").is_file():
+        arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
+    model, info = cls.from_pretrained(None, config=config, state_dict=weights.tensors, **arguments)
+    model.name_or_path = model.config._name_or_path = str(folder)
+    return _complete(model, info, folder)
+
+
+def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
+    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
+
+
+def _describe(config: Any, weights: CheckpointWeights) -> None:
+    """Put this library's quantization config in the place of that of the quantizer."""
+    text = config.get_text_config(decoder=True)
+    for holder in {id(config): config, id(text): text}.values():
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config
+    config.quantization_config = WeightOnlyConfig(**weights.options)
+    config.quantization_config.weights = weights
+
+
+def _complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """`model`. Raises ValueError where the folder lacks some of its tensors: transformers left them random."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ValueError(f"{folder}: expected every tensor of {type(model).__name__}, got none for {missing[0]}{more}")
+    return model

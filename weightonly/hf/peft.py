@@ -1,0 +1,150 @@
+"""LoRA of PEFT on `weightonly.nn.Linear`: what `register` teaches PEFT, which has no hook for it.
+
+After it `get_peft_model`, "all-linear" and `PeftModel.from_pretrained` take quantized models as they take dense ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig
+from peft.tuners import tuners_utils
+from peft.tuners.lora import layer as lora_layer
+from peft.tuners.lora import model as lora_model
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils import transformers_weight_conversion
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+
+from ..nn import Linear
+
+_INITIALIZATIONS = (True, False, "gaussian")
+"""`init_lora_weights` that do not look at the dense weight."""
+
+
+class LoraLinear(lora_layer.Linear):
+    """A `weightonly.nn.Linear` with LoRA adapters: y = base(x) + scaling * B(A(dropout(x))).
+
+    `merge` quantizes the sum of weight and adapters again, in the format of the layer, as PEFT does with bitsandbytes'
+    4-bit layers: the result differs from base and adapter side by side by the rounding of the format. `unmerge` brings
+    back the bits from before.
+
+    Raises ValueError for DoRA and other variants, for initializations that need the dense weight, and for a layer with
+    an activation.
+    """
+
+    def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        inside = _inside(base_layer)
+        if inside.activation not in (None, "identity"):
+            raise ValueError(f"activation: expected None for a layer with adapters, got {inside.activation!r}")
+        config.fan_in_fan_out = False  # a Conv1D was [K, N]; its packed weight is like any other
+        super().__init__(base_layer, adapter_name, config=config, **kwargs)
+        self._unmerged: dict[str, torch.Tensor] = {}  # the state of the base layer from before a merge
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
+        if config.use_dora:
+            raise ValueError(
+                "use_dora: expected False for weightonly.nn.Linear, got True: DoRA needs the dense weight in every step"
+            )
+        variant = super().resolve_lora_variant(config=config, **kwargs)
+        if variant is not None and config.alora_invocation_tokens is None:
+            raise ValueError(f"config: expected plain LoRA for weightonly.nn.Linear, got {type(variant).__name__}")
+        return variant
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        if config.init_lora_weights not in _INITIALIZATIONS:
+            raise ValueError(
+                f"init_lora_weights: expected one of {', '.join(map(repr, _INITIALIZATIONS))} for "
+                f"weightonly.nn.Linear, got {config.init_lora_weights!r}, which needs the dense weight"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the weight and quantizes it again. safe_merge: look for NaN and Inf first.
+
+        Raises ValueError for a sum that is not finite, and for a codebook of the caller's ("code4"), to which nothing
+        is quantized. Raises NotImplementedError for aLoRA.
+        """
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        if any(name in self.lora_variant for name in names):
+            raise NotImplementedError("adapters: expected plain LoRA to merge, got aLoRA")
+        base = _inside(self)
+        w, bias = base.dequantize(torch.float32), base.bias  # [K, N]
+        for name in names:
+            w += self.get_delta_weight(name).float().t()
+            if self.lora_bias[name]:
+                if bias is None:
+                    raise ValueError("lora_bias: expected False for a layer without a bias, got True; it has no place")
+                bias = bias.float() + self.lora_B[name].bias.float() * self.scaling[name]
+        tensors = [w] if bias is None else [w, bias]
+        if safe_merge and not all(torch.isfinite(tensor).all() for tensor in tensors):
+            raise ValueError(f"adapters: expected finite merged weights, got NaN or Inf with {', '.join(names)}")
+        self._unmerged = self._unmerged or copy.deepcopy(base.state_dict())
+        base.requantize(w)
+        if base.bias is not None and bias is not None:
+            base.bias.copy_(bias)
+        warnings.warn(f"adapters are merged into {base.format}: results differ by its rounding", stacklevel=2)
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        """Brings back the layer from before the first merge, bit for bit."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        _inside(self).load_state_dict(self._unmerged)
+        self._unmerged = {}
+        self.merged_adapters.clear()
+
+
+def _inside(layer: torch.nn.Module) -> Linear:
+    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    assert isinstance(base, Linear)
+    return base
+
+
+def register() -> None:
+    """Makes `weightonly.nn.Linear` known to PEFT: a second call does nothing."""
+    cls: Any = lora_model.LoraModel
+    if getattr(cls, "_knows_weightonly", False):
+        return
+    create, include = cls._create_new_module, tuners_utils._maybe_include_all_linear_layers
+
+    def create_new_module(
+        lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
+    ) -> torch.nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if not isinstance(base, Linear):
+            return create(lora_config, adapter_name, target, **kwargs)
+        kwargs.pop("device_map", None)
+        return LoraLinear(target, adapter_name, config=lora_config, **kwargs)
+
+    def include_all_linear_layers(peft_config: Any, model: torch.nn.Module) -> PeftConfig:
+        targets = getattr(peft_config, "target_modules", None)
+        wants_all = isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+        peft_config = include(peft_config, model)
+        if wants_all:
+            peft_config.target_modules = set(peft_config.target_modules) | _names_of_layers(model)
+        return peft_config
+
+    cls._create_new_module = staticmethod(create_new_module)
+    cls._knows_weightonly = True
+    modules: list[Any] = [tuners_utils, transformers_weight_conversion]
+    for module in modules:
+        module._maybe_include_all_linear_layers = include_all_linear_layers
+
+
+def _names_of_layers(model: torch.nn.Module) -> set[str]:
+    """The quantized layers of a model that "all-linear" means: all but output embeddings."""
+    getter = getattr(model, "get_output_embeddings", None)
+    output = getter() if callable(getter) else None
+    inside = {id(m.get_base_layer()) for m in model.modules() if isinstance(m, BaseTunerLayer)}
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and module is not output and id(module) not in inside
+    }

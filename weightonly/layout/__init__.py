@@ -1,0 +1,76 @@
+"""The byte orders of packed weights: how each is made of passes, and how a pass is undone.
+
+The input is always `q`, int8 [K, N], one signed value (or one code of a codebook) per byte. A pass re-orders elements;
+the last one also packs them. A layout is a composition of passes (pack.py):
+
+    row_major     add_bias_and_interleave                      words run along N, rows of K follow each other
+    interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave    (interleaved.py)
+    tiled         tile_fragments -> add_bias_and_interleave    64 x 64 blocks in the order of MMA fragments (tiled.py)
+    tiled, codes  tile_fragments -> pack_codes                 the same for the codes of NF4, FP4 and other codebooks
+
+Each pass is a few strided copies on the device of its input. It needs no index tensor and no loop over elements, and
+never more than two int8 copies of the weight are alive.
+"""
+
+from .interleaved import (
+    deinterleave_columns,
+    interleave_columns,
+    permute_rows,
+    transpose,
+    unpermute_rows,
+    untranspose,
+)
+from .pack import pack_bytes, unpack_bytes
+from .shapes import (
+    INTERLEAVED,
+    K_ALIGN,
+    LAYOUTS,
+    N_ALIGN,
+    ROW_MAJOR,
+    TILE,
+    TILED,
+    block_bytes,
+    check_bits,
+    check_code_layout,
+    check_layout,
+    column_align,
+    column_step,
+    matrix_shape,
+    padded_shape,
+    stored_shape,
+)
+from .tiled import tile_fragments, untile_fragments
+from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterleave, unpack_codes
+
+__all__ = [
+    "INTERLEAVED",
+    "K_ALIGN",
+    "LAYOUTS",
+    "N_ALIGN",
+    "ROW_MAJOR",
+    "TILE",
+    "TILED",
+    "add_bias_and_interleave",
+    "block_bytes",
+    "check_bits",
+    "check_code_layout",
+    "check_layout",
+    "column_align",
+    "column_step",
+    "deinterleave_columns",
+    "interleave_columns",
+    "matrix_shape",
+    "pack_bytes",
+    "pack_codes",
+    "padded_shape",
+    "permute_rows",
+    "remove_bias_and_deinterleave",
+    "stored_shape",
+    "tile_fragments",
+    "transpose",
+    "unpack_bytes",
+    "unpack_codes",
+    "unpermute_rows",
+    "untile_fragments",
+    "untranspose",
+]

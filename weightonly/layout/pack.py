@@ -1,0 +1,94 @@
+"""A layout as a whole: int8 [K, N] to its bytes and back."""
+
+from __future__ import annotations
+
+import torch
+
+from .interleaved import (
+    deinterleave_columns,
+    interleave_columns,
+    permute_rows,
+    transpose,
+    unpermute_rows,
+    untranspose,
+)
+from .shapes import (
+    INTERLEAVED,
+    K_ALIGN,
+    ROW_MAJOR,
+    TILE,
+    TILED,
+    check_code_layout,
+    check_codes,
+    check_layout,
+    check_range,
+    column_align,
+    column_step,
+    matrix_shape,
+    padded_shape,
+    stored_shape,
+)
+from .tiled import tile_fragments, untile_fragments
+from .words import bias_and_pack_unchecked, pack_codes_unchecked, remove_bias_and_deinterleave, unpack_codes
+
+
+def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
+    """int8 [K, N] of a padded shape (see `padded_shape`) -> its bytes in `layout`, uint8 [K * N * bits / 8].
+
+    codes: the values are the 4-bit codes of a codebook, 0..15; for "tiled" alone.
+    Raises ValueError for an unknown layout, a shape that is not padded, or values out of the range of `bits`.
+    """
+    check_layout(layout)
+    if codes:
+        check_code_layout(bits, layout)
+    k, n = matrix_shape(q, bits)
+    if (k, n) != padded_shape(k, n, bits, layout):
+        align = column_align(bits, layout)
+        raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
+    if codes:
+        check_codes(q)
+        return pack_codes_unchecked(tile_fragments(q, bits)).view(-1)
+    check_range(q, bits)
+    if layout == INTERLEAVED:
+        q = permute_rows(q, bits)  # (K', N)
+        q = transpose(q)  # (N, K')
+        q = interleave_columns(q, bits)  # (N / I, K' * I)
+    elif layout == TILED:
+        q = tile_fragments(q, bits)  # (N / 64, K * 64)
+    return bias_and_pack_unchecked(q, bits).view(-1)
+
+
+def unpack_bytes(
+    data: torch.Tensor,
+    k: int,
+    n: int,
+    bits: int,
+    layout: str,
+    columns: tuple[int, int] | None = None,
+    codes: bool = False,
+) -> torch.Tensor:
+    """The inverse of `pack_bytes`: uint8 [k * n * bits / 8] -> contiguous int8 [k, n].
+
+    columns: (begin, end), multiples of `column_step(bits, layout)`: only these columns, and only their bytes are read.
+    codes: as for `pack_bytes`.
+    Raises ValueError for an unknown layout, or columns that are out of range or no multiples.
+    """
+    check_layout(layout)
+    if codes:
+        check_code_layout(bits, layout)
+    begin, end = columns if columns is not None else (0, n)
+    step = column_step(bits, layout)
+    if begin % step or end % step or not 0 <= begin < end <= n:
+        raise ValueError(f"columns: expected multiples of {step} within 0..{n}, got ({begin}, {end})")
+    if layout == ROW_MAJOR:
+        rows = data.view(k, n * bits // 8)[:, begin * bits // 8 : end * bits // 8]
+        return remove_bias_and_deinterleave(rows, bits)
+    if layout == TILED:
+        panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
+        return untile_fragments(unpack_codes(panels) if codes else remove_bias_and_deinterleave(panels, bits), bits)
+    interleave = 16 // bits
+    lines = data.view(stored_shape(k, n, bits, layout))[begin // interleave : end // interleave]
+    q = remove_bias_and_deinterleave(lines, bits)  # (N / I, K' * I)
+    q = deinterleave_columns(q, bits)  # (N, K')
+    q = untranspose(q)  # (K', N)
+    return unpermute_rows(q, bits)  # (K, N)

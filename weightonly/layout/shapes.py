@@ -1,0 +1,119 @@
+"""Names of the layouts, the sizes that they pad to, and the checks that all passes share."""
+
+from __future__ import annotations
+
+import torch
+
+from ..heuristics.problem import K_ALIGNMENT, LAYOUTS
+
+ROW_MAJOR, INTERLEAVED, TILED = LAYOUTS
+
+K_ALIGN = K_ALIGNMENT
+"""K is padded to a multiple of this: 64 activations of 16 bits are one 128-byte line."""
+
+N_ALIGN = {4: 64, 8: 32}
+"""Bits per weight -> N of row_major and interleaved is padded to a multiple of this (FasterTransformer's limits)."""
+
+_PIECE_BYTES = 32
+"""Of a row of K in `stored_shape`: it divides every padded row."""
+
+TILE = 64
+"""Rows of a k_block of "tiled", four times the K of a wgmma; columns of a panel, its M. N is padded to it."""
+
+
+def padded_shape(k: int, n: int, bits: int, layout: str) -> tuple[int, int]:
+    """The shape that the passes of `layout` work on: K and N rounded up to K_ALIGN and `column_align`."""
+    align = column_align(bits, layout)
+    return -(-k // K_ALIGN) * K_ALIGN, -(-n // align) * align
+
+
+def column_align(bits: int, layout: str) -> int:
+    """N is padded to a multiple of this. Raises ValueError for unknown `bits` or an unknown layout."""
+    check_bits(bits)
+    check_layout(layout)
+    return TILE if layout == TILED else N_ALIGN[bits]
+
+
+def column_step(bits: int, layout: str) -> int:
+    """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word, or a panel of "tiled"."""
+    return TILE if layout == TILED else 32 // bits
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes of a k_block of "tiled": 64 rows of one column panel."""
+    return TILE * TILE * bits // 8
+
+
+def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[int, int]:
+    """The bytes of a weight as a matrix: a view of what `pack_bytes` returns, which can be cut along its rows.
+
+    tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K
+    interleaved  [N / I, K * I * bits / 8]         lines of I = 16 / bits columns
+    row_major    [K * (N * bits / 256), 32]        rows of K, cut into 32 bytes
+
+    No two layouts of one weight have the same shape: 32 bytes are fewer than a line or a panel has.
+    """
+    if layout == TILED:
+        return n_padded // TILE, k_padded // TILE * block_bytes(bits)
+    total_bytes = k_padded * n_padded * bits // 8
+    rows = total_bytes // _PIECE_BYTES if layout == ROW_MAJOR else n_padded * bits // 16
+    return rows, total_bytes // rows
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError unless `bits` is 4 or 8."""
+    if bits not in N_ALIGN:
+        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError unless `layout` is one of LAYOUTS."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def check_range(q: torch.Tensor, bits: int) -> None:
+    """Raise ValueError unless all of `q` fits into `bits` signed bits (the one host sync of packing)."""
+    matrix_shape(q, bits)
+    if bits == 8 or q.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(q)).tolist()
+    limit = 1 << (bits - 1)
+    if low < -limit or high >= limit:
+        raise ValueError(f"q: expected values in {-limit}..{limit - 1} for bits={bits}, got {low}..{high}")
+
+
+def check_code_layout(bits: int, layout: str) -> None:
+    """Raise ValueError unless codes of a codebook are packed like this: 4 bits, "tiled"."""
+    if bits != 4:
+        raise ValueError(f"bits: expected 4 for codes of a codebook, got {bits}")
+    if layout != TILED:
+        raise ValueError(f"layout: expected {TILED!r}, the only one for codes of a codebook, got {layout!r}")
+
+
+def check_codes(q: torch.Tensor) -> None:
+    """Raise ValueError unless all of `q` is within 0..15 (the one host sync of packing)."""
+    matrix_shape(q)
+    if q.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(q)).tolist()
+    if low < 0 or high > 15:
+        raise ValueError(f"q: expected codes in 0..15, got {low}..{high}")
+
+
+def matrix_shape(q: torch.Tensor, bits: int | None = None) -> tuple[int, int]:
+    """The shape of `q`. Raises TypeError unless it is int8, ValueError unless it has two dimensions."""
+    if bits is not None:
+        check_bits(bits)
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.int8:
+        raise TypeError(f"q: expected an int8 tensor, got {getattr(q, 'dtype', type(q).__name__)}")
+    if q.dim() != 2:
+        raise ValueError(f"q: expected 2 dimensions, got shape {list(q.shape)}")
+    return q.shape[0], q.shape[1]
+
+
+def check_multiple(what: str, size: int, multiple: int) -> int:
+    """`multiple`. Raises ValueError, naming `what`, unless it divides `size`."""
+    if size % multiple:
+        raise ValueError(f"{what}: expected a multiple of {multiple}, got {size}")
+    return multiple

@@ -1,0 +1,267 @@
+"""Experts: the experts of a mixture with packed weights, in place of transformers' modules of 3-D Parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.compiler import is_compiling
+
+from ..activations import activation_of, check_activation
+from ..experts import run_experts
+from ..formats.records import QuantizedLayer
+from ..gemm import autocast
+from ..packing import preprocess, unpack
+from .grouped import GroupedLinear, Part
+from .recipe import Recipe
+
+
+class Experts(torch.nn.Module):
+    """y[m] = sum_j weights[m, j] * (between(x[m] @ first[e]) @ down[e]), with e = ids[m, j].
+
+    gate_up_proj: GroupedLinear [E, H, 2 I]; named up_proj, [E, H, I], where the experts have no gate.
+    down_proj: GroupedLinear [E, I, H].
+    between: what is between the two products, (T, 2 I) -> (T, I): a `Gate`, or that of the module it was made from.
+    Plain attributes: num_experts, and layer_name, the name in the model, which errors of `forward` begin with, or None.
+
+    Takes the place of the experts of transformers' mixtures (`MixtralExperts`, `Qwen3MoeExperts`, `GptOssExperts` and
+    others): `forward` has their arguments. `weightonly.fused_experts` says in which order it sums, and what experts of
+    other ranks add.
+    """
+
+    gate_up_proj: GroupedLinear
+    up_proj: GroupedLinear
+    down_proj: GroupedLinear
+
+    def __init__(self, first: GroupedLinear, down: GroupedLinear, between: Gate | ModuleGate) -> None:
+        """From two layers. Raises ValueError where their shapes do not fit each other."""
+        super().__init__()
+        columns = down.in_features * (2 if between.has_gate else 1)
+        if first.out_features != columns:
+            raise ValueError(
+                f"first: expected {columns} columns for down of K = {down.in_features}, got {first.out_features}"
+            )
+        if first.in_features != down.out_features or first.num_experts != down.num_experts:
+            raise ValueError(
+                f"down: expected {first.num_experts} experts with N = {first.in_features}, "
+                f"got {down.num_experts} with N = {down.out_features}"
+            )
+        self.num_experts = first.num_experts
+        self.between = between
+        self.layer_name: str | None = None
+        self.add_module("gate_up_proj" if between.has_gate else "up_proj", first)
+        self.down_proj = down
+
+    @classmethod
+    def from_module(cls, module: torch.nn.Module, recipe: Recipe) -> Experts:
+        """Quantize and pack the experts of a module that `why_not_experts` knows; of one on meta a layer on meta.
+
+        Each expert is quantized alone, so that one of them at a time is dense in addition to the module.
+        Raises what `quantize` and `preprocess` raise, naming the expert, and TypeError for another module.
+        """
+        if (reason := why_not_experts(module)) is not None:
+            raise TypeError(
+                f"module: expected experts in transformers' interface, got {type(module).__name__}: {reason}"
+            )
+        between = ModuleGate.of(module)
+        first = "gate_up_proj" if between.has_gate else "up_proj"
+        layers = [_quantized(module, name, recipe) for name in (first, "down_proj")]
+        return cls(layers[0], layers[1], between).train(module.training)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        gate_up: Sequence[Part] | Sequence[tuple[Part, Part]],
+        down: Sequence[Part],
+        activation: str | None = "silu",
+        *,
+        module: torch.nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Experts:
+        """From the layers of each expert, such as records of a checkpoint (`weightonly.formats.QuantizedLayer`).
+
+        gate_up: for each expert its first layer [H, 2 I], or the pair (gate, up) of layers [H, I], put side by side.
+        down: for each expert its second layer [I, H].
+        activation: on the gate: None, "relu", "gelu" (the erf form) or "silu".
+        module: dense experts, which may be on meta: what is between the products is theirs, and `activation` unused.
+        dtype: of scales, zeros and bias; None: that of the scales.
+
+        Raises ValueError, naming the expert, for layers that do not fit each other: other shapes, formats, layouts or
+        group sizes, and gate and up of different act-order; TypeError for a `module` that is no experts.
+        """
+        if module is not None and (reason := why_not_experts(module)) is not None:
+            raise TypeError(
+                f"module: expected experts in transformers' interface, got {type(module).__name__}: {reason}"
+            )
+        if len(gate_up) != len(down):
+            raise ValueError(f"down: expected {len(gate_up)} experts as gate_up has, got {len(down)}")
+        between = Gate(activation) if module is None else ModuleGate.of(module)
+        is_pairs = bool(gate_up) and isinstance(gate_up[0], tuple)
+        if is_pairs and isinstance(between, ModuleGate) and not between.is_concatenated:
+            raise ValueError(
+                f"gate_up: expected one layer for each expert, as {type(module).__name__} interleaves gate and up"
+            )
+        firsts: list[Part] = []
+        for expert, part in enumerate(gate_up):
+            firsts.append(_side_by_side(expert, *part) if isinstance(part, tuple) else cast(Part, part))
+        return cls(_stack("gate_up", firsts, dtype), _stack("down", down, dtype), between)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x [M, H], experts int [M, top_k], their weights [M, top_k] -> y [M, H] in the dtype of the scales.
+
+        Raises what `weightonly.fused_experts` raises; the message begins with the name of the layer.
+        """
+        if is_compiling():
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        try:
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) not in (TypeError, ValueError, RuntimeError):
+                raise  # one with attributes of its own, such as that of a full memory
+            name = "without a name" if self.layer_name is None else repr(self.layer_name)
+            raise type(error)(f"layer {name} (weightonly.nn.Experts): {error}") from error
+
+    def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        first = self.gate_up_proj if self.between.has_gate else self.up_proj
+        x = autocast(x, self.down_proj.scales)
+        return run_experts(x, ids, weights, self.num_experts, first, self.between, self.down_proj)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, between={self.between}"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """act(gate) * up, the columns of gate before those of up."""
+
+    activation: str | None
+    has_gate = True
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
+        return activation_of(self.activation).function(gate) * up
+
+
+@dataclass(frozen=True, repr=False)
+class ModuleGate:
+    """What dense experts compute between their products; `module` is them without their weights."""
+
+    module: Any
+    has_gate: bool
+    is_concatenated: bool
+
+    @classmethod
+    def of(cls, module: Any) -> ModuleGate:
+        shell = copy.copy(module)
+        shell.__dict__["_parameters"] = {}
+        return cls(shell, module.has_gate, getattr(module, "is_concatenated", True))
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return self.module._apply_gate(y) if self.has_gate else self.module.act_fn(y)
+
+    def __repr__(self) -> str:
+        return type(self.module).__name__
+
+
+def why_not_experts(module: torch.nn.Module) -> str | None:
+    """Why a module is no experts that `Experts` can replace, or None.
+
+    It is recognized by what transformers' decorator `use_experts_implementation` gives it: gate_up_proj (or up_proj)
+    and down_proj, Parameters [E, N, K], or [E, K, N] if is_transposed; their biases [E, N] if has_bias; and the method
+    _apply_gate.
+    """
+    flags = {name: getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")}
+    if not all(isinstance(flag, bool) for flag in flags.values()) or not callable(getattr(module, "_apply_gate", None)):
+        return "it has not the attributes of transformers' use_experts_implementation"
+    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    names = {first, "down_proj"} | ({f"{first}_bias", "down_proj_bias"} if flags["has_bias"] else set())
+    found = {name: parameter.dim() for name, parameter in module.named_parameters()}
+    if (
+        found != {name: 2 if name.endswith("_bias") else 3 for name in names}
+        or next(module.buffers(), None) is not None
+    ):
+        return f"it has tensors other than {', '.join(sorted(names))}"
+    if getattr(module, "has_post_expert_norm", False):
+        return "it has a norm after each expert"
+    return None
+
+
+def expert_weights(module: Any, name: str) -> torch.Tensor:
+    """The weights `name` of dense experts as w [E, K, N], a view."""
+    weights = getattr(module, name).detach()
+    return weights if module.is_transposed else weights.transpose(1, 2)
+
+
+def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
+    weights = expert_weights(module, name)
+    bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None  # [E, N]
+    dtype = weights.dtype if recipe.dtype is None else recipe.dtype
+    if weights.is_meta:
+        recipe.check_k(weights.shape[1])
+        experts, k, n = weights.shape
+        return GroupedLinear(
+            experts,
+            k,
+            n,
+            bias=bias is not None,
+            format=recipe.format,
+            group_size=recipe.group_size,
+            symmetric=recipe.symmetric,
+            dtype=dtype,
+            device="meta",
+            arch=recipe.arch,
+        )
+    parts = []
+    for expert, w in enumerate(weights):
+        try:
+            weight, scales, zeros = recipe.quantize(w)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}, expert {expert}: {error}") from error
+        parts.append(QuantizedLayer(name, weight, scales, zeros, None if bias is None else bias[expert]))
+    return GroupedLinear.from_parts(parts, dtype)
+
+
+def _stack(argument: str, parts: Sequence[Part], dtype: torch.dtype | None) -> GroupedLinear:
+    try:
+        return GroupedLinear.from_parts(parts, dtype)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from error
+
+
+def _side_by_side(expert: int, gate: Part, up: Part) -> Part:
+    """One layer with the columns of both."""
+    w, fields = gate.weight, gate.weight.fields
+    if fields != up.weight.fields or (gate.zeros is None, gate.bias is None) != (up.zeros is None, up.bias is None):
+        raise ValueError(
+            f"gate_up: expert {expert}: expected gate and up of one kind, got {gate.weight} and {up.weight}"
+        )
+    if gate.scales.shape != up.scales.shape:
+        shapes = f"{list(gate.scales.shape)} and {list(up.scales.shape)}"
+        raise ValueError(f"gate_up: expert {expert}: expected gate and up of one group size, got scales {shapes}")
+    perms = [perm for perm in (gate.perm, up.perm) if perm is not None]
+    if len(perms) == 1 or (perms and not torch.equal(*perms)):
+        raise ValueError(f"gate_up: expert {expert}: expected one act-order for gate and up, got different ones")
+    weight = preprocess(
+        torch.cat([unpack(w), unpack(up.weight)], dim=1),
+        w.bits,
+        layout=w.layout,
+        format=w.format,
+        code=fields.get("code"),
+        group_size=w.group_size,
+        zeros=w.has_zeros,
+        perm=w.has_perm,
+    )
+    both = [
+        None if a is None or b is None else torch.cat([a, b], dim=-1)
+        for a, b in ((gate.scales, up.scales), (gate.zeros, up.zeros), (gate.bias, up.bias))
+    ]
+    assert both[0] is not None
+    return QuantizedLayer("gate_up", weight, both[0], both[1], both[2], gate.perm)

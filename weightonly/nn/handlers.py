@@ -1,0 +1,120 @@
+"""Which modules `quantize_model` knows: what each of them holds, why it may be left, and what replaces it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .experts import Experts, expert_weights, why_not_experts
+from .linear import Linear
+from .recipe import Recipe
+
+
+class Handler(Protocol):
+    """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
+
+    kind: str
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        """Whether the module is of this kind."""
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        """(K, N), or (E, K, N) of the largest weight: for the summary."""
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        """Why it cannot be quantized by this recipe, or None. For nothing that depends on the values."""
+
+    def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+        """What replaces the module. Its weights may be on meta: then so is the result."""
+
+
+class DenseHandler:
+    """Layers with one weight, which is a matrix."""
+
+    kind = "Linear"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return type(module) is torch.nn.Linear
+
+    def weight(self, module: torch.nn.Module) -> torch.Tensor:
+        """w [K, N]"""
+        assert isinstance(module.weight, torch.Tensor)
+        return module.weight.detach().t()
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        return tuple(self.weight(module).shape)
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        k, n = self.shape(module)
+        if n == 1:
+            return "N = 1: a gate"
+        try:
+            recipe.check_k(k)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+        bias = module.bias
+        assert bias is None or isinstance(bias, torch.Tensor)
+        return Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
+
+
+class Conv1DHandler(DenseHandler):
+    """GPT-2's Conv1D of transformers: a linear layer whose weight is [K, N]."""
+
+    kind = "Conv1D"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+
+    def weight(self, module: torch.nn.Module) -> torch.Tensor:
+        assert isinstance(module.weight, torch.Tensor)
+        return module.weight.detach()
+
+
+class SubclassHandler(DenseHandler):
+    """Subclasses of torch.nn.Linear, such as the out_proj of torch.nn.MultiheadAttention: left alone."""
+
+    kind = "subclass of Linear"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return isinstance(module, torch.nn.Linear)
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        return f"{type(module).__name__} is a subclass of torch.nn.Linear, whose owner may use the weight itself"
+
+
+class ExpertsHandler:
+    """Experts of a mixture, stacked in 3-D Parameters: quantized where they are in transformers' interface."""
+
+    kind = "experts"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        return tuple(max(module.parameters(recurse=False), key=torch.Tensor.numel).shape)
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        if (reason := why_not_experts(module)) is not None:
+            return f"weights of three dimensions, and {reason}"
+        try:
+            for name, parameter in module.named_parameters():
+                if parameter.dim() == 3:
+                    recipe.check_k(expert_weights(module, name).shape[1])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+        return Experts.from_module(module, recipe)
+
+
+HANDLERS: list[Handler] = [DenseHandler(), Conv1DHandler(), SubclassHandler(), ExpertsHandler()]
+
+
+def handler_of(module: torch.nn.Module) -> Handler | None:
+    """The handler that owns a module, or None."""
+    return next((handler for handler in HANDLERS if handler.owns(module)), None)

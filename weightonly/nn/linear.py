@@ -1,0 +1,433 @@
+"""Linear: `torch.nn.Linear` with a packed weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from ..activations import check_activation
+from ..args import check_expected, check_perm, check_perm_expected, check_single, check_zeros_fit
+from ..formats.plain import unsort_rows
+from ..gemm import gemm
+from ..heuristics.arch import Arch
+from ..heuristics.problem import CODE_FORMATS, check_group_size
+from ..layout import LAYOUTS, padded_shape, stored_shape
+from ..ops.dequantize import dequantize
+from ..packed import PackedWeight, format_bits
+from ..packing import code_layout, default_layout, format_of, repack
+from ..quantize import resolve_group_size
+from .recipe import Recipe
+
+_METADATA = "weightonly.packed"
+"""Key of a state dict's metadata for each layer: the fields of its weight. Files of safetensors do not keep it."""
+
+
+class Linear(torch.nn.Module):
+    """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
+
+    The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`.
+
+    Parameters, all frozen:
+        qweight  uint8, the bytes of a PackedWeight as a matrix: [N / 64, (K / 64) * block_bytes] for "tiled", N and K
+                 padded to multiples of 64; the other layouts are in `layout.stored_shape`
+        scales   [K / g, N]
+        zeros    like scales, or None
+        bias     [N], or None
+    Buffers:
+        perm      int32 or int64 [K], the act-order permutation, or None
+        codebook  int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats
+    Plain attributes: in_features, out_features, format, layout, group_size (-1: all of K), symmetric, activation, and
+    layer_name, the name in the model, which errors of `forward` begin with, or None.
+
+    The state dict holds the tensors alone. It loads into a layer that was made with the same arguments, for a GPU of
+    the same layout: a state of another layout has another shape and is refused, unless its metadata says what it is.
+    State dicts of earlier versions, with one-dimensional bytes and an `_extra_state`, load as well.
+
+    `.half()`, `.bfloat16()` and `.float()` convert scales, zeros and bias, and with them the dtype of x that the module
+    takes; `.double()` is an error. Under torch.autocast x is cast to the dtype of the scales. The bytes keep their
+    layout when the module moves; `repack` changes it. Where something casts the Parameters themselves, one by one, as
+    PEFT's prepare_model_for_kbit_training does, the module computes in the dtype from before and returns that of x.
+    """
+
+    qweight: torch.nn.Parameter
+    scales: torch.nn.Parameter
+    zeros: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+    perm: torch.Tensor | None
+    codebook: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bits: int | None = None,
+        group_size: int = 128,
+        symmetric: bool = True,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+        arch: Arch | None = None,
+        activation: str | None = None,
+        format: str | None = None,
+        act_order: bool = False,
+    ) -> None:
+        """A layer of zeros, to load a state dict into. Arguments that are not named here: see `from_linear`.
+
+        act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is zeros
+            until one is loaded.
+
+        Raises ValueError for unknown `bits`, format, activation or arch, a group size that `gemm` does not take, zero
+        points of a code format, and an arch whose GPU does not read code formats.
+        """
+        format = format_of(bits, format)
+        bits = format_bits(format)
+        is_code = format in CODE_FORMATS
+        if is_code and not symmetric:
+            raise ValueError(f"symmetric: expected True for {format}, got False")
+        layout = code_layout(format, arch) if is_code else default_layout(device, arch)
+        k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
+        groups = in_features // resolve_group_size(group_size, in_features)
+        data = torch.zeros(k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
+        scales = torch.zeros(groups, out_features, dtype=dtype, device=device)
+        self._adopt(
+            PackedWeight(data, in_features, out_features, format, layout, (0.0,) * 16 if format == "code4" else None),
+            scales,
+            None if symmetric else torch.zeros_like(scales),
+            torch.zeros(out_features, dtype=dtype, device=device) if bias else None,
+            activation,
+            torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None,
+        )
+
+    def _adopt(
+        self,
+        weight: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        perm: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        check_activation(activation)
+        group_size = weight.k // scales.shape[0]
+        check_group_size(group_size, weight.k)
+        weight = weight.expecting(group_size, zeros is not None, perm is not None)
+        self.in_features = weight.k
+        self.out_features = weight.n
+        self.format = weight.format
+        self.layout = weight.layout
+        self.group_size = -1 if group_size == weight.k else group_size
+        self.symmetric = zeros is None
+        self.activation = activation
+        self.layer_name: str | None = None
+        rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
+        self.qweight = _frozen(weight.data.view(rows))
+        self.scales = _frozen(scales)
+        self.register_parameter("zeros", None if zeros is None else _frozen(zeros))
+        self.register_parameter("bias", None if bias is None else _frozen(bias))
+        self.register_buffer("perm", perm)
+        self.register_buffer("codebook", _codebook_bits(weight) if self.format == "code4" else None)
+        self._packed: PackedWeight | None = weight
+        self._packed_from = (self.qweight, self.codebook)
+        self._scales_from = (self.scales, self.scales.dtype)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        perm: torch.Tensor | None = None,
+    ) -> Linear:
+        """A layer on tensors that exist already. They are used as they are, without a copy.
+
+        weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None; perm: int32 or int64 [K], the
+        order of the weight's rows (see `gemm`), or None. All on one device.
+
+        Raises TypeError for a weight that is not packed or a perm of another dtype. Raises ValueError for shapes that
+        do not fit, zeros of a code format, a group size that `gemm` does not take, and for what the weight was not
+        packed for.
+        """
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"weight: expected a PackedWeight (see preprocess), got {type(weight).__name__}")
+        check_single("weight", weight)
+        if scales.dim() != 2 or scales.shape[1] != weight.n or not scales.shape[0] or weight.k % scales.shape[0]:
+            raise ValueError(f"scales: expected [K / g, N] for K={weight.k}, N={weight.n}, got {list(scales.shape)}")
+        if zeros is not None:
+            check_zeros_fit(zeros, weight)
+            if zeros.shape != scales.shape:
+                raise ValueError(f"zeros: expected {list(scales.shape)} like scales, got {list(zeros.shape)}")
+        if bias is not None and bias.shape != (weight.n,):
+            raise ValueError(f"bias: expected [{weight.n}], got {list(bias.shape)}")
+        if perm is not None:
+            check_perm(perm, weight.k)
+        check_expected(weight, scales, zeros)
+        check_perm_expected(weight, perm)
+        layer = cls.__new__(cls)
+        layer._adopt(weight, scales, zeros, bias, activation, perm)
+        return layer
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        bits: int | None = None,
+        group_size: int | None = None,
+        symmetric: bool = True,
+        dtype: torch.dtype | None = None,
+        arch: Arch | None = None,
+        activation: str | None = None,
+        format: str | None = None,
+    ) -> Linear:
+        """Quantize and pack the weight of `linear`, on its device.
+
+        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4".
+        group_size: rows that share a scale: -1, 32, a multiple of 64, or K; for codes a power of two. The default is
+            128, for "nf4" and "fp4" 64.
+        symmetric: as for `quantize`.
+        dtype: of scales, bias and x; None: that of the weight.
+        arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
+        activation: applied after the bias: None, "relu", "gelu" (the erf form) or "silu".
+
+        Raises what `quantize` and `preprocess` raise, and TypeError for a module that is no torch.nn.Linear.
+        """
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        check_activation(activation)
+        recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch)
+        layer = cls.from_weight(linear.weight.detach().t(), linear.bias, recipe, activation)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_weight(
+        cls, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, activation: str | None = None
+    ) -> Linear:
+        """Quantize and pack a weight w [K, N], with a bias [N] or None; of a weight on meta a layer on meta."""
+        dtype = w.dtype if recipe.dtype is None else recipe.dtype
+        if w.is_meta:
+            recipe.check_k(w.shape[0])
+            k, n = w.shape
+            return cls(
+                k,
+                n,
+                bias=bias is not None,
+                format=recipe.format,
+                group_size=recipe.group_size,
+                symmetric=recipe.symmetric,
+                dtype=dtype,
+                device="meta",
+                arch=recipe.arch,
+                activation=activation,
+            )
+        # A copy, so that training the original on does not change this layer.
+        bias = None if bias is None else bias.detach().to(dtype, copy=True)
+        weight, scales, zeros = recipe.quantize(w)
+        return cls.from_quantized(weight, scales, zeros, bias, activation)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The Parameter `qweight` with its metadata, as `gemm` takes it: on the same memory, in one dimension."""
+        qweight, codebook = self._packed_from
+        packed = self._packed
+        if packed is None or qweight is not self.qweight or codebook is not self.codebook:
+            # Replaced, by .to(), load_state_dict(assign=True), or hooks that bring weights to a device.
+            packed = self._pack()
+            if not is_compiling():
+                self._packed = packed
+                self._packed_from = (self.qweight, self.codebook)
+        return packed
+
+    def _pack(self) -> PackedWeight:
+        code = None
+        if self.codebook is not None:
+            is_meta = self.codebook.is_meta
+            code = (0.0,) * 16 if is_meta else self.codebook.view(torch.float32).tolist()
+        return PackedWeight(
+            self.qweight.detach().view(-1),
+            self.in_features,
+            self.out_features,
+            self.format,
+            self.layout,
+            code,
+            self.group_size,
+            self.zeros is not None,
+            self.perm is not None,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> y [..., out_features], both in the dtype of scales.
+
+        Raises what `gemm` raises; the message begins with the name of the layer.
+        """
+        if is_compiling():
+            return self._gemm(x)
+        try:
+            return self._gemm(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) not in (TypeError, ValueError, RuntimeError):
+                raise  # one with attributes of its own, such as that of a full memory
+            raise type(error)(f"{self._title()}: {error}") from error
+
+    def _gemm(self, x: torch.Tensor) -> torch.Tensor:
+        scales, zeros, bias = self.scales, self.zeros, self.bias
+        dtype = self._dtype()
+        if dtype == scales.dtype or not isinstance(x, torch.Tensor):
+            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=self.activation, perm=self.perm)
+        # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
+        cast: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(dtype) for name, tensor in (("zeros", zeros), ("bias", bias))
+        }
+        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=self.activation, perm=self.perm)
+        return y.to(x.dtype)
+
+    def _dtype(self) -> torch.dtype:
+        """That of the scales, unless something casts them in place: then that from before."""
+        scales, dtype = self._scales_from
+        return dtype if scales is self.scales else self.scales.dtype
+
+    def _title(self) -> str:
+        name = "without a name" if self.layer_name is None else repr(self.layer_name)
+        return f"layer {name} (weightonly.nn.Linear {self.in_features} -> {self.out_features})"
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight w [K, N], its rows in the order of x: computed in fp32 and rounded once to `dtype`.
+
+        dtype: None: that of the scales.
+        """
+        dtype = self.scales.dtype if dtype is None else dtype
+        scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
+        if dtype != scales.dtype:
+            scales, zeros = scales.float(), None if zeros is None else zeros.float()
+        return unsort_rows(dequantize(self.packed, scales, zeros), self.perm).to(dtype)
+
+    def repack(self, arch: Arch | None = None) -> Linear:
+        """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
+
+        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer.
+        """
+        weight = repack(self.packed, arch)
+        if weight is not self.packed:
+            rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
+            self.layout = weight.layout
+            self.qweight = _frozen(weight.data.view(rows))
+            self._packed, self._packed_from = weight, (self.qweight, self.codebook)
+        return self
+
+    @torch.no_grad()
+    def requantize(self, w: torch.Tensor) -> None:
+        """Quantizes another weight w [K, N], its rows in the order of x, into this layer.
+
+        Format, groups, zero points, order of the rows, layout and dtype stay as they are. Raises ValueError for another
+        shape, what `quantize` refuses, and a layer of a codebook of the caller's ("code4").
+        """
+        if w.shape != (self.in_features, self.out_features):
+            raise ValueError(f"w: expected shape {[self.in_features, self.out_features]}, got {list(w.shape)}")
+        recipe = Recipe(self.format, self.group_size, self.symmetric, self._dtype(), layout=self.layout)
+        weight, scales, zeros = recipe.quantize(w.to(self.qweight.device), self.perm)
+        self.qweight.copy_(weight.data.view(self.qweight.shape))
+        self.scales.copy_(scales)
+        if self.zeros is not None and zeros is not None:
+            self.zeros.copy_(zeros)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format}, "
+            f"group_size={self.in_features // self.scales.shape[0]}, "
+            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, "
+            f"layout={self.layout}, activation={self.activation}"
+        )
+
+    # --- state ----------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            fields = {"k": self.in_features, "n": self.out_features, "format": self.format, "layout": self.layout}
+            metadata.setdefault(prefix[:-1], {})[_METADATA] = fields
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        fields = local_metadata.get(_METADATA)
+        extra_state = state_dict.get(f"{prefix}_extra_state")
+        if extra_state is not None:  # written by an earlier version: one-dimensional bytes
+            fields = json.loads(bytes(extra_state.tolist()))
+            state_dict = {name: value for name, value in state_dict.items() if name != f"{prefix}_extra_state"}
+        if fields is not None:
+            state_dict = self._adopt_layout(fields, state_dict, prefix)
+        else:
+            self._check_layout(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self._packed = None
+
+    def _adopt_layout(self, fields: Mapping[str, Any], state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Takes over the layout of the bytes that are being loaded. Returns the state with bytes as a matrix.
+
+        fields: what describes them. Raises ValueError for those of another shape or format, an unknown layout, a bad
+        codebook, and bytes that do not fit.
+        """
+        expected = {"k": self.in_features, "n": self.out_features, "format": self.format}
+        got = {name: fields.get(name) for name in expected}
+        if got != expected:
+            raise ValueError(f"state dict: expected a weight with {expected}, got {got}")
+        state = dict(state_dict)
+        bits, layout = format_bits(self.format), str(fields.get("layout"))
+        rows = stored_shape(*padded_shape(self.in_features, self.out_features, bits, layout), bits, layout)
+        data = state.get(f"{prefix}qweight")
+        if isinstance(data, torch.Tensor):
+            state[f"{prefix}qweight"] = weight = data.view(rows) if data.numel() == rows[0] * rows[1] else data
+            code = fields.get("code")
+            if weight.dtype == torch.uint8 and weight.shape == rows and code is not None:
+                flat = PackedWeight(weight.view(-1), self.in_features, self.out_features, self.format, layout, code)
+                state[f"{prefix}codebook"] = _codebook_bits(flat)
+            if weight.shape == rows and layout != self.layout:
+                self.layout = layout
+                self.qweight = _frozen(self.qweight.new_empty(rows))
+        return state
+
+    def _check_layout(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raises ValueError for bytes in another layout, which nothing but their shape tells."""
+        shape = getattr(state_dict.get(f"{prefix}qweight"), "shape", self.qweight.shape)
+        if shape == self.qweight.shape:
+            return
+        bits = format_bits(self.format)
+        for layout in LAYOUTS:
+            rows = stored_shape(*padded_shape(self.in_features, self.out_features, bits, layout), bits, layout)
+            if shape == rows:
+                raise ValueError(
+                    f"state dict: {prefix}qweight: expected {list(self.qweight.shape)} for layout {self.layout!r}, got "
+                    f"{list(shape)}, the shape of layout {layout!r}; make the layer for a GPU of that layout (arch=), "
+                    "load the state, and call repack"
+                )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
+        if fn(self.scales[:0]).dtype == torch.float64:
+            raise TypeError(f"{self._title()}: expected float16, bfloat16 or float32, got float64 to convert to")
+        super()._apply(fn, recurse)
+        self._scales_from = (self.scales, self.scales.dtype)
+        self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles hold the bytes once: as a Parameter.
+        return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
+
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """`tensor` itself if it is a Parameter, else a frozen Parameter on its memory."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _codebook_bits(weight: PackedWeight) -> torch.Tensor:
+    """int32 [16]: no conversion of a module's dtype rounds integers."""
+    return torch.tensor(weight.code, dtype=torch.float32).view(torch.int32).to(weight.device)

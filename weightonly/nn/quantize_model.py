@@ -1,0 +1,162 @@
+"""quantize_model: the linear layers of a model become `Linear`s, in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
+
+import torch
+
+from ..heuristics.arch import Arch
+from .experts import Experts
+from .handlers import Handler, handler_of
+from .linear import Linear
+from .recipe import Recipe
+from .summary import LayerSummary, Summary, module_bytes
+
+Choice = Collection[str] | Callable[[str, torch.nn.Module], bool]
+"""Names and patterns of layers, or a function of a layer's name and the layer."""
+
+_log = logging.getLogger("weightonly")
+
+
+def quantize_model(
+    module: torch.nn.Module,
+    bits: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    skip: Choice = (),
+    dtype: torch.dtype | None = None,
+    arch: Arch | None = None,
+    *,
+    format: str | None = None,
+    only: Choice | None = None,
+) -> torch.nn.Module:
+    """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
+
+    Quantized are torch.nn.Linear, the Conv1D of transformers' GPT-2, and the experts of mixtures in transformers'
+    interface (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and others), which become `Experts`.
+
+    format: "int4" (the default), "int8", "nf4" or "fp4". bits: 4 or 8, another way to say "int4" or "int8".
+    group_size: rows that share a scale: -1 (all of K), 32, or a multiple of 64; for "nf4" and "fp4" a power of two. The
+        default is 128, and 64 for "nf4" and "fp4".
+    symmetric: False adds zero points to integers.
+    skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, or a
+        function of (name, module) that returns True for those.
+    only: the layers to quantize, in the same words; None: all but those that are left by default.
+    dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
+    arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
+
+    Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), gates with
+    one column, and layers whose K the group size does not fit. Of these, what `only` names is quantized, or refused.
+    Subclasses of torch.nn.Linear are left: their owners use the weight itself, as torch.nn.MultiheadAttention does with
+    its out_proj. So are experts in 3-D tensors that have not transformers' interface.
+
+    `module.weightonly_summary`, which can be printed, says what was quantized and what was left, why, and the bytes
+    before and after; it is also logged to the logger "weightonly".
+
+    A model on meta becomes a quantized model on meta, to load a state dict into. A layer with several names stays
+    shared. If `module` itself is a layer, its replacement is returned.
+
+    Raises TypeError for a `module` that is no torch.nn.Module and a `skip` or `only` that is a str. Raises ValueError,
+    before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot be quantized,
+    and where all layers would be left because they do not fit. Raises TypeError or ValueError, naming the layer, for a
+    weight that `quantize` or `preprocess` refuses; the layers before it are replaced by then.
+    """
+    given: object = module
+    if not isinstance(given, torch.nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
+    recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch)
+    # Names, not modules: each original can be freed as soon as it is replaced.
+    names_of: dict[int, list[str]] = {}
+    handlers: dict[int, Handler] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if (handler := handler_of(child)) is not None:
+            names_of.setdefault(id(child), []).append(name)
+            handlers[id(child)] = handler
+    names = [name for shared in names_of.values() for name in shared]
+    is_skipped = _predicate("skip", skip, names)
+    is_named = None if only is None else _predicate("only", only, names)
+    outputs = _output_embeddings(module)
+
+    reasons: dict[int, str | None] = {}
+    unfit = []
+    for key, shared in names_of.items():
+        child, handler = module.get_submodule(shared[0]), handlers[key]
+        reason = handler.why_left(child, recipe)
+        if any(is_skipped(name, child) for name in shared):
+            reasons[key] = "skip"
+        elif is_named is not None and not any(is_named(name, child) for name in shared):
+            reasons[key] = "not in only"
+        elif reason is not None and is_named is not None and not callable(only):
+            raise ValueError(f"only: expected layers that can be quantized, got layer {shared[0]!r}: {reason}")
+        else:
+            reasons[key] = reason or (outputs.get(key) if is_named is None else None)
+            if reason is not None and handler.kind in ("Linear", "Conv1D"):
+                unfit.append(f"layer {shared[0]!r}: {reason}")
+    if unfit and None not in reasons.values():
+        raise ValueError(f"module: expected layers that can be quantized, got none: {'; '.join(unfit[:3])}")
+
+    bytes_before = module_bytes(module)
+    layers = []
+    for key, shared in names_of.items():
+        old, handler, reason = module.get_submodule(shared[0]), handlers[key], reasons[key]
+        before, shape = module_bytes(old), handler.shape(old)
+        after = before
+        if reason is None:
+            try:
+                new = handler.quantize(old, recipe)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"layer {shared[0]!r}: {error}") from error
+            if isinstance(new, Linear | Experts):
+                new.layer_name = shared[0] or None
+            after = module_bytes(new)
+            if shared == [""]:
+                module = new
+            for name in shared if module is not new else ():
+                parent, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(parent), attribute, new)
+        del old
+        layers.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason))
+    summary = Summary(recipe.format, recipe.group_size, tuple(layers), bytes_before, module_bytes(module))
+    module.weightonly_summary = summary  # type: ignore[assignment]
+    _log.info("%s", summary)
+    return module
+
+
+def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str, torch.nn.Module], bool]:
+    """`skip` or `only` as a function. Raises TypeError for a str, ValueError for a pattern that matches no name."""
+    if isinstance(choice, str):
+        raise TypeError(f"{argument}: expected a collection of names, got the str {choice!r}")
+    if callable(choice):
+        return choice
+    if not isinstance(choice, Iterable):
+        raise TypeError(f"{argument}: expected names or a function, got {type(choice).__name__}")
+    patterns = list(choice)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument}: expected names, got {type(pattern).__name__}")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{argument}: expected names of layers, got {pattern!r}, which matches none")
+    return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _output_embeddings(module: torch.nn.Module) -> dict[int, str]:
+    """id of a layer -> why it is left: it is the output embeddings of a model, or shares an embedding's weight."""
+    found: dict[int, str] = {}
+    embeddings = {
+        id(child.weight): name for name, child in module.named_modules() if isinstance(child, torch.nn.Embedding)
+    }
+    for child in module.modules():
+        weight = getattr(child, "weight", None)
+        if not isinstance(child, torch.nn.Embedding) and id(weight) in embeddings:
+            found[id(child)] = f"output embeddings: its weight is that of {embeddings[id(weight)]!r}"
+        getter = getattr(child, "get_output_embeddings", None)
+        try:
+            output = getter() if callable(getter) else None
+        except (NotImplementedError, AttributeError):
+            output = None  # a model that has none
+        if isinstance(output, torch.nn.Module):
+            found.setdefault(id(output), "output embeddings")
+    return found

@@ -1,0 +1,74 @@
+"""Summary: what `quantize_model` quantized and what it left, with bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer.
+
+    names: in the model; several where it is shared.
+    kind: "Linear", "Conv1D", "experts", ...
+    shape: (K, N), or that of stacked weights.
+    bytes_before, bytes_after: of its Parameters and buffers; equal for one that was left.
+    left: why it was left, or None.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    left: str | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a model: `print` shows it.
+
+    format, group_size: of the layers that were quantized.
+    layers: each layer that could have been quantized, in the order of the model.
+    bytes_before, bytes_after: of the whole model, shared tensors once.
+    """
+
+    format: str
+    group_size: int
+    layers: tuple[LayerSummary, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def quantized(self) -> tuple[LayerSummary, ...]:
+        return tuple(layer for layer in self.layers if layer.left is None)
+
+    @property
+    def left(self) -> tuple[LayerSummary, ...]:
+        return tuple(layer for layer in self.layers if layer.left is not None)
+
+    def __str__(self) -> str:
+        groups = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        lines = [
+            f"{self.format}, {groups}: {len(self.quantized)} layers quantized, {len(self.left)} left; "
+            f"{_megabytes(self.bytes_before)} before, {_megabytes(self.bytes_after)} after"
+        ]
+        reasons: dict[str, list[LayerSummary]] = {}
+        for layer in self.left:
+            reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
+        for reason, layers in reasons.items():
+            names = [name for layer in layers for name in layer.names]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"  left {_megabytes(sum(layer.bytes_after for layer in layers))}: {shown} ({reason})")
+        return "\n".join(lines)
+
+
+def module_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the Parameters and buffers of a module, shared ones once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -1,0 +1,64 @@
+"""awq_dequantize: AutoAWQ's tensors as a dense weight, the op that vLLM and SGLang call before a large matmul."""
+
+from __future__ import annotations
+
+import torch
+
+from ..args import check_one_device, require_dtype
+from ..device import device_arch
+from ..formats.awq import awq_shape, read_awq
+from ..kernels import _C, FLOAT_TYPES, check_kernels
+from ..operands import aligned
+
+AUTO, ARITHMETIC, BIT_TRICKS = range(3)
+"""enum AwqPath of kernels/convert/conversions.h."""
+
+
+@torch.no_grad()
+def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
+    """w[k, n] = scales[k // g, n] * (u[k, n] - z[k // g, n]), exact but for one rounding to the dtype of scales.
+
+    qweight: int32 [K, N / 8]; a word holds u of eight columns in AutoAWQ's order (see `weightonly.formats.awq`).
+    scales: float16 or bfloat16 [groups, N]; g = K / groups, of any size.
+    qzeros: int32 [groups, N / 8], the zero points z in the same order.
+
+    All are on one device, CPU or CUDA. Returns [K, N] in the dtype of scales, the same bits on each device.
+
+    The arguments are those of SGLang's op. vLLM's op has three more: they tune its kernel, and its callers pass 0.
+    On a GPU this runs on the current stream and can be captured in a CUDA graph. Tensors that are not contiguous, and
+    scales that are not 16-byte aligned, are copied first. Not differentiable.
+
+    Raises TypeError for other dtypes, ValueError for shapes that do not fit and for tensors on different devices,
+    RuntimeError where no kernel was built for the device. AWQ: Lin et al., https://arxiv.org/abs/2306.00978.
+    """
+    require_dtype("qweight", qweight, [torch.int32])
+    require_dtype("scales", scales, [torch.float16, torch.bfloat16])
+    require_dtype("qzeros", qzeros, [torch.int32])
+    awq_shape(qweight, scales, qzeros)
+    check_one_device(qweight=qweight, scales=scales, qzeros=qzeros)
+    if qweight.is_cuda:
+        return on_gpu(qweight, scales, qzeros, AUTO)
+    return read_awq(qweight, scales, qzeros).dequantize(scales.dtype)
+
+
+def on_gpu(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, path: int) -> torch.Tensor:
+    """`awq_dequantize` of checked CUDA tensors. path: AUTO is BIT_TRICKS where the GPU can, as they are quicker."""
+    device = qweight.get_device()
+    check_kernels(device_arch(device), "qweight")
+    (k, words), groups = qweight.shape, scales.shape[0]
+    qweight, scales, qzeros = aligned(qweight, 4), aligned(scales, 16), aligned(qzeros, 4)
+    w = torch.empty(k, 8 * words, dtype=scales.dtype, device=scales.device)
+    _C.awq_dequantize(
+        device=device,
+        type=FLOAT_TYPES[scales.dtype],
+        path=path,
+        k=k,
+        n=8 * words,
+        groups=groups,
+        qweight=qweight.data_ptr(),
+        scales=scales.data_ptr(),
+        qzeros=qzeros.data_ptr(),
+        w=w.data_ptr(),
+        stream=torch._C._cuda_getCurrentRawStream(device),
+    )
+    return w

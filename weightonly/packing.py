@@ -1,0 +1,202 @@
+"""preprocess and its inverse: a quantized weight in the byte order of a GPU's kernels, and the choice of the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .codebooks import codebook_of
+from .heuristics.arch import ARCHS, Arch, parse_arch
+from .heuristics.problem import CODE_FORMATS, layouts_of
+from .layout import (
+    INTERLEAVED,
+    TILED,
+    check_bits,
+    check_code_layout,
+    check_layout,
+    column_step,
+    matrix_shape,
+    pack_bytes,
+    padded_shape,
+    unpack_bytes,
+)
+from .packed import PackedWeight, format_bits
+from .quantize import resolve_group_size
+
+
+def layout_for_arch(arch: Arch) -> str:
+    """The layout that `preprocess` makes for `arch`. Raises ValueError for an unknown one; see `parse_arch`."""
+    return layouts_of(parse_arch(arch))[0]
+
+
+def preprocess(
+    q: torch.Tensor,
+    bits: int = 4,
+    arch: Arch | None = None,
+    layout: str | None = None,
+    *,
+    format: str | None = None,
+    code: torch.Tensor | Sequence[float] | None = None,
+    group_size: int | None = None,
+    zeros: bool | None = None,
+    perm: bool | None = None,
+) -> PackedWeight:
+    """Bring a quantized weight into the byte order of a GPU's kernels: once, before deployment.
+
+    q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
+        formats the codes 0..15, int8 or uint8. K is padded to a multiple of 64; N to one of 64, or of 32 for int8 that
+        is not "tiled". The padding is 0. As code 0 it is a finite number: padded rows meet zeros of x, and padded
+        columns are dropped.
+    arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
+        torch.cuda.get_device_capability returns.
+    layout: the layout itself, instead of an arch. With neither: that of the GPU that `q` is on; for a CPU tensor that
+        of the visible GPU, else "interleaved". Codes have one layout on every GPU, "tiled".
+    format: None for the integers of `bits`; "nf4" or "fp4" for codes of these codebooks, "code4" for codes of `code`.
+    code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
+    group_size, zeros, perm: what the weight is to be multiplied with: the rows that share a scale (-1: all of K),
+        whether there are zero points, and an act-order permutation. `gemm` then refuses what does not fit: scales of
+        other groups, forgotten zeros. None: not known, and any are taken.
+
+    Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
+
+    Raises TypeError for a `q` or `code` of another type or dtype. Raises ValueError for a wrong rank, an empty `q`,
+    values out of range, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict each
+    other, a `code` that is missing or not needed, a group size that does not divide K, and zeros of codes.
+    """
+    is_code = format in CODE_FORMATS
+    if is_code and isinstance(q, torch.Tensor) and q.dtype == torch.uint8:
+        q = q.view(torch.int8)  # 128 and above become negative: the check of the range refuses them
+    is_stack = isinstance(q, torch.Tensor) and q.dim() == 3
+    if is_stack and len(q) == 0:
+        raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
+    k, n = matrix_shape(q[0] if is_stack else q, bits)
+    format = format_of(bits, format)
+    layout = code_layout(format, arch, layout) if is_code else _resolve_layout(q, arch, layout)
+    codebook_of(format, code)  # raises for a wrong code now, before any work
+    for name, said in (("zeros", zeros), ("perm", perm)):
+        if said is not None and not isinstance(said, bool):
+            raise TypeError(f"{name}: expected True, False or None, got {type(said).__name__}")
+    if zeros and is_code:
+        raise ValueError(f"zeros: expected False or None for {format}, whose codes have no zeros, got True")
+    if q.numel() == 0:
+        raise ValueError(f"q: expected shape [K, N] with K, N >= 1, got {list(q.shape)}")
+    if group_size is not None:
+        resolve_group_size(group_size, k)
+    if not is_stack:
+        data = _padded_bytes(q, bits, layout, is_code)
+        return PackedWeight(data, k, n, format, layout, code, group_size, zeros, perm)
+    k_padded, n_padded = padded_shape(k, n, bits, layout)
+    data = torch.empty(len(q), k_padded * n_padded * bits // 8, dtype=torch.uint8, device=q.device)
+    for expert, matrix in enumerate(q):
+        try:
+            data[expert] = _padded_bytes(matrix, bits, layout, is_code)
+        except ValueError as error:
+            raise ValueError(f"expert {expert}: {error}") from error
+    return PackedWeight(data.view(-1), k, n, format, layout, code, group_size, zeros, perm, experts=len(q))
+
+
+def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
+    """The same numbers in the byte order of another GPU's kernels.
+
+    qweight: a packed [K, N] weight, on any device.
+    arch: the GPU to pack for; None: that of the device of `qweight` (see `preprocess`).
+
+    Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch`; `qweight`
+    itself where it has that layout already.
+
+    Raises TypeError for anything but a PackedWeight. Raises ValueError for an unknown arch, and for codes and an arch
+    whose GPU does not read them.
+    """
+    if not isinstance(qweight, PackedWeight):
+        raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
+    w = qweight
+    is_code = w.code is not None
+    layout = code_layout(w.format, arch) if is_code else _resolve_layout(w.data, arch, None)
+    if layout == w.layout:
+        return w
+    packed = preprocess(unpack(w), w.bits, layout=layout)
+    return PackedWeight(packed.data, **w.fields | {"layout": layout})
+
+
+def _padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torch.Tensor:
+    """`pack_bytes` of int8 [K, N], padded with zeros to what the layout needs."""
+    k, n = q.shape
+    k_padded, n_padded = padded_shape(k, n, bits, layout)
+    if (k_padded, n_padded) != (k, n):
+        q = torch.nn.functional.pad(q, (0, n_padded - n, 0, k_padded - k))
+    return pack_bytes(q, bits, layout, is_code)
+
+
+def unpack(qweight: PackedWeight) -> torch.Tensor:
+    """The inverse of `preprocess`: int8 [K, N] without padding, on the device of `qweight`; codes are 0..15.
+
+    Of stacked experts int8 [E, K, N].
+
+    Raises TypeError for anything but a PackedWeight.
+    """
+    if not isinstance(qweight, PackedWeight):
+        raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
+    if qweight.experts is not None:
+        q = torch.empty(qweight.experts, qweight.k, qweight.n, dtype=torch.int8, device=qweight.device)
+        for expert, weight in enumerate(qweight):
+            q[expert] = unpack_columns(weight, 0, weight.n)
+        return q
+    return unpack_columns(qweight, 0, qweight.n).contiguous()
+
+
+def unpack_columns(qweight: PackedWeight, begin: int, end: int) -> torch.Tensor:
+    """Columns begin..end of the unpacked weight, int8 [K, end - begin]; begin: a multiple of `column_step`."""
+    step = column_step(qweight.bits, qweight.layout)
+    padded_end = -(-end // step) * step  # at most the padded N, which is a multiple of step
+    w = qweight
+    q = unpack_bytes(w.data, w.k_padded, w.n_padded, w.bits, w.layout, (begin, padded_end), codes=w.code is not None)
+    return q[: w.k, : end - begin]
+
+
+def format_of(bits: int | None, format: str | None) -> str:
+    """`format`, or the integers of `bits`; int4 where both are None.
+
+    Raises ValueError for an unknown format, other bits than 4 and 8, and a format of other bits.
+    """
+    if bits is not None:
+        check_bits(bits)
+    if format is None:
+        return f"int{bits or 4}"
+    if format_bits(format) != (bits or format_bits(format)):
+        raise ValueError(f"bits: expected {format_bits(format)} for {format}, got {bits}")
+    return format
+
+
+def code_layout(format: str, arch: Arch | None, layout: str | None = None) -> str:
+    """ "tiled", the layout of every code format. Raises ValueError for another layout or the arch of another."""
+    if arch is not None and layout_for_arch(arch) != TILED:
+        tiled = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) == TILED)
+        raise ValueError(f"arch: expected {tiled} for {format}, which has no layout for other GPUs, got {arch!r}")
+    if layout is not None:
+        check_layout(layout)
+        check_code_layout(4, layout)
+    return TILED
+
+
+def default_layout(device: torch.device | str | int | None, arch: Arch | None = None) -> str:
+    """The layout for `arch`; None: that of the GPU `device`, for other devices that of the visible GPU, if any."""
+    if arch is not None:
+        return layout_for_arch(arch)
+    device = torch.device("cpu" if device is None else device)
+    if device.type == "cuda":
+        return layout_for_arch(torch.cuda.get_device_capability(device))
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if 10 * major + minor in ARCHS:
+            return layout_for_arch((major, minor))
+    return INTERLEAVED
+
+
+def _resolve_layout(q: torch.Tensor, arch: Arch | None, layout: str | None) -> str:
+    if layout is not None:
+        check_layout(layout)
+        if arch is not None and layout_for_arch(arch) != layout:
+            raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
+        return layout
+    return default_layout(q.device, arch)

@@ -1,0 +1,99 @@
+"""Makes the plan of a call: which configuration computes it, and what is wrong where none can."""
+
+from __future__ import annotations
+
+import torch
+
+from ..args import GemmArgs
+from ..device import device_arch, sm_count
+from ..heuristics import KernelConfig, Problem, select
+from ..heuristics.configs import TypeConfig
+from ..heuristics.launches import launches
+from ..heuristics.legal import why_not
+from ..heuristics.problem import layouts_of
+from ..kernels import HOW_TO_BUILD, MAX_K, built_archs, check_kernels, is_compiled, runs_on
+from .base import Plan
+from .kernel import KernelPlan
+from .reference import ReferencePlan
+from .tuned import Table, table_of
+from .unfused import UnfusedPlan
+
+DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def make_plan(args: GemmArgs) -> Plan:
+    """The plan of a call. Raises what `gemm` raises for everything but `out`."""
+    args.check()
+    if args.x.device.type == "cpu":
+        return ReferencePlan(args)
+    config, w, has_zeros = args.config, args.qweight, args.zeros is not None
+    if config is not None and not isinstance(config, KernelConfig):
+        raise TypeError(f"config: expected a KernelConfig of weightonly.kernels(), got {type(config).__name__}")
+    if args.x.numel() == 0:
+        return Plan(args)
+    device = args.x.get_device()
+    arch = device_arch(device)
+    check_kernels(arch)
+    problem = Problem(args.m, w.n, w.k, w.format, args.group_size, arch, sm_count(device), w.layout, has_zeros)
+    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+    config = choose(problem, types, config, table_of(device) if config is None else None)
+    return UnfusedPlan(args, config) if config.unfused else KernelPlan(args, problem, types, config)
+
+
+def scale_mode(group_size: int, has_zeros: bool) -> str:
+    """`TypeConfig.scale_mode`. group_size: rows of the weight, -1: per channel."""
+    if has_zeros:
+        return "group_zeros"
+    return "channel" if group_size == -1 else "group"
+
+
+def preferred(problem: Problem, dtype: str, table: Table | None) -> KernelConfig:
+    """What `gemm` runs unless it is told otherwise: what the tuned table says, else what the cost model picks.
+
+    dtype: of x, "f16" or "bf16".
+    """
+    found = None if table is None else table.config(problem, dtype)
+    return select(problem) if found is None else found
+
+
+def choose(
+    problem: Problem, types: TypeConfig, config: KernelConfig | None, table: Table | None = None
+) -> KernelConfig:
+    """The configuration to run: `config` if it is given, else the preferred one.
+
+    Raises ValueError or TypeError where the GPU, or `config`, cannot compute this problem, RuntimeError where the build
+    lacks a kernel.
+    """
+    gpu = f"a GPU of compute capability {problem.arch / 10}"
+    if problem.k_padded > MAX_K:
+        raise ValueError(f"qweight: expected K of at most {MAX_K} on a GPU, got {problem.k}")
+    if types.dtype == "bf16" and problem.arch < 80:
+        raise TypeError(f"x: expected dtype torch.float16 on {gpu} (bf16 needs 8.0), got torch.bfloat16")
+    if config is None:
+        check_layout(problem, gpu)
+        config = preferred(problem, types.dtype, table)
+    else:
+        check_config(config, problem, types)
+    for part, _ in launches(config, problem):
+        if not runs_on(part, problem.arch) or not is_compiled(part, types):
+            raise RuntimeError(
+                f"no kernel {part.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
+                f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
+            )
+    return config
+
+
+def check_layout(problem: Problem, gpu: str) -> None:
+    """Raises ValueError unless the kernels of the GPU, which `gpu` names in words, read the layout of the weight."""
+    layouts = layouts_of(problem.arch)
+    if problem.layout not in layouts:
+        cure = "dequantize it" if problem.format == "code4" else f"call preprocess(q, bits, arch='sm{problem.arch}')"
+        raise ValueError(
+            f"qweight: packed in layout {problem.layout!r}, but {gpu} reads {' or '.join(map(repr, layouts))}; {cure}"
+        )
+
+
+def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> None:
+    """Raises ValueError unless the configuration computes this problem; its family says why not."""
+    if (reason := why_not(config, problem, types.dtype)) is not None:
+        raise ValueError(f"config: {reason}")

@@ -1,0 +1,52 @@
+"""The unfused plan, for many tokens: a kernel dequantizes slices of the weight, and cuBLAS multiplies by them.
+
+All slices use one workspace in turn (heuristics/slices.py), so that a large weight is never dense as a whole. cuBLAS
+accumulates as PyTorch lets it (torch.backends.cuda.matmul): in fp32, but where it splits K it may add the partials in
+16 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..activations import activation_of
+from ..args import GemmArgs
+from ..heuristics import KernelConfig
+from ..heuristics.slices import slice_columns
+from ..operands import aligned_rows
+from ..ops.dequantize import dequantize_columns
+from .base import Plan
+
+
+class UnfusedPlan(Plan):
+    """For each slice of columns: the kernel that dequantizes, a matrix product, and the activation in place."""
+
+    __slots__ = ("activate", "columns", "config")
+
+    def __init__(self, args: GemmArgs, config: KernelConfig) -> None:
+        super().__init__(args)
+        self.config = config
+        self.activate = activation_of(args.activation).in_place
+        self.columns = slice_columns(args.qweight.n, args.qweight.k)
+
+    def run(self, args: GemmArgs) -> torch.Tensor:
+        x, qweight, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
+        out = x.new_empty(self.shape) if args.out is None else args.out
+        rows = x.reshape(self.m, qweight.k)  # [M, K]
+        y = out if out.dim() == 2 else out.view(self.m, self.n)  # [M, N]
+        workspace = x.new_empty((qweight.k, self.columns))
+        with torch.no_grad():  # PyTorch refuses out= where bias, a parameter, might ask for a gradient
+            scales = aligned_rows(scales, qweight.n_padded)
+            if zeros is not None:
+                zeros = aligned_rows(zeros, qweight.n_padded)
+            for begin in range(0, self.n, self.columns):
+                end = min(begin + self.columns, self.n)
+                w, part = workspace[:, : end - begin], y[:, begin:end]
+                dequantize_columns(qweight, scales, zeros, begin, end, w)
+                if bias is None:
+                    torch.mm(rows, w, out=part)
+                else:
+                    torch.addmm(bias[begin:end], rows, w, out=part)
+                if self.activate is not None:
+                    self.activate(part)
+        return out

@@ -1,0 +1,79 @@
+"""The library's equation in plain PyTorch: `gemm` on the CPU, `dequantize` on any device.
+
+Both work on blocks of columns: the whole weight is never held in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .activations import activation_of
+from .codebooks import codebook_on
+from .layout import column_step
+from .packed import PackedWeight
+from .packing import unpack_columns
+
+_BLOCK_ELEMS = 1 << 22
+"""Weights in a block of columns: 16 MiB in fp32, enough for an efficient matmul."""
+
+
+@torch.no_grad()  # else a bias that is trained makes a graph of what is written to `out`
+def gemm(
+    x: torch.Tensor,
+    qweight: PackedWeight,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = act(x @ w + bias) on the CPU: computed in fp32, rounded once to the dtype of x.
+
+    x: [..., K] float16, bfloat16 or float32; scales, zeros: [K / g, N]; bias: [N]; out: [..., N] in the dtype of x, or
+    None for a new tensor. Returns y [..., N], which is `out` if given. `weightonly.gemm` has checked the arguments.
+    """
+    if out is None:
+        out = torch.empty(*x.shape[:-1], qweight.n, dtype=x.dtype, device=x.device)
+    x32 = x.detach().to(torch.float32).reshape(-1, qweight.k)  # (M, K)
+    activate = activation_of(activation).function
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):  # it would multiply in 16 bits
+            return gemm(x, qweight, scales, zeros, bias, activation, out)
+    for begin, end in column_blocks(qweight):
+        y = x32 @ dequantize_columns(qweight, scales, zeros, begin, end)  # (M, block)
+        if bias is not None:
+            y += bias[begin:end]
+        out[..., begin:end] = activate(y).view(*x.shape[:-1], end - begin)
+    return out
+
+
+def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
+    """`weightonly.dequantize` by PyTorch's operators: [K, N] in the dtype of scales. The arguments are checked."""
+    w = torch.empty(qweight.k, qweight.n, dtype=scales.dtype, device=qweight.device)
+    for begin, end in column_blocks(qweight):
+        w[:, begin:end] = dequantize_columns(qweight, scales, zeros, begin, end)
+    return w
+
+
+def column_blocks(qweight: PackedWeight) -> Iterator[tuple[int, int]]:
+    """(begin, end) over the N columns; each `begin` is one at which `unpack_columns` can start."""
+    least = column_step(qweight.bits, qweight.layout)
+    step = max(least, _BLOCK_ELEMS // qweight.k_padded // least * least)
+    for begin in range(0, qweight.n, step):
+        yield begin, min(begin + step, qweight.n)
+
+
+def dequantize_columns(
+    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, begin: int, end: int
+) -> torch.Tensor:
+    """Columns begin..end of the weight, fp32 [K, end - begin]."""
+    q, code = unpack_columns(qweight, begin, end), qweight.code
+    groups = scales.shape[0]
+    w = q.to(torch.float32) if code is None else codebook_on(code, q.device, torch.float32)[q.int()]
+    w = w.unflatten(0, (groups, qweight.k // groups))  # (G, g, block)
+    if zeros is not None:
+        w -= zeros[:, begin:end].unsqueeze(1)
+    w *= scales[:, begin:end].unsqueeze(1)
+    return w.flatten(0, 1)

@@ -1,0 +1,140 @@
+"""vLLM's quantization method "weightonly", for every folder that `load_checkpoint` reads, and its loader.
+
+The loader brings the layers of all formats to one form, which vLLM can cut along N and K for tensor parallelism:
+
+qweight     uint8 [N, K * bits / 8]: integers, plus 2^(bits-1), or codes, along K, the even element in the low nibble
+scales      [N, groups]
+zeros       like scales, in units of signed integers; absent where the file says that the weight is symmetric
+row_groups  int32 [K]: the group of each row, in the order of x; with act-order alone. vLLM drops tensors named g_idx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from ..formats import CodeWeight, IntWeight, QuantizedLayer, open_checkpoint
+from ..formats.converted import METHOD
+from ..formats.layers import LayerShape
+from ..formats.plain import unsort_rows
+from ..formats.words import pack_nibbles
+from ..heuristics.problem import CODE_FORMATS
+from ..packing import unpack
+from .linear_method import WeightOnlyLinearMethod
+
+
+class WeightOnlyConfig(QuantizationConfig):
+    """What is quantized in a folder, and how: read from its files, because formats say it in configs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[str, LayerShape] = {}
+
+    @classmethod
+    def get_name(cls) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return ["quantize_config.json", "quant_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WeightOnlyConfig:
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Folders of other methods are taken where the user asks for it: `--quantization weightonly`."""
+        return METHOD if user_quant == METHOD else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Reads the headers of the folder `model_name`. Raises what `load_checkpoint` raises at once."""
+        self.shapes = open_checkpoint(model_name).shapes
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Names of layers in the folder become those in vLLM's model."""
+        mapped = ((hf_to_vllm_mapper.apply_list([name]), shape) for name, shape in self.shapes.items())
+        self.shapes = {name: shape for names, shape in mapped for name in names}
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Raises ValueError for a quantized layer that is not linear, and for parts that do not fit together."""
+        if not isinstance(layer, LinearBase):
+            quantized = [name for name in self.shapes if f"{name}.".startswith(f"{prefix}.")]
+            if quantized and prefix:
+                raise ValueError(
+                    f"{prefix}: expected quantized layers to be linear, got {quantized[0]} in {type(layer).__name__}; "
+                    "the method weightonly has no experts and embeddings"
+                )
+            return None
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(last, [last])]
+        if prefix in self.shapes:  # fused in the file as it is in vLLM
+            names = [prefix]
+        parts = [self.shapes.get(name) for name in names]
+        if not any(parts):
+            return UnquantizedLinearMethod()
+        kinds = {None if p is None else (p.format, p.k, p.group_size, p.symmetric is True, p.act_order) for p in parts}
+        first = parts[0]
+        if first is None or len(kinds) > 1:
+            got = dict(zip(names, parts, strict=True))
+            raise ValueError(f"{prefix}: expected its parts to be quantized alike, got {got}")
+        return WeightOnlyLinearMethod(prefix, first)
+
+
+class WeightOnlyLoader(DefaultModelLoader):
+    """`--load-format weightonly`: reads a folder in any format that `load_checkpoint` knows."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        open_checkpoint(model_config.model)  # raises for what is no folder on this machine
+
+    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the folder, those of quantized layers in the form at the top of this module."""
+        checkpoint = open_checkpoint(model_config.model)
+        for name in checkpoint.plain:
+            yield name, checkpoint.shards.read(name)
+        for layer in checkpoint.layers.values():
+            weight, bias = checkpoint.read(layer)
+            for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name]).items():
+                yield f"{layer.name}.{suffix}", tensor
+            if bias is not None:
+                yield f"{layer.name}.bias", bias
+
+
+def loadable(weight: IntWeight | CodeWeight | QuantizedLayer, shape: LayerShape) -> dict[str, torch.Tensor]:
+    """A layer in the form at the top of this module. Raises ValueError for zero points that `shape` denies."""
+    zeros, perm = getattr(weight, "zeros", None), getattr(weight, "perm", None)
+    if isinstance(weight, CodeWeight):
+        unsigned = weight.codes
+    else:
+        q = unpack(weight.weight) if isinstance(weight, QuantizedLayer) else weight.q
+        middle = 0 if shape.format in CODE_FORMATS else 1 << (8 if shape.format == "int8" else 4) - 1
+        unsigned = unsort_rows(q, perm).view(torch.uint8) + middle  # wraps: -8 is 248, and becomes 0
+    rows = unsigned.t().contiguous()  # (N, K)
+    if shape.format != "int8":
+        rows = pack_nibbles(rows.view(-1, 2).flip(1).view(-1)).view(len(rows), -1)
+    tensors = {"qweight": rows, "scales": weight.scales.t().contiguous()}
+    if zeros is not None and shape.symmetric:
+        raise ValueError("zeros: expected none, as the config says symmetric, got zero points")
+    if shape.symmetric is not True:
+        zeros = torch.zeros_like(weight.scales) if zeros is None else zeros
+        tensors["zeros"] = zeros.t().contiguous()
+    if shape.act_order:
+        groups = torch.arange(shape.k, dtype=torch.int32) // (shape.k // len(weight.scales))
+        tensors["row_groups"] = groups if perm is None else torch.empty_like(groups).index_copy_(0, perm.long(), groups)
+    return tensors

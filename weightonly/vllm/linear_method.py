@@ -1,0 +1,222 @@
+"""The linear layer of vLLM's quantization method "weightonly". folders.py has the form in which its tensors come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+)
+
+from ..formats.groups import group_rows
+from ..formats.layers import LayerShape
+from ..formats.words import to_signed
+from ..gemm import gemm
+from ..heuristics.arch import Arch
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..layout import TILED
+from ..packed import PackedWeight
+from ..packing import preprocess
+from .support import why_not
+
+_CHUNK = 32
+"""The smallest group that `gemm` takes: groups of several sizes are cut and padded to it."""
+
+
+class PackedRows(ModelWeightParameter):
+    """qweight [N, K * bits / 8], which only our own loader brings in this form."""
+
+    def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        super().load_column_parallel_weight(_expect_bytes(loaded_weight))
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        super().load_row_parallel_weight(_expect_bytes(loaded_weight))
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        super().load_merged_column_weight(_expect_bytes(loaded_weight), **kwargs)
+
+    def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        super().load_qkv_weight(_expect_bytes(loaded_weight), **kwargs)
+
+
+class RowGroups(BasevLLMParameter):
+    """row_groups [parts, K], or [K] for one part: a row for each layer of the folder that vLLM merges into this one."""
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        begin = self.tp_rank * self.data.shape[-1]
+        self._load(0, loaded_weight[begin : begin + self.data.shape[-1]])
+
+    def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        self._load(0, loaded_weight)
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        self._load(self._shard_id_as_int(kwargs["shard_id"]), loaded_weight)
+
+    load_qkv_weight = load_merged_column_weight
+
+    def _load(self, part: int, rows: torch.Tensor) -> None:
+        target = self.data.view(-1, self.data.shape[-1])[part]
+        if rows.shape != target.shape:
+            raise ValueError(f"row_groups: expected {list(target.shape)}, got {list(rows.shape)}")
+        target.copy_(rows)
+
+
+@register_weight_loader_v2_supported_method
+class WeightOnlyLinearMethod(LinearMethodBase):
+    """y = x[..., perm] @ w + bias for one layer. After loading its parameters are what `gemm` reads:
+
+    qweight  uint8 [bytes]; scales, zeros [groups, N]; perm int32 [K'], columns of x in the order of the weight's rows
+    """
+
+    arch: Arch | None = None
+    """The GPU to pack for; None: that of the weight's device (see `preprocess`)."""
+
+    def __init__(self, name: str, shape: LayerShape) -> None:
+        self.name = name
+        self.shape = shape
+        self.k = self.n = self.k_packed = 0
+        self.layout = ""
+        self.is_whole = True
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Parameters for one shard. Raises ValueError for what the kernels do not compute."""
+        shape, k, n = self.shape, input_size_per_partition, sum(output_partition_sizes)
+        has_zeros, bits = shape.symmetric is not True, FORMATS[shape.format]
+        has_zeros = has_zeros and shape.format not in CODE_FORMATS
+        if input_size != shape.k:
+            raise ValueError(f"{self.name}: expected K = {input_size} as the model has, got {shape.k} in the folder")
+        if shape.format == "code4":
+            raise ValueError(f"{self.name}: expected int4, int8, nf4 or fp4, got a codebook of its own")
+        # Whole groups lie in this shard, side by side: scales are cut as the weight is.
+        self.is_whole = not shape.act_order and k % shape.group_size == 0
+        group_size = shape.group_size if self.is_whole or k == input_size else _CHUNK
+        k_padded = -(-k // group_size) * group_size if group_size == _CHUNK else k
+        reason = why_not(k_padded, n, shape.format, group_size, has_zeros, params_dtype)
+        if reason is not None:
+            raise ValueError(f"{self.name}: {reason}")
+        self.k, self.n, self.k_packed = k, n, k
+        loader = extra_weight_attrs["weight_loader"]
+        qweight = torch.empty(n, k * bits // 8, dtype=torch.uint8)
+        layer.register_parameter("qweight", PackedRows(data=qweight, input_dim=1, output_dim=0, weight_loader=loader))
+        groups = (k if self.is_whole else shape.k) // shape.group_size
+        for name in ("scales", "zeros") if has_zeros else ("scales",):
+            data = torch.empty(n, groups, dtype=params_dtype)
+            parameter = (
+                GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+                if self.is_whole
+                else ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=loader)
+            )
+            layer.register_parameter(name, parameter)
+        if shape.act_order:
+            parts = len(output_partition_sizes)
+            row_groups = torch.empty((parts, k) if parts > 1 else (k,), dtype=torch.int32)
+            layer.register_parameter("row_groups", RowGroups(data=row_groups, weight_loader=loader))
+        self.tp_rank = int(getattr(layer, "tp_rank", 0))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Packs the weight, in place of what was loaded. Raises ValueError for merged layers of different act-order."""
+        shape, bits, k = self.shape, FORMATS[self.shape.format], self.k
+        data = layer.qweight.data
+        unsigned = data if bits == 8 else torch.stack((data & 15, data >> 4), dim=2).view(self.n, k)
+        rows = unsigned.t().contiguous()  # (K, N)
+        rows = rows if shape.format in CODE_FORMATS else to_signed(rows, bits)
+        scales = layer.scales.data.t().contiguous()
+        zeros = layer.zeros.data.t().contiguous() if hasattr(layer, "zeros") else None
+        perm = None
+        if not self.is_whole:
+            rows, source, perm = self._grouped(layer, rows, len(scales))
+            scales, zeros = scales[source], None if zeros is None else zeros[source]
+        is_code = shape.format in CODE_FORMATS
+        packed = preprocess(rows, bits, None if is_code else self.arch, TILED if is_code else None, format=shape.format)
+        self.layout, self.k_packed = packed.layout, packed.k
+        for name, value in (("qweight", packed.data), ("scales", scales), ("zeros", zeros)):
+            if value is not None:
+                replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
+        if perm is not None:
+            layer.register_parameter("perm", torch.nn.Parameter(perm, requires_grad=False))
+            layer.register_parameter("row_groups", None)
+
+    def _grouped(
+        self, layer: Any, rows: torch.Tensor, groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(rows in groups of one size, the group of the folder of each, the column of x of each row)."""
+        if self.shape.act_order:
+            parts = layer.row_groups.data.view(-1, self.k)
+            if not bool((parts == parts[0]).all()):
+                raise ValueError(f"{self.name}: expected one act-order for its {len(parts)} merged layers, got several")
+            row_groups = parts[0].long()
+        else:
+            first = self.tp_rank * self.k
+            row_groups = torch.arange(first, first + self.k, device=rows.device) // self.shape.group_size
+        grouping = group_rows(row_groups, groups)
+        try:
+            check_group_size(grouping.rows, self.k)
+        except ValueError:
+            return _padded(rows, row_groups, groups)
+        counts = torch.bincount(row_groups, minlength=groups) // grouping.rows
+        source = torch.arange(groups, device=rows.device).repeat_interleave(counts)
+        perm = grouping.perm
+        if perm is None and self.shape.act_order:  # kept: the weights that are loaded next may have another order
+            perm = torch.arange(self.k, dtype=torch.int32, device=rows.device)
+        return grouping.sort(rows), source, perm
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] -> [..., N]"""
+        perm = getattr(layer, "perm", None)
+        if self.k_packed != self.k:  # padded groups: their rows of the weight meet a column of zeros
+            assert perm is not None
+            x = torch.nn.functional.pad(x, (0, 1)).index_select(-1, perm.data)
+            perm = None
+        zeros = getattr(layer, "zeros", None)
+        return gemm(
+            x,
+            PackedWeight(layer.qweight.data, self.k_packed, self.n, self.shape.format, self.layout),
+            layer.scales.data,
+            zeros=None if zeros is None else zeros.data,
+            bias=bias,
+            perm=None if perm is None else perm.data,
+        )
+
+
+def _expect_bytes(loaded_weight: torch.Tensor) -> torch.Tensor:
+    """Raises ValueError for what another loader brings."""
+    if loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != 2:
+        raise ValueError(
+            f"qweight: expected uint8 [N, K * bits / 8], got {loaded_weight.dtype} {list(loaded_weight.shape)}; "
+            "the method weightonly reads a folder with --load-format weightonly"
+        )
+    return loaded_weight
+
+
+def _padded(
+    rows: torch.Tensor, row_groups: torch.Tensor, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows sorted by group, each group filled up with zeros to a multiple of _CHUNK rows, which meet column K of x."""
+    k = len(rows)
+    order = torch.argsort(row_groups, stable=True)
+    counts = torch.bincount(row_groups, minlength=groups)
+    chunks = -(-counts // _CHUNK)
+    group = row_groups[order]
+    place = torch.arange(k, device=rows.device) - (counts.cumsum(0) - counts)[group]
+    place += ((chunks.cumsum(0) - chunks) * _CHUNK)[group]
+    total = int(chunks.sum()) * _CHUNK
+    perm = torch.full((total,), k, dtype=torch.int32, device=rows.device)
+    perm[place] = order.int()
+    padded = rows.new_zeros(total, rows.shape[1])
+    padded[place] = rows[order]
+    return padded, torch.arange(groups, device=rows.device).repeat_interleave(chunks), perm
