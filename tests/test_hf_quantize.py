@@ -161,7 +161,9 @@ def test_one_layer_in_full_precision_at_a_time(tmp_path: Path, monkeypatch: pyte
     # By type(): some objects of other modules raise when asked for __class__, and what torch.compile leaves behind
     # (tensors without values, whose sizes are symbols) is of other types.
     def dense() -> list[torch.Tensor]:
-        found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu"]
+        found = [
+            t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu"
+        ]
         return [t for t in found if t.is_floating_point() and t.numel() in sizes]
 
     before = {id(t) for t in dense()}

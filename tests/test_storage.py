@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -105,6 +106,28 @@ def test_deeply_nested_json_is_an_error_of_its_file(file: str, tmp_path: Path, g
     (folder / file).write_text('{"a":' * 200_000)
     with pytest.raises(ValueError, match=rf"{file}: expected JSON, got a damaged file"):
         wo.load_checkpoint(folder)
+
+
+def test_a_small_config_takes_little_memory(tmp_path: Path) -> None:
+    """Not as much as the largest file that is allowed."""
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    tracemalloc.start()
+    try:
+        assert storage.read_json(path) == {"a": 1}
+        assert tracemalloc.get_traced_memory()[1] < storage.MAX_JSON_BYTES // 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_config_is_read_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    monkeypatch.setattr(storage, "MAX_JSON_BYTES", 8)
+    assert storage.read_json(path) == {"a": 1}
+    path.write_text('{"a": 12}')
+    with pytest.raises(ValueError, match="expected at most 8 bytes of JSON, got more"):
+        storage.read_json(path)
 
 
 def test_a_config_with_infinity_is_read(tmp_path: Path, generator: torch.Generator) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 MAX_JSON_BYTES = 100_000_000
 """Of a header (the safetensors package's own limit) and of a JSON file."""
 
+_PIECE_BYTES = 1 << 20
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -54,12 +56,15 @@ def _check_regular(path: str | os.PathLike[str], mode: int) -> None:
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, naming the file, for anything else."""
+    content = bytearray()
     with open_regular(path) as stream:
-        content = stream.read(MAX_JSON_BYTES + 1)
+        # In pieces: read(MAX_JSON_BYTES) allocates that much at once, whatever the file holds.
+        while len(content) <= MAX_JSON_BYTES and (piece := stream.read(_PIECE_BYTES)):
+            content += piece
     if len(content) > MAX_JSON_BYTES:
         raise ValueError(f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got more")
     try:
-        value = parse_json(content, constants=True)
+        value = parse_json(bytes(content), constants=True)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got a damaged file ({error})") from error
     if not isinstance(value, dict):
