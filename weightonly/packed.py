@@ -10,7 +10,7 @@ import torch
 
 from .codebooks import codebook_of, codebook_on
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .layout import TILE, TILED, block_bytes, check_code_layout, check_layout, padded_shape
+from .layout import TILE, TILED, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
 
 
@@ -204,10 +204,7 @@ class PackedWeight:
         bounds that are no such multiples or beyond N.
         """
         self._check_slice("N", self.n, begin, end)
-        panel_bytes = self.k_padded // TILE * block_bytes(self.bits)
-        panels = self.data.view(self.experts or 1, self.n_padded // TILE, panel_bytes)
-        data = panels[:, begin // TILE : -(-end // TILE)].reshape(-1)
-        return PackedWeight(data, **self.fields | {"n": end - begin})
+        return PackedWeight(self._cut((0, self.k), (begin, end)), **self.fields | {"n": end - begin})
 
     def slice_k(self, begin: int, end: int) -> PackedWeight:
         """w[begin:end] of a tiled weight, byte for byte what packing these rows alone gives.
@@ -225,11 +222,14 @@ class PackedWeight:
         group = self.group_size
         if group is not None and group != -1 and (begin % group or (end % group and end != self.k)):
             raise ValueError(f"begin, end: expected multiples of the group size {group}, got {begin}, {end}")
-        panels = (self.experts or 1) * self.n_padded // TILE
-        k_blocks = self.data.view(panels, self.k_padded // TILE, block_bytes(self.bits))
-        part = k_blocks[:, begin // TILE : -(-end // TILE)].clone(memory_format=torch.contiguous_format)
+        data = self._cut((begin, end), (0, self.n))
+        if data.untyped_storage().data_ptr() == self.data.untyped_storage().data_ptr():
+            data = data.clone()  # of one panel, or all rows: this method never keeps the whole alive
         perm = {} if self.has_perm is None else {"has_perm": False}
-        return PackedWeight(part.view(-1), **self.fields | {"k": end - begin} | perm)
+        return PackedWeight(data, **self.fields | {"k": end - begin} | perm)
+
+    def _cut(self, rows: Range, columns: Range) -> torch.Tensor:
+        return cut_bytes(self.data, self.k_padded, self.n_padded, self.bits, self.layout, rows, [columns])
 
     def _check_slice(self, dimension: str, size: int, begin: int, end: int) -> None:
         if self.layout != TILED:

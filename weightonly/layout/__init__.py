@@ -12,6 +12,7 @@ Each pass is a few strided copies on the device of its input. It needs no index 
 never more than two int8 copies of the weight are alive.
 """
 
+from .cut import Range, can_cut, cut_bytes
 from .interleaved import (
     deinterleave_columns,
     interleave_columns,
@@ -50,13 +51,16 @@ __all__ = [
     "ROW_MAJOR",
     "TILE",
     "TILED",
+    "Range",
     "add_bias_and_interleave",
     "block_bytes",
+    "can_cut",
     "check_bits",
     "check_code_layout",
     "check_layout",
     "column_align",
     "column_step",
+    "cut_bytes",
     "deinterleave_columns",
     "interleave_columns",
     "matrix_shape",

@@ -114,6 +114,19 @@ class Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_activation(activation)
+        self.activation = activation
+        self.layer_name: str | None = None
+        self._set_operands(weight, scales, zeros, bias, perm)
+
+    def _set_operands(
+        self,
+        weight: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        perm: torch.Tensor | None,
+    ) -> None:
+        """Another weight, in place of the one that the layer has."""
         group_size = weight.k // scales.shape[0]
         check_group_size(group_size, weight.k)
         weight = weight.expecting(group_size, zeros is not None, perm is not None)
@@ -123,8 +136,6 @@ class Linear(torch.nn.Module):
         self.layout = weight.layout
         self.group_size = -1 if group_size == weight.k else group_size
         self.symmetric = zeros is None
-        self.activation = activation
-        self.layer_name: str | None = None
         rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
         self.qweight = _frozen(weight.data.view(rows))
         self.scales = _frozen(scales)
@@ -276,15 +287,18 @@ class Linear(torch.nn.Module):
             raise type(error)(f"{self._title()}: {error}") from error
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
-        scales, zeros, bias = self.scales, self.zeros, self.bias
+        return self._product(x, self.bias, self.activation)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+        scales, zeros = self.scales, self.zeros
         dtype = self._dtype()
         if dtype == scales.dtype or not isinstance(x, torch.Tensor):
-            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=self.activation, perm=self.perm)
+            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=activation, perm=self.perm)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
         cast: dict[str, Any] = {
             name: None if tensor is None else tensor.to(dtype) for name, tensor in (("zeros", zeros), ("bias", bias))
         }
-        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=self.activation, perm=self.perm)
+        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=activation, perm=self.perm)
         return y.to(x.dtype)
 
     def _dtype(self) -> torch.dtype:

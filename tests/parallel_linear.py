@@ -1,0 +1,267 @@
+"""Cases of parallel linear layers: each compares what the ranks compute with one process. See parallel_ranks.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weightonly as wo
+from weightonly.parallel import ColwiseLinear, ColwiseParallel, RowwiseLinear, RowwiseParallel
+from weightonly.parallel.ranges import chunk, columns_of
+
+K, N, M = 512, 384, 6
+
+KINDS: dict[str, dict[str, Any]] = {
+    "int4 tiled": {"format": "int4", "arch": 90},
+    "int4 tiled zeros": {"format": "int4", "arch": 90, "symmetric": False},
+    "int4 interleaved": {"format": "int4", "arch": 80},
+    "int4 row_major zeros": {"format": "int4", "arch": 70, "symmetric": False},
+    "int8 tiled": {"format": "int8", "arch": 90},
+    "int8 interleaved": {"format": "int8", "arch": 80},
+    "int8 row_major": {"format": "int8", "arch": 70},
+    "nf4 tiled": {"format": "nf4", "arch": 90},
+}
+"""Name -> arguments of `Linear.from_linear`."""
+
+
+def linear(k: int = K, n: int = N, bias: bool = True, activation: str | None = None, **kind: Any) -> wo.nn.Linear:
+    """The same layer on every rank; its scales are fp32."""
+    torch.manual_seed(k + n)
+    dense = torch.nn.Linear(k, n, bias=bias)
+    arguments: dict[str, Any] = {"format": "int4", "arch": 90, "group_size": 64} | kind
+    return wo.nn.Linear.from_linear(dense, dtype=torch.float32, activation=activation, **arguments)
+
+
+def act_order(k: int = K, n: int = N) -> wo.nn.Linear:
+    """A layer whose rows are in act-order."""
+    layer = linear(k, n)
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
+    fields = layer.packed.fields | {"has_perm": True}
+    weight = wo.PackedWeight(layer.packed.data, **fields)
+    return wo.nn.Linear.from_quantized(weight, layer.scales, layer.zeros, layer.bias, perm=perm)
+
+
+def tokens(k: int = K, shape: tuple[int, ...] = (2, 8)) -> torch.Tensor:
+    return torch.randn(*shape, k, generator=torch.Generator().manual_seed(7))
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest difference, in units of the greatest number."""
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    if not expected.numel():
+        return 0.0
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def mine(y: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
+    """This rank's chunk of a tensor that all have."""
+    begin, end = chunk(y.shape[dim], mesh.size(), mesh.get_local_rank())
+    return y.narrow(dim, begin, end - begin)
+
+
+def colwise(mesh: DeviceMesh, make: Callable[[], wo.nn.Linear]) -> float:
+    layer = make()
+    x = tokens(layer.in_features)
+    with torch.no_grad():
+        expected = layer(x)
+        parallelize_module(layer, mesh, ColwiseParallel())
+        assert isinstance(layer, ColwiseLinear)
+        return error(layer(x), mine(expected, mesh))
+
+
+def rowwise(mesh: DeviceMesh, make: Callable[[], wo.nn.Linear], input: Any = None) -> float:
+    layer = make()
+    x = tokens(layer.in_features)
+    with torch.no_grad():
+        expected = layer(x)
+        parallelize_module(layer, mesh, RowwiseParallel(input_layouts=input))
+        assert isinstance(layer, RowwiseLinear)
+        return error(layer(x if input == Replicate() else mine(x, mesh)), expected)
+
+
+def same_numbers(mesh: DeviceMesh, make: Callable[[], wo.nn.Linear]) -> None:
+    """A part has the numbers of the whole, and its bytes are those of packing it alone."""
+    whole = make()
+    w = whole.dequantize()  # [K, N]
+    layer = make()
+    ColwiseParallel()._apply(layer, mesh)
+    assert torch.equal(layer.dequantize(), mine(w, mesh))
+    q = mine(wo.unpack(whole.packed), mesh)
+    if q.numel():
+        packed = wo.preprocess(q, bits=whole.packed.bits, layout=whole.layout, format=whole.format)
+        assert torch.equal(layer.packed.data, packed.data)
+    layer = make()
+    RowwiseParallel()._apply(layer, mesh)
+    assert torch.equal(layer.dequantize(), mine(w, mesh, 0))
+    assert layer.qweight.untyped_storage().nbytes() in (layer.qweight.numel(), whole.qweight.numel())
+
+
+def layouts(mesh: DeviceMesh) -> float:
+    """Everything that torch's styles take: x and y replicated, cut along columns or along the sequence, as DTensors."""
+    x = tokens()
+    errors = []
+    whole = linear(activation="gelu")
+    with torch.no_grad():
+        expected = whole(x)
+        for style, natural in ((ColwiseParallel, Replicate()), (RowwiseParallel, Shard(-1))):
+            for incoming in (natural, Replicate(), Shard(-1), Shard(1)):
+                for outgoing in (Replicate(), Shard(-1), Shard(1)):
+                    for is_local in (True, False):
+                        layer = copy.deepcopy(whole)
+                        plan = style(input_layouts=incoming, output_layouts=outgoing, use_local_output=is_local)
+                        parallelize_module(layer, mesh, plan)
+                        sent = distribute_tensor(x, mesh, [incoming], src_data_rank=None)
+                        got = [layer(sent), layer(sent.to_local())]
+                        for y in got:
+                            assert isinstance(y, DTensor) is not is_local
+                            y = y.to_local() if isinstance(y, DTensor) else y
+                            part = mine(expected, mesh, outgoing.dim) if isinstance(outgoing, Shard) else expected
+                            errors.append(error(y, part))
+    return max(errors)
+
+
+def fused(mesh: DeviceMesh) -> float:
+    """q, k and v in one layer: a rank has its heads of each."""
+    parts, errors = (256, 64, 64), []
+    for kind in KINDS.values():
+        layer = linear(**kind)
+        x = tokens()
+        with torch.no_grad():
+            expected = layer(x).split(parts, -1)
+            parallelize_module(layer, mesh, ColwiseParallel(parts=parts))
+            errors.append(error(layer(x), torch.cat([mine(y, mesh) for y in expected], -1)))
+    return max(errors)
+
+
+def cut_groups(mesh: DeviceMesh) -> float:
+    """A cut inside of a group: smaller groups, the same numbers."""
+    kinds = ("int4 tiled", "int4 interleaved", "int8 row_major")
+    errors = [rowwise(mesh, partial(linear, 96, 64, group_size=96))]  # inside of the one group: any cut
+    for (k, group), kind in zip(((768, 384), (768, 192), (768, -1)), kinds, strict=True):
+        make = partial(linear, k, 64, **KINDS[kind] | {"group_size": group})
+        same_numbers(mesh, make)
+        errors.append(rowwise(mesh, make))
+    return max(errors)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    """A K whose cut leaves no groups: an error that names the next one, and that K works."""
+    ranks = mesh.size()
+    if ranks == 1:
+        return
+    k = 64 * (ranks + 1)
+    layer = linear(k, 64)
+    try:
+        RowwiseParallel()._apply(layer, mesh)
+    except ValueError as failure:
+        message = str(failure)
+    else:
+        assert (-(-k // ranks)) % 32 == 0, "expected an error"
+        return
+    assert type(layer) is wo.nn.Linear
+    works = int(message.split("the next one is ")[1].split(",")[0])
+    assert works > k and f"got {k}" in message, message
+    assert rowwise(mesh, partial(linear, works, 64)) < 1e-5
+
+
+def nothing(mesh: DeviceMesh) -> float:
+    """More ranks than rows or columns."""
+    errors = []
+    for kind in ("int4 tiled", "int8 interleaved", "int4 row_major zeros"):
+        narrow = partial(linear, 64, 5, **KINDS[kind])
+        flat = partial(linear, 5, 64, **KINDS[kind] | {"group_size": -1})
+        errors += [colwise(mesh, narrow), rowwise(mesh, flat), rowwise(mesh, flat, Replicate())]
+        same_numbers(mesh, narrow)
+        same_numbers(mesh, flat)
+    layer = linear(64, 5)
+    layer.requires_grad_(False)
+    parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+    errors.append(error(layer(tokens(64)), linear(64, 5)(tokens(64))))
+    assert repr(layer).startswith("ColwiseLinear(")
+    return max(errors)
+
+
+class Block(torch.nn.Module):
+    """Packed layers beside a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = linear(256, 512, activation="silu"), linear(512, 256)
+        torch.manual_seed(3)
+        self.head = torch.nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.down(self.up(x)))
+
+
+PLAN: dict[str, Callable[[], Any]] = {"up": ColwiseParallel, "down": RowwiseParallel, "head": ColwiseParallel}
+
+
+def model(mesh: DeviceMesh) -> float:
+    """One plan for packed layers and a torch.nn.Linear; each rank's x another: rank 0's tensors are those of all."""
+    whole, block = Block(), Block()
+    if mesh.get_local_rank():
+        block.up.scales.data.zero_()
+    parallelize_module(block, mesh, {name: style() for name, style in PLAN.items()})
+    with torch.no_grad():
+        return error(block(tokens(256)), mine(whole(tokens(256)), mesh))
+
+
+def sequence_parallel(mesh: DeviceMesh) -> float:
+    """x and y cut along the sequence, as between norms that are sequence parallel."""
+    whole, block = Block(), Block()
+    plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(block, mesh, plan)
+    x = tokens(256)
+    with torch.no_grad():
+        return error(block.down(block.up(mine(x, mesh, 1).contiguous())), mine(whole.down(whole.up(x)), mesh, 1))
+
+
+def cut_twice(mesh: DeviceMesh) -> None:
+    layer = linear()
+    parallelize_module(layer, mesh, ColwiseParallel())
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(ValueError, match="module: expected a layer that is not cut yet, got a ColwiseLinear"):
+            style._apply(layer, mesh)
+    with pytest.raises(ValueError, match=rf"x: expected {K} columns, all of them, got shape \[2, 8, {K - 1}\]"):
+        layer(tokens(K - 1))
+    with pytest.raises(ValueError, match=f"parts: expected columns of fused layers that add up to N = {N}, got"):
+        ColwiseParallel(parts=(N, N))._apply(linear(), mesh)
+    with pytest.raises(ValueError, match=r"output_layouts: expected Shard.* for a layer of several parts, got"):
+        ColwiseParallel(parts=(N,), output_layouts=Replicate())
+    assert columns_of(N, None, 1, 0) == [(0, N)]
+
+
+CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
+    **{f"colwise, {name}": partial(colwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
+    **{f"rowwise, {name}": partial(rowwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
+    **{f"same numbers, {name}": partial(same_numbers, make=partial(linear, **kind)) for name, kind in KINDS.items()},
+    "colwise, gelu": partial(colwise, make=partial(linear, activation="gelu")),
+    "rowwise, gelu": partial(rowwise, make=partial(linear, activation="gelu")),
+    "colwise, act-order": partial(colwise, make=act_order),
+    "rowwise, act-order": partial(rowwise, make=act_order),
+    "rowwise, x replicated": partial(rowwise, make=linear, input=Replicate()),
+    "every layout of x and y": layouts,
+    "fused parts": fused,
+    "groups that a cut splits": cut_groups,
+    "a K that is refused": refused,
+    "ranks without a part": nothing,
+    "a plan for a model": model,
+    "sequence parallel": sequence_parallel,
+    "cut twice": cut_twice,
+}
+
+MANY = {name for name in CASES if name.startswith("same numbers")} | {
+    "fused parts",
+    "sequence parallel",
+    "colwise, gelu",
+}
+MANY |= {name for name in CASES if name.endswith(("zeros", "interleaved"))} | {"every layout of x and y"}

@@ -1,0 +1,128 @@
+"""Runs cases on several processes that talk over gloo: `python parallel_ranks.py MODULE OUT RANKS...`.
+
+MODULE has CASES, name -> function(mesh) -> error, a number or None, and MANY, the names of those that run on 2 and 4
+ranks alone. OUT becomes JSON: how many ranks -> name -> the greatest error of all of them, or the traceback of the
+first that failed. One process imports torch and is forked: a rank costs no start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 900
+
+
+def run(module: str, ranks: Sequence[int], folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of a module's cases on 2 ranks, on 4, and so on; for tests."""
+    out = folder / f"{module}.json"
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = os.environ | one_thread | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    root = Path(__file__).resolve().parent.parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, module, str(out), *map(str, ranks)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return dict(json.loads(out.read_text()))
+
+
+def has_loopback() -> bool:
+    """Whether processes of this machine can talk to each other as gloo does."""
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", 0))
+        except OSError:
+            return False
+    return True
+
+
+def names(module: str, ranks: int) -> list[str]:
+    """The cases that run on so many ranks."""
+    found = importlib.import_module(module)
+    return [name for name in found.CASES if ranks in (2, 4) or name not in found.MANY]
+
+
+def check(results: dict[str, Any], name: str, bound: float) -> None:
+    """Fails where a case failed, and where its error is above the bound."""
+    result = results[name]
+    assert not isinstance(result, str), result
+    assert result is None or result <= bound, f"{name}: error {result}, bound {bound}"
+
+
+def _rank(module: str, rank: int, ranks: int, folder: Path) -> None:
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    mesh = init_device_mesh("cpu", (ranks,))
+    results: dict[str, Any] = {}
+    start = time.monotonic()
+    cases = importlib.import_module(module).CASES
+    for name in names(module, ranks):
+        if rank == 0:
+            print(f"{time.monotonic() - start:.2f} s until {name}", flush=True)
+        try:
+            results[name] = cases[name](mesh)
+        except Exception:
+            results[name] = f"rank {rank}: {traceback.format_exc()}"
+            break  # the others may wait for this rank: their cases are over, too
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+def _results(module: str, ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    _rank(module, rank, ranks, folder)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(status)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
+    merged: dict[str, Any] = {}
+    for name in names(module, ranks):
+        values = [result[name] for result in found if name in result]
+        failures = [value for value in values if isinstance(value, str)]
+        if failures or len(values) < ranks:
+            merged[name] = failures[0] if failures else f"{len(values)} of {ranks} ranks came to this case"
+        else:
+            errors = [value for value in values if value is not None]
+            merged[name] = max(errors, default=None)
+    return merged
+
+
+if __name__ == "__main__":
+    importlib.import_module(sys.argv[1])
+    importlib.import_module("torch._dynamo")  # DTensor does, in each rank, where it is not there yet
+    Path(sys.argv[2]).write_text(json.dumps({ranks: _results(sys.argv[1], int(ranks)) for ranks in sys.argv[3:]}))

@@ -1,0 +1,79 @@
+"""A part of a packed weight: its bytes, cut where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .shapes import INTERLEAVED, K_ALIGN, ROW_MAJOR, TILE, TILED, block_bytes, column_align
+
+Range = tuple[int, int]
+"""begin and end of neighbouring rows or columns."""
+
+
+class _Blocks(NamedTuple):
+    """The bytes of a weight in three dimensions; rows, columns: of the weight in one index of these dimensions."""
+
+    shape: tuple[int, int, int]
+    row_dim: int
+    rows: int
+    column_dim: int
+    columns: int
+
+
+def _blocks(k: int, n: int, bits: int, layout: str) -> _Blocks | None:
+    """k, n: padded. None for a layout whose bytes cannot be cut."""
+    if layout == TILED:
+        return _Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
+    if layout == INTERLEAVED:
+        columns = 16 // bits
+        return _Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
+    if layout == ROW_MAJOR:
+        columns = column_align(bits, layout)
+        return _Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
+    return None
+
+
+def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequence[Range]) -> bool:
+    """Whether `cut_bytes` gives, byte for byte, what packing these rows and columns alone gives.
+
+    k, n: the shape before padding. Each range begins and ends at multiples of what the layout pads K and N to; the last
+    one may also end where the weight does.
+    """
+    if _blocks(K_ALIGN, column_align(bits, layout), bits, layout) is None:
+        return False
+    align = column_align(bits, layout)
+    *others, last = columns
+    return (
+        rows[0] % K_ALIGN == 0
+        and (rows[1] % K_ALIGN == 0 or rows[1] == k)
+        and all(begin % align == 0 and end % align == 0 for begin, end in others)
+        and last[0] % align == 0
+        and (last[1] % align == 0 or last[1] == n)
+    )
+
+
+def cut_bytes(
+    data: torch.Tensor, k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequence[Range]
+) -> torch.Tensor:
+    """The bytes of w[rows], its `columns` side by side; of stacked weights, of each.
+
+    data: uint8, the bytes of one weight of the padded shape [k, n], or of several, one after another.
+    rows, columns: bounds that `can_cut` allows.
+
+    Returns uint8 in one dimension: a view of `data` where its bytes are neighbours, else a copy.
+    """
+    blocks = _blocks(k, n, bits, layout)
+    if blocks is None:
+        raise ValueError(f"layout: expected one whose bytes can be cut, got {layout!r}")
+    view = data.view(-1, *blocks.shape)
+    begin, end = rows[0] // blocks.rows, -(-rows[1] // K_ALIGN) * K_ALIGN // blocks.rows
+    view = view.narrow(1 + blocks.row_dim, begin, end - begin)
+    align = column_align(bits, layout)
+    parts = []
+    for first, last in columns:
+        begin, end = first // blocks.columns, -(-last // align) * align // blocks.columns
+        parts.append(view.narrow(1 + blocks.column_dim, begin, end - begin))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1 + blocks.column_dim)).reshape(-1)

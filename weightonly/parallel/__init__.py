@@ -1,0 +1,12 @@
+"""Tensor parallel layers on torch.distributed: styles for `torch.distributed.tensor.parallel.parallelize_module`.
+
+    mesh = init_device_mesh("cuda", (8,))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+Needs PyTorch 2.5 or later, for torch.distributed.tensor.
+"""
+
+from .linear import ColwiseLinear, RowwiseLinear
+from .styles import ColwiseParallel, RowwiseParallel
+
+__all__ = ["ColwiseLinear", "ColwiseParallel", "RowwiseLinear", "RowwiseParallel"]

@@ -1,0 +1,78 @@
+"""Activations between ranks: the layouts of torch's parallel styles, as DTensor moves them, gradients too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .ranges import chunk
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How x comes to a parallel layer and how y leaves it; the arguments are those of torch's ColwiseParallel."""
+
+    mesh: DeviceMesh
+    input_layout: Placement
+    output_layout: Placement
+    use_local_output: bool
+
+    def enter(self, x: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
+        """This rank's tensor of x in `layout`, Replicate or Shard(-1).
+
+        columns: of all of x. Raises ValueError for a tensor that has not this rank's columns.
+        """
+        if not isinstance(x, DTensor):
+            self._check_columns(x, columns)
+            if self.input_layout == layout and not (layout == Replicate() and _has_gradient(x)):
+                return x
+            x = self._spread(x, self.input_layout, columns)
+        x = x.redistribute(placements=[layout])
+        # Each rank has the gradient of its own columns of y: their sum is that of x.
+        return x.to_local(grad_placements=[Partial()] if layout == Replicate() else None)
+
+    def leave(self, y: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
+        """y as its users want it. layout: that of the y that each rank has, Shard(-1) or Partial; columns: of all."""
+        return self.finish(self.redistribute(y, layout, columns))
+
+    def redistribute(self, y: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
+        """y in the output's layout: a DTensor, or a tensor where it has this layout already and is to be local."""
+        if layout == self.output_layout and self.use_local_output:
+            return y
+        return self._spread(y, layout, columns).redistribute(placements=[self.output_layout])
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """What the layer returns."""
+        return y.to_local() if isinstance(y, DTensor) and self.use_local_output else y
+
+    def replicated(self, tensor: torch.Tensor) -> DTensor:
+        """A tensor that every rank has, so that its gradient is that of all."""
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+    def _spread(self, x: torch.Tensor, layout: Placement, columns: int) -> DTensor:
+        if not (isinstance(layout, Shard) and layout.dim in (-1, x.dim() - 1)):
+            return DTensor.from_local(x, self.mesh, [layout], run_check=False)
+        shape = torch.Size((*x.shape[:-1], columns))  # said, as ranks may have fewer columns than others, or none
+        stride = [1] * len(shape)
+        for dim in range(len(shape) - 2, -1, -1):
+            stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
+        return DTensor.from_local(
+            x.contiguous(), self.mesh, [Shard(x.dim() - 1)], run_check=False, shape=shape, stride=tuple(stride)
+        )
+
+    def _check_columns(self, x: torch.Tensor, columns: int) -> None:
+        is_cut = isinstance(self.input_layout, Shard) and self.input_layout.dim in (-1, x.dim() - 1)
+        if is_cut:
+            begin, end = chunk(columns, self.mesh.size(), self.mesh.get_local_rank())
+            columns = end - begin
+        if x.shape[-1] != columns:
+            whose = f"this rank's, as input_layouts is {self.input_layout}" if is_cut else "all of them"
+            raise ValueError(f"x: expected {columns} columns, {whose}, got shape {list(x.shape)}")
+
+
+def _has_gradient(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad

@@ -1,0 +1,120 @@
+"""Rows and columns of a quantized layer as a layer of its own, whatever the layout and wherever the bounds are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .heuristics.problem import check_group_size
+from .layout import Range, can_cut, column_step, cut_bytes
+from .packed import PackedWeight
+from .packing import preprocess, unpack, unpack_columns
+
+_SMALLEST_GROUP = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What `gemm` multiplies x with; of stacked experts what `grouped_gemm` does, each with a dimension E in front.
+
+    weight [K, N]; scales, zeros [K / g, N]; bias [N]; perm [K].
+    """
+
+    weight: PackedWeight
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
+
+    def columns(self, ranges: Sequence[Range]) -> Operands:
+        """The layer that computes these columns of y, side by side."""
+        weight = cut_weight(self.weight, columns=ranges)
+        scales, zeros, bias = (_columns(t, ranges) for t in (self.scales, self.zeros, self.bias))
+        assert scales is not None
+        return Operands(weight, scales, zeros, bias, self.perm)
+
+    def rows(self, begin: int, end: int) -> Operands:
+        """w[begin:end], in the order of the weight's rows: the layer for x[..., begin:end], or x[..., perm[begin:end]].
+
+        Groups that the cut splits become smaller ones, without a change of value. The result has the bias, but no perm.
+        Raises ValueError for bounds that leave no groups that `gemm` takes.
+        """
+        group_size = self.weight.k // self.scales.shape[-2]
+        size = rows_of_a_group(self.weight.k, group_size, begin, end)
+        index = torch.arange(begin, end, size, device=self.scales.device) // group_size
+        weight = cut_weight(self.weight, rows=(begin, end))
+        scales = self.scales.index_select(-2, index)
+        zeros = None if self.zeros is None else self.zeros.index_select(-2, index)
+        return replace(self, weight=weight, scales=scales, zeros=zeros, perm=None)
+
+
+def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
+    """How many rows share a scale in rows begin..end of a weight [K, N] alone.
+
+    group_size: that of the weight. Inside of one of its groups all of the rows share one. Raises ValueError for bounds
+    between which no groups fit that `gemm` takes.
+    """
+    rows = end - begin
+    if begin // group_size == (end - 1) // group_size:
+        return rows
+    size = math.gcd(group_size, begin, end)
+    for candidate in (size, math.gcd(size, _SMALLEST_GROUP)):
+        try:
+            check_group_size(candidate, rows)
+        except ValueError:
+            continue
+        return candidate
+    raise ValueError(
+        f"begin, end: expected multiples of {_SMALLEST_GROUP}, or rows of one group of {group_size}, "
+        f"got {begin}, {end} of K = {k}"
+    )
+
+
+def cut_weight(
+    weight: PackedWeight, *, rows: Range | None = None, columns: Sequence[Range] | None = None
+) -> PackedWeight:
+    """w[rows], its `columns` side by side, in the same layout; of stacked weights, of each.
+
+    Bytes are cut where they lie if the bounds and the layout allow it; else these columns are unpacked and packed.
+    Returns a weight on the same memory or on a copy. Where rows are cut it knows no group size, and has no perm.
+
+    Raises ValueError for an empty range or one beyond the weight.
+    """
+    is_of_rows = rows is not None
+    rows = (0, weight.k) if rows is None else rows
+    columns = [(0, weight.n)] if columns is None else columns
+    for name, size, ranges in (("rows", weight.k, [rows]), ("columns", weight.n, columns)):
+        for begin, end in ranges:
+            if not 0 <= begin < end <= size:
+                raise ValueError(f"{name}: expected 0 <= begin < end <= {size}, got {begin}, {end}")
+    fields = weight.fields | {"k": rows[1] - rows[0], "n": sum(end - begin for begin, end in columns)}
+    if is_of_rows:
+        fields.pop("group_size", None)
+        if "has_perm" in fields:
+            fields["has_perm"] = False
+    w = weight
+    if can_cut(w.k, w.n, w.bits, w.layout, rows, columns):
+        data = cut_bytes(w.data, w.k_padded, w.n_padded, w.bits, w.layout, rows, columns)
+    else:
+        q = torch.cat([_unpacked(w, begin, end)[..., rows[0] : rows[1], :] for begin, end in columns], -1)
+        code = w.code if w.format == "code4" else None
+        data = preprocess(q, w.bits, layout=w.layout, format=w.format, code=code).data
+    return PackedWeight(data, **fields)
+
+
+def _unpacked(weight: PackedWeight, begin: int, end: int) -> torch.Tensor:
+    """int8 [K, end - begin], or [E, K, end - begin]."""
+    if weight.experts is not None:
+        return unpack(weight)[..., begin:end]
+    step = column_step(weight.bits, weight.layout)
+    first = begin // step * step
+    return unpack_columns(weight, first, end)[:, begin - first :]
+
+
+def _columns(tensor: torch.Tensor | None, ranges: Sequence[Range]) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    return torch.cat([tensor[..., begin:end] for begin, end in ranges], -1)
