@@ -10,6 +10,9 @@ ARCHS: tuple[int, ...] = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 12
 Arch = int | str | tuple[int, int]
 """An architecture as callers write it; see `parse_arch`."""
 
+PTX = "+PTX"
+"""At the end of a target of a build: it is also kept as PTX, which the drivers of later GPUs compile."""
+
 _TEXT = re.compile(r"(?:sm_?)?(\d+)[af]?", re.IGNORECASE)
 
 
@@ -28,3 +31,8 @@ def parse_arch(arch: Arch) -> int:
     if number not in ARCHS:
         raise ValueError(f"arch: expected one of {', '.join(f'sm{a}' for a in ARCHS)}, got {arch!r}")
     return number
+
+
+def target_number(target: str) -> int:
+    """The compute capability of a target of a build: 90 for "90a", 120 for "120+PTX"."""
+    return int(target.removesuffix(PTX).rstrip("af"))

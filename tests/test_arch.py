@@ -16,6 +16,7 @@ from weightonly import __main__ as command
 from weightonly.formats import QuantizedLayer, convert, open_checkpoint
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.arch import ARCHS, parse_arch
+from weightonly.kernels import arch_runs_on
 from weightonly.packing import layout_for_arch
 
 SPELLINGS: list[Any] = [90, "90", "sm90", "sm_90", "SM90", "90a", "sm90a", "sm_90a", "90f", (9, 0)]
@@ -50,6 +51,24 @@ def test_what_is_not_known_has_one_message(arch: Any) -> None:
     with pytest.raises(ValueError, match=r"^arch: ") as error:
         parse_arch(arch)
     assert str(error.value) == MESSAGE.format(arch)
+
+
+@pytest.mark.parametrize(
+    ("built", "runs_on"),
+    [
+        ("75", {75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121}),  # as PTX
+        ("80", {80, 86, 87, 89}),
+        ("86", {86, 87, 89}),
+        ("89", {89}),
+        ("90a", {90}),
+        ("100", {100, 101, 103}),
+        ("120", {120, 121}),
+        ("100+PTX", {100, 101, 103, 110, 120, 121}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_gpus_that_the_code_of_a_target_runs_on(built: str, runs_on: set[int]) -> None:
+    assert {arch for arch in ARCHS if arch_runs_on(built, arch)} == runs_on
 
 
 # --- entry points: each returns something that tells which GPU it took `arch` for --------------------------------

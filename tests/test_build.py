@@ -97,6 +97,8 @@ def test_decide_on_needs_nvcc() -> None:
         ("9.0,9.0,sm_90a", ["90a"]),
         ("120,7.5,70", ["70", "75", "120"]),
         ("10.0,100a,100f", ["100", "100a", "100f"]),
+        ("12.0+PTX,90", ["90a", "120+PTX"]),
+        ("120,sm_120+PTX,120", ["120+PTX"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
@@ -104,9 +106,11 @@ def test_parse_archs(text: str, archs: list[str]) -> None:
     assert target.parse_archs(text, KNOWN) == archs
 
 
-@pytest.mark.parametrize("value", ["61", "hopper", "80a", "90f", "8", "sm_", "800", "-80"])
+@pytest.mark.parametrize(
+    "value", ["61", "hopper", "80a", "90f", "8", "sm_", "800", "-80", "75+PTX", "90a+PTX", "120+ptx"]
+)
 def test_parse_archs_names_the_unknown_value(value: str) -> None:
-    with pytest.raises(ValueError, match=f"WEIGHTONLY_ARCHS: expected some of 70, 75, .*, got '{value}'"):
+    with pytest.raises(ValueError, match=f"WEIGHTONLY_ARCHS: expected some of 70, 75, .*, got '{re.escape(value)}'"):
         target.parse_archs(f"80,{value}", KNOWN)
 
 

@@ -23,6 +23,11 @@ def _mangled(function: str, unit: str, types: str, hash_: str = HASHES[0], rest:
     return f"_ZN10weightonly{len(function)}{function}I{template}{rest}EEvi"
 
 
+def _mangled_named(function: str, unit: str, types: str) -> str:
+    """As `_mangled`, of a unit whose configurations are in a namespace of its name."""
+    return f"_ZN10weightonly{len(function)}{function}INS_{len(unit)}{unit}{len(types)}{types}EEEvi"
+
+
 def _kernel(name: str, code: str = "a", arch: str = "sm_90a", registers: int = 32) -> Kernel:
     return Kernel(arch, name, Path("unit.sm_90a.cubin"), code, 128, {"registers": registers})
 
@@ -51,6 +56,14 @@ def test_generated_kernels_are_matched_by_configuration_and_types_whatever_their
     assert _counts(result) == (1, 1, 0, 0)
     (pair,) = result.different
     assert [str(one) for one in pair] == [f"sm_90a {UNIT} F16Int4Group"] * 2
+
+
+def test_units_with_a_namespace_of_their_name_are_matched_with_those_that_have_none() -> None:
+    every = [("F16Int4Group", "a"), ("Bf16Int8GroupZeros", "b")]
+    old = [_kernel(_mangled("gemm_kernel", UNIT, types), code) for types, code in every]
+    new = [_kernel(_mangled_named("gemm_kernel", UNIT, types), code) for types, code in every]
+    assert _counts(_match(old, new)) == _counts(_match(new, new)) == (2, 0, 0, 0)
+    assert [str(old) for old, _ in _match(old, new).equal] == [str(new) for _, new in _match(old, new).equal]
 
 
 def test_kernels_of_one_type_are_told_apart_by_the_numbers_in_their_names() -> None:

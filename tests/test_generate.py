@@ -53,13 +53,17 @@ def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
 def test_a_kernel_names_its_launch_and_its_limits() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels()}
     decode = unit["decode_sm90_8x64x1024_w8x64_s2_bf16_int4_group_zeros"]
-    assert "&launch_decode_sm90<Bf16Int4GroupZeros>, 8, 8};" in decode
+    assert "&launch_decode_sm90<decode_sm90_8x64x1024_w8x64_s2::Bf16Int4GroupZeros>, 8, 8};" in decode
     assert "using Element = cutlass::bfloat16_t;" in decode
     assert "ScaleMode::kGroupZeros" in decode
-    assert "&launch_gemm_sm90<F16Int4Group>, 2097120, 8};" in unit["gemm_sm90_32x256x128_w32x64_s6_f16_int4_group"]
-    assert "&launch_gemm_sm90<F16Int4Group>, 16776960, 1};" in unit["gemm_sm90_256x128x64_w256x64_s5_f16_int4_group"]
-    assert "&launch_gemm_sm80<F16Int4Group>, 2147483647, 0};" in unit["gemm_sm80_16x64x64_w16x32_s4_f16_int4_group"]
-    assert "&launch_gemv<F16Int4Channel>, 1, 0};" in unit["gemv_1x16x1024_f16_int4_channel"]
+    for name, types, limits in (
+        ("gemm_sm90_32x256x128_w32x64_s6", "F16Int4Group", "2097120, 8"),
+        ("gemm_sm90_256x128x64_w256x64_s5", "F16Int4Group", "16776960, 1"),
+        ("gemm_sm80_16x64x64_w16x32_s4", "F16Int4Group", "2147483647, 0"),
+        ("gemv_1x16x1024", "F16Int4Channel", "1, 0"),
+    ):
+        symbol = f"{name}_f16_int4_{types.removeprefix('F16Int4').lower()}"
+        assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
 
 
 def test_a_unit_has_the_kernels_of_one_configuration() -> None:
@@ -93,6 +97,21 @@ def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
 )
 def test_families_of_a_build(archs: list[str], families: set[str]) -> None:
     assert {k.config.family for k in generate.all_kernels() if k.archs(archs)} == families
+
+
+def test_options_of_targets() -> None:
+    assert generate.gencode(generate.parse_archs("120+PTX,75,80,90a"))[1::2] == [
+        "arch=compute_75,code=[sm_75,compute_75]",
+        "arch=compute_80,code=sm_80",
+        "arch=compute_90a,code=sm_90a",
+        "arch=compute_120,code=[sm_120,compute_120]",
+    ]
+
+
+@pytest.mark.parametrize("arch", ["61", "80b", "+PTX", "120+ptx", "sm_80"])
+def test_other_targets_are_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match=f"archs: expected compute .* got '{re.escape(arch)}'"):
+        generate.parse_archs(f"80,{arch}")
 
 
 def test_files_of_a_build(tmp_path: Path) -> None:

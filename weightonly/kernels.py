@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .device import device_arch
+from .heuristics.arch import PTX, target_number
 from .heuristics.configs import CONFIGS, KernelConfig, TypeConfig, kernel_types
 
 if PathFinder.find_spec(f"{__package__}._C", [str(Path(__file__).parent)]) is not None:
@@ -56,12 +57,14 @@ def built_archs() -> tuple[str, ...]:
 def arch_runs_on(built: str, device: int) -> bool:
     """Whether code built for an architecture runs on a device of compute capability `device`.
 
-    Machine code runs on its own major version from its own minor on; code of an "a" target on that one alone.
-    70 and 75 are kept as PTX of compute_75, which every later GPU compiles.
+    Machine code runs on its own major version from its own minor on; code of an "a" target on that one alone. PTX runs
+    on every later GPU: that of compute_75, as which 70 and 75 are kept, and of targets with "+PTX".
     """
-    number = int(built.rstrip("af"))
+    number = target_number(built)
     if number <= 75:
         return device >= 75
+    if built.endswith(PTX):
+        return device >= number
     if built.endswith("a"):
         return device == number
     return device // 10 == number // 10 and device >= number

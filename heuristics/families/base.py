@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from ..arch import target_number
 from ..cost import Work, problem_bytes
 from ..machine import machine
 from ..problem import Problem
@@ -267,7 +268,7 @@ class Family:
 
     def compiled_for(self, arch: str) -> bool:
         """Whether a build for `arch` ("80", "90a") has the family. 70 stands for the PTX of compute_75."""
-        in_range = self.first_arch <= int(arch.rstrip("af")) <= self.last_arch
+        in_range = self.first_arch <= target_number(arch) <= self.last_arch
         return in_range and (not self.shares_cluster or arch.endswith("a"))
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:

@@ -13,7 +13,7 @@
 #include "kernels/api/on_device.h"
 
 namespace weightonly {
-namespace {
+inline namespace awq_dequantize_cu {  // not anonymous, as in generate.py
 
 constexpr int kThreads = 128;
 constexpr int kTileRows = 16;  // rows that a thread has in flight; they share scales and zeros
@@ -161,7 +161,7 @@ bool check(AwqDequantizeParams const& p, char* message, int message_bytes) {
   return true;
 }
 
-}  // namespace
+}  // namespace awq_dequantize_cu
 }  // namespace weightonly
 
 using namespace weightonly;

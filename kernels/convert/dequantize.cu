@@ -29,7 +29,7 @@
 #include "kernels/api/on_device.h"
 
 namespace weightonly {
-namespace {
+inline namespace dequantize_cu {  // not anonymous, as in generate.py
 
 enum class Values { kIntegers, kIntegersAndZeros, kCodebook };
 
@@ -336,7 +336,7 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
   return true;
 }
 
-}  // namespace
+}  // namespace dequantize_cu
 }  // namespace weightonly
 
 using namespace weightonly;

@@ -5,7 +5,7 @@
 #include "kernels/api/on_device.h"
 
 namespace weightonly {
-namespace {
+inline namespace dequantize_4bit_cu {  // not anonymous, as in generate.py
 
 constexpr int kThreads = 256;
 constexpr int kSteps = 4;  // vectors that a thread has in flight
@@ -91,7 +91,7 @@ cudaError_t launch(Blocks4bitParams const& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace
+}  // namespace dequantize_4bit_cu
 }  // namespace weightonly
 
 using namespace weightonly;

@@ -9,7 +9,7 @@
 #include "kernels/api/on_device.h"
 
 namespace weightonly {
-namespace {
+inline namespace quantize_4bit_cu {  // not anonymous, as in generate.py
 
 constexpr int kTileElements = 4096;  // the largest block
 constexpr int kRows = 4;  // vectors of a thread. A row: one vector of each lane of a warp, contiguous in memory
@@ -237,7 +237,7 @@ cudaError_t launch(Blocks4bitParams const& p, int device, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace quantize_4bit_cu
 }  // namespace weightonly
 
 using namespace weightonly;

@@ -23,10 +23,11 @@ from pathlib import Path
 from . import cubin
 from .cubin import Kernel
 
-# nvcc names the anonymous namespace of a unit after its file, between two numbers that change with its text and path.
-_UNIT = re.compile(r"_GLOBAL__N__[0-9a-f]{8}_\d+_(?P<unit>\w+?)_cu_[0-9a-f]{8}")
-# Units of generate.py are named after a configuration: its family, then its tile.
-_CONFIG = re.compile(r"\w+_\d+x\d+\w*")
+# Units of generate.py are named after a configuration: its family, then its tile. So are their namespaces; those of
+# older builds are anonymous, which nvcc names after the file, between two numbers that change with its text and path.
+_CONFIG = r"\w+_\d+x\d+\w*"
+_NAMED = re.compile(rf"\b(?P<unit>{_CONFIG})::(?=B?[fF]\d+[A-Z])")
+_ANONYMOUS = re.compile(rf"_GLOBAL__N__[0-9a-f]{{8}}_\d+_(?P<unit>{_CONFIG}?)_cu_[0-9a-f]{{8}}")
 _TYPES = re.compile(r"\bB?[fF]\d+[A-Z]\w+")  # F16Int4Group, Bf16Code4Group
 _LITERAL = re.compile(r"(?<![\w.])(?:\d+|true|false)\b")
 # A report shows lines of so many kernels, and so many lines of each.
@@ -200,11 +201,11 @@ def _differences(old: Named, new: Named) -> Iterator[str]:
 
 
 def _read_name(kernel: Kernel, text: str) -> Named:
-    found = _UNIT.search(kernel.name)
+    found = _NAMED.search(text) or _ANONYMOUS.search(kernel.name)
     function = _without_parameters(re.sub(r"\(anonymous namespace\)::|\b(?:\w+::)+", "", text))
     literals = tuple(_LITERAL.findall(function.partition("<")[2]))
     types = _TYPES.search(function)
-    if found and types and _CONFIG.fullmatch(found["unit"]):
+    if found and types:
         return Named(kernel, found["unit"], types[0], function, literals)
     return Named(kernel, "", "", function, literals)
 

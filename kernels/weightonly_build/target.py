@@ -54,20 +54,27 @@ def decide(mode: str, nvcc: Path | None, gpus: Sequence[str]) -> Decision:
 def parse_archs(text: str, known: Sequence[int]) -> list[str]:
     """Targets such as "80,90a", "sm_80;8.6" or "9.0" as a sorted list of distinct names: ["80", "90a"].
 
-    `known` holds the numbers that can be built for (`buildable_archs`); any other is a ValueError.
+    "120+PTX" also keeps the PTX of 120, for GPUs that are newer than all targets. `known` holds the numbers that can be
+    built for (`buildable_archs`); any other is a ValueError.
     """
     archs: dict[str, int] = {}
+    with_ptx: dict[str, str] = {}
     for value in filter(None, (value.strip() for value in re.split(r"[,;\s]", text))):
-        found = re.fullmatch(r"(?:sm_|compute_)?(?:(\d{2,3})|(\d{1,2})\.(\d))([af]?)", value)
+        found = re.fullmatch(r"(?:sm_|compute_)?(?:(\d{2,3})|(\d{1,2})\.(\d))([af]?)(\+PTX)?", value)
         number = int(found[1] or found[2] + found[3]) if found else 0
+        suffix, ptx = (found[4], found[5] or "") if found else ("", "")
         # Architecture-specific targets begin with Hopper (a), family-specific ones with Blackwell (f).
-        if not found or number not in known or (found[4] and number < {"a": 90, "f": 100}[found[4]]):
+        has_suffix = not suffix or number >= {"a": 90, "f": 100}[suffix]
+        # Their PTX runs nowhere else, and that of Turing is always kept.
+        has_ptx = not ptx or not (suffix or number <= 75 or number in _SPECIFIC)
+        if not found or number not in known or not has_suffix or not has_ptx:
             expected = ", ".join(_SPECIFIC.get(arch, str(arch)) for arch in sorted(known))
             raise ValueError(f"WEIGHTONLY_ARCHS: expected some of {expected}, got {value!r}")
-        archs[_SPECIFIC.get(number, f"{number}{found[4]}")] = number
+        name = _SPECIFIC.get(number, f"{number}{suffix}")
+        archs[name], with_ptx[name] = number, ptx or with_ptx.get(name, "")
     if not archs:
         raise ValueError(f"WEIGHTONLY_ARCHS: expected targets such as '80,90a', got {text!r}")
-    return sorted(archs, key=lambda arch: (archs[arch], arch))
+    return [name + with_ptx[name] for name in sorted(archs, key=lambda name: (archs[name], name))]
 
 
 def find_nvcc(env: Mapping[str, str] = os.environ) -> Path | None:
