@@ -1,7 +1,7 @@
-"""Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), what a call costs
-the host (`host`) and the conversions of whole weights (`conversions`); compare the heuristic's choice with the best
-configuration (`regret`), or replace it by what is measured to be the quickest on this GPU (`tune`); try random calls
-(`fuzz`)."""
+"""Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
+(`model`), what a call costs the host (`host`) and the conversions of whole weights (`conversions`); compare the
+heuristic's choice with the best configuration (`regret`), or replace it by what is measured to be the quickest on this
+GPU (`tune`); try random calls (`fuzz`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .devices import NoGpu, require_gpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. 0; 1 for a `report --compare` with regressions; 2 with one line for what it refuses."""
+    """Run the command line. 0; 1 for a `report --compare` with regressions and a `model` with rows that failed; 2 with
+    one line for what it refuses."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "sweep")

@@ -8,7 +8,6 @@ ways take turns, and the GPU is waited for between two of them.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,8 @@ from tqdm import tqdm
 import weightonly as wo
 
 from .devices import require_gpu
+from .model.providers import torchao_int4
+from .providers import missing_package
 from .shapes import Shape, resolve
 from .timing import Timing
 from .weights import Weights
@@ -126,12 +127,10 @@ def _leave_out(way: str, error: Exception) -> None:
 
 def _torchao_linear(k: int, n: int, group_size: int, device: torch.device) -> torch.nn.Module | None:
     """torchao's int4 in the packing that PyTorch's own kernel reads, or None without the package."""
-    if importlib.util.find_spec("torchao") is None:
+    if missing_package("torchao"):
         return None
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
-
     linear = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
-    quantize_(linear, Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d"))
+    torchao_int4(linear, group_size)
     return linear[0].requires_grad_(False)
 
 

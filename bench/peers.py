@@ -7,18 +7,13 @@ marlin    the package marlin (https://github.com/IST-DASLab/marlin), built from 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
 import torch
 
-from .providers import Prepared, Provider, nbytes, register
+from .providers import Prepared, Provider, missing_package, nbytes, register
 from .weights import Weights
-
-
-def _missing(package: str) -> str | None:
-    return None if importlib.util.find_spec(package) else f"the package {package} is not installed"
 
 
 def _without_zeros(weights: Weights, name: str) -> None:
@@ -39,7 +34,7 @@ class Humming(Provider):
             return f"it is compared with int4 and int8, not {format}"
         if device.type != "cuda":
             return "it runs on CUDA only"
-        return _missing("humming")
+        return missing_package("humming")
 
     def prepare(self, weights: Weights) -> Prepared[torch.nn.Module]:
         from humming.layer import HummingLayer
@@ -85,7 +80,7 @@ class Marlin(Provider):
             return f"its groups are of 128 or per channel, not {group_size}"
         if device.type != "cuda":
             return "it runs on CUDA only"
-        return _missing("marlin")
+        return missing_package("marlin")
 
     def prepare(self, weights: Weights) -> Prepared[Any]:
         import marlin

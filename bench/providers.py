@@ -20,7 +20,7 @@ import copy
 import importlib.util
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -201,9 +201,7 @@ class BitsAndBytes(Provider):
             return f"its NF4 has 4 bits, not those of {format}"
         if device.type != "cuda":
             return "it is compared on CUDA only"
-        if importlib.util.find_spec("bitsandbytes") is None:
-            return "the package bitsandbytes is not installed"
-        return None
+        return missing_package("bitsandbytes")
 
     def prepare(self, weights: Weights) -> Prepared:
         import bitsandbytes as bnb
@@ -277,14 +275,27 @@ def named(
     Raises ValueError for a name that does not exist and for a provider asked for by name that cannot run this.
     """
     reasons = {p.name: p.unavailable(device, dtype, format, group_size) for p in PROVIDERS.values()}
+    return [PROVIDERS[name] for name in choose(names, reasons)]
+
+
+def choose(names: str | Sequence[str], reasons: Mapping[str, str | None]) -> list[str]:
+    """The names asked for; "all" means those of `reasons` that have None. reasons: name -> why it cannot run this.
+
+    Raises ValueError as `named`.
+    """
     if names == "all":
-        return [PROVIDERS[name] for name, reason in reasons.items() if reason is None]
+        return [name for name, reason in reasons.items() if reason is None]
     chosen = [names] if isinstance(names, str) else list(names)
     if not chosen:
         raise ValueError("providers: expected at least one, got none")
     for name in chosen:
-        if name not in PROVIDERS:
-            raise ValueError(f'providers: expected "all" or some of {", ".join(PROVIDERS)}, got {name!r}')
+        if name not in reasons:
+            raise ValueError(f'providers: expected "all" or some of {", ".join(reasons)}, got {name!r}')
         if reasons[name] is not None:
             raise ValueError(f"providers: {name} cannot run this: {reasons[name]}")
-    return [PROVIDERS[name] for name in dict.fromkeys(chosen)]
+    return list(dict.fromkeys(chosen))
+
+
+def missing_package(name: str) -> str | None:
+    """Why a provider that is made of this package cannot run, or None."""
+    return None if importlib.util.find_spec(name) else f"the package {name} is not installed"

@@ -85,7 +85,12 @@ def roofline_us(
     if limits is None:
         return math.nan
     moved = weight_bytes(k, n, bits, group_size, symmetric) + activation_bytes(m, k, n)
-    return max(moved / limits.tb_s, 2 * m * n * k / limits.tflop_s) / 1e6 + limits.launch_us
+    return least_us(moved, 2 * m * n * k, limits) + limits.launch_us
+
+
+def least_us(moved_bytes: float, operations: float, limits: Ceilings) -> float:
+    """The longer of memory traffic and arithmetic, in us, without a launch."""
+    return max(moved_bytes / limits.tb_s, operations / limits.tflop_s) / 1e6
 
 
 def describe(limits: Ceilings) -> str:

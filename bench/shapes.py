@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 Shape = tuple[int, int]
 
-# Attention query, key and value are one matrix, and so are gate and up, as inference engines store them.
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """The sizes of a language model of Llama's kind."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def linears(self) -> tuple[Shape, ...]:
+        """Those of one layer, in order, as inference engines store them: query, key and value are one matrix, and so
+        are gate and up."""
+        attention = (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        up, down = (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+        return attention, (self.hidden, self.hidden), up, down
+
+
+LLAMAS: dict[str, LlamaSizes] = {
+    "llama3-8b": LlamaSizes(4096, 14336, layers=32, heads=32, kv_heads=8, vocabulary=128256),
+    "llama3-70b": LlamaSizes(8192, 28672, layers=80, heads=64, kv_heads=8, vocabulary=128256),
+    "tiny": LlamaSizes(128, 256, layers=2, heads=4, kv_heads=2, vocabulary=512),  # for a CPU: a second or two
+}
+
 NAMED: dict[str, tuple[Shape, ...]] = {
-    "llama3-8b": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
-    "llama3-70b": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
+    **{name: llama.linears for name, llama in LLAMAS.items()},
     "table": (
         (4096, 4096),
         (4096, 6144),

@@ -117,11 +117,52 @@ def _replays_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> lis
     return [a.elapsed_time(b) * 1e3 / launches for a, b in itertools.pairwise(marks)]
 
 
+def wait(device: torch.device) -> None:
+    """Returns when a GPU has done all that it was given; at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _eager_us(calls: Sequence[Call], device: torch.device, budget_ms: float) -> list[float]:
+    """us of single calls, one after another, the device waited for after each."""
+    fewest, most = _REPLAYS
+    samples_us: list[float] = []
+    deadline = time.perf_counter() + budget_ms / 1e3
+    while len(samples_us) < fewest or (time.perf_counter() < deadline and len(samples_us) < most):
+        start = time.perf_counter()
+        calls[len(samples_us) % len(calls)]()
+        wait(device)
+        samples_us.append((time.perf_counter() - start) * 1e6)
+    return samples_us
+
+
 def _release_old_graphs() -> None:
     """Gives back the memory of graphs that are gone. The allocator keeps it, and cannot free it during a capture."""
     total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if torch.cuda.memory_reserved() > total_bytes // 4:
         torch.cuda.empty_cache()
+
+
+def _run_apart(calls: Sequence[Call]) -> torch.cuda.Stream:
+    """Runs calls once outside a capture: modules are loaded, cuBLAS makes its handle, gemm its plan. The stream that
+    they are to be captured on."""
+    stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    return stream
+
+
+def captured(call: Call, device: torch.device) -> Call:
+    """Runs `call` once, and returns a replay of it as one CUDA graph; on a CPU `call` itself."""
+    if device.type != "cuda":
+        call()
+        return call
+    with torch.cuda.device(device):
+        _release_old_graphs()
+        return _capture([call], 1, _run_apart([call])).replay
 
 
 class CallTimer:
@@ -151,13 +192,7 @@ class CallTimer:
         calls = self._calls
         with torch.cuda.device(self._device):
             _release_old_graphs()
-            # Outside a capture first: modules are loaded, cuBLAS makes its handle, gemm its plan.
-            stream = _capture_stream(torch.cuda.current_device())
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for call in calls:
-                    call()
-            torch.cuda.synchronize()
+            stream = _run_apart(calls)
             once = _capture(calls, 1, stream)
             quick_us = min(_replays_us(once, len(calls), 2))
             once_us = quick_us * len(calls)
@@ -173,12 +208,7 @@ class CallTimer:
         """
         fewest, most = _REPLAYS
         if not self.on_gpu:
-            deadline, count = time.perf_counter() + budget_ms / 1e3, 0
-            while count < fewest or (time.perf_counter() < deadline and count < most):
-                start = time.perf_counter()
-                self._calls[count % len(self._calls)]()
-                self._samples_us.append((time.perf_counter() - start) * 1e6)
-                count += 1
+            self._samples_us += _eager_us(self._calls, self._device, budget_ms)
             return
         if self._graph is None:
             self.prepare()
@@ -230,6 +260,17 @@ def time_in_rounds(
     return [timer.timing() for timer in timers]
 
 
+def time_eager(call: Call, device: torch.device, *, budget_ms: float) -> Timing:
+    """Median time of one eager call in us, as a program sees a long one: the device is waited for after each.
+
+    Three calls at least, and as many more as begin within `budget_ms`; before them two that are not counted.
+    """
+    for _ in range(2):
+        call()
+    wait(device)
+    return Timing.of(_eager_us([call], device, budget_ms))
+
+
 def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9) -> float:
     """Host time of one eager call in us (median of `rounds`), without waiting for the device.
 
@@ -240,18 +281,14 @@ def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9
     if calls < 1 or rounds < 1:
         raise ValueError(f"calls, rounds: expected at least 1, got {calls} and {rounds}")
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     for _ in range(min(calls, 20)):
         fn()
     samples_us: list[float] = []
     for _ in range(rounds):
-        wait()
+        wait(device)
         start = time.perf_counter()
         for _ in range(calls):
             fn()
         samples_us.append((time.perf_counter() - start) * 1e6 / calls)
-    wait()
+    wait(device)
     return statistics.median(samples_us)

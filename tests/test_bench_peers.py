@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -123,7 +123,7 @@ def test_reasons_not_to_run(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None
     def reason(provider: Provider, device: Any, dtype: torch.dtype, format: str, group_size: int) -> str:
         return provider.unavailable(device, dtype, format, group_size) or ""
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     assert reason(humming, cuda, torch.float16, "int4", 128) == "the package humming is not installed"
     assert reason(marlin, cuda, torch.float16, "int4", 128) == "the package marlin is not installed"
     assert "not nf4" in reason(humming, cuda, torch.float16, "nf4", 64)
@@ -132,6 +132,6 @@ def test_reasons_not_to_run(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "not torch.bfloat16" in reason(marlin, cuda, torch.bfloat16, "int4", 128)
     assert "not 64" in reason(marlin, cuda, torch.float16, "int4", 64)
     assert "CUDA only" in reason(marlin, torch.device("cpu"), torch.float16, "int4", 128)
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     assert humming.unavailable(cuda, torch.float16, "int8", -1) is None  # type: ignore[arg-type]
     assert marlin.unavailable(cuda, torch.float16, "int4", -1) is None  # type: ignore[arg-type]

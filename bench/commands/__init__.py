@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from . import chain, conversions, fuzz, host, regret, report, sweep, tune
+from . import chain, conversions, fuzz, host, model, regret, report, sweep, tune
 
 
 class Command(Protocol):
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "sweep": sweep,
     "report": report,
     "chain": chain,
+    "model": model,
     "conversions": conversions,
     "regret": regret,
     "tune": tune,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weightonly.codebooks import CODEBOOKS
@@ -45,8 +45,8 @@ def add_weights(parser: argparse.ArgumentParser, *, format: bool = True) -> None
     parser.add_argument("--zeros", action="store_true", help="quantize with zero points")
 
 
-def add_run(parser: argparse.ArgumentParser, *, budget: bool = True) -> None:
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="of x (default fp16; fp32: CPU)")
+def add_run(parser: argparse.ArgumentParser, *, budget: bool = True, dtype: str = "fp16") -> None:
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=dtype, help=f"of x (default {dtype}; fp32: CPU)")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
     if budget:
         parser.add_argument("--budget-ms", type=float, help="device time per measurement")
@@ -57,8 +57,8 @@ def add_csv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write every measured column")
 
 
-def add_providers(parser: argparse.ArgumentParser, default: str) -> None:
-    known = ",".join(PROVIDERS)
+def add_providers(parser: argparse.ArgumentParser, default: str, names: Iterable[str] = PROVIDERS) -> None:
+    known = ",".join(names)
     parser.add_argument("--providers", default=default, help=f"all, or some of {known} (default {default})")
     parser.add_argument(
         "--plugin", metavar="MODULE", action="append", default=[], help="import it first: it registers more providers"

@@ -15,7 +15,14 @@ from weightonly.build_info import read as read_build
 from weightonly.device import driver_version
 from weightonly.plan.tuned import table_of
 
-_LIBRARIES = ("bitsandbytes", "triton", "numpy")  # beside torch: those that providers and timing run through
+_LIBRARIES = (
+    "bitsandbytes",
+    "torchao",
+    "transformers",
+    "peft",
+    "triton",
+    "numpy",
+)  # beside torch: those that providers and timing run through
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
@@ -39,7 +39,7 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     found = {}
     for name, key in keys.items():
         place = places[key]
-        ours = name == "ours"  # the thick line, on top where lines coincide
+        ours = name.partition(" ")[0] == "ours"  # the thick line, on top where lines coincide
         color, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
         found[name] = Style(color, marker, 2.4 if ours else 1.3, 5 if ours else 4, 4 if ours else 3)
     return found
@@ -90,10 +90,23 @@ def ratio_figure(panels: dict[str, pd.DataFrame], line: str, looks: dict[str, St
     return figure
 
 
+def lines_figure(
+    panels: dict[str, pd.DataFrame], value: str, label: str, titles: Sequence[str], looks: dict[str, Style]
+) -> Figure:
+    """`value` over `m` of every provider, a panel per name. titles: what `m` is in each panel."""
+    figure, axes = _figure(panels, value, label, looks, titles)
+    _legend(figure, axes)
+    return figure
+
+
 def _figure(
-    panels: dict[str, pd.DataFrame], value: str, label: str, looks: dict[str, Style]
+    panels: dict[str, pd.DataFrame],
+    value: str,
+    label: str,
+    looks: dict[str, Style],
+    titles: Sequence[str] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A panel per name, with `value` over `m` of every provider in it."""
+    """A panel per name, with `value` over `m` of every provider in it. titles: of `m`, where it is not M."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -105,12 +118,13 @@ def _figure(
     axes = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
-    for panel, (title, cells) in zip(axes, panels.items(), strict=False):
+    along = titles or ["M (tokens)"] * len(panels)
+    for panel, (title, cells), m_title in zip(axes, panels.items(), along, strict=False):
         for name, line in cells.groupby("provider", sort=False):
             line = line.sort_values("m")
             panel.plot(line["m"], line[value], label=str(name), **looks[str(name)]._asdict())
         panel.set_title(title, fontsize=10)
-        panel.set_xlabel("M (tokens)")
+        panel.set_xlabel(m_title)
         panel.set_ylabel(label)
         _logarithmic(panel, sorted(set(cells["m"])))
     return figure, axes[: len(panels)]

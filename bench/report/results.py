@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from weightonly.storage import publish, staged
+
 SETUP = ["format", "group_size", "zeros", "dtype"]
 CELL = ["k", "n", "m", *SETUP]
 
@@ -26,11 +28,24 @@ class Results:
         """A CSV file; each fact is a line "# name: value" before its header, which pandas skips by comment="#"."""
         lines = [f"# {name}: {value}".replace("\n", " ") for name, value in self.facts.items()]
         table = self.rows.to_csv(index=False, float_format="%.3f")
-        path.write_text("".join(f"{line}\n" for line in lines) + table, encoding="utf-8")
+        with staged(path) as folder:
+            made = folder / path.name
+            made.write_text("".join(f"{line}\n" for line in lines) + table, encoding="utf-8")
+            publish(made, path)
 
 
 def read(path: Path) -> Results:
     """What `Results.write`, or `sweep --csv`, wrote. Raises ValueError, naming the file, for anything else."""
+    found = read_rows(path, "a sweep", _NEEDED)
+    rows = found.rows.assign(**{name: value for name, value in _OF_BEFORE.items() if name not in found.rows})
+    return Results(rows.fillna({"config": ""}), found.facts)
+
+
+def read_rows(path: Path, what: str, needed: Sequence[str]) -> Results:
+    """What `Results.write` wrote of rows with these columns. what: where they come from, for errors.
+
+    Raises ValueError, naming the file, for anything else.
+    """
     facts: dict[str, str] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:
@@ -41,21 +56,20 @@ def read(path: Path) -> Results:
     try:
         rows = pd.read_csv(path, skiprows=len(facts))
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise ValueError(f"{path}: expected a CSV file of a sweep, got none: {error}") from None
-    rows = rows.assign(**{name: value for name, value in _OF_BEFORE.items() if name not in rows})
-    missing = [name for name in _NEEDED if name not in rows]
+        raise ValueError(f"{path}: expected a CSV file of {what}, got none: {error}") from None
+    missing = [name for name in needed if name not in rows]
     if missing or rows.empty:
         got = f"none of {', '.join(missing)}" if missing else "no rows"
-        raise ValueError(f"{path}: expected the rows of a sweep, got {got}")
-    return Results(rows.fillna({"config": ""}), facts)
+        raise ValueError(f"{path}: expected the rows of {what}, got {got}")
+    return Results(rows, facts)
 
 
 def join(results: Sequence[Results]) -> Results:
     """The rows of all. A fact that differs between files has its values one after another.
 
-    Raises ValueError where they are of more than one GPU: their times are not those of one machine.
+    Raises ValueError where they are of more than one GPU, or CPU: their times are not those of one machine.
     """
-    gpus = {one.facts["GPU"] for one in results if "GPU" in one.facts}
+    gpus = {one.facts.get("GPU", one.facts.get("CPU", "")) for one in results} - {""}
     if len(gpus) > 1:
         raise ValueError(f"files: expected measurements of one GPU, got {', '.join(sorted(gpus))}")
     names = dict.fromkeys(name for one in results for name in one.facts)

@@ -1,0 +1,128 @@
+"""A model of transformers' own class with random weights, made on meta and then layer by layer.
+
+Each decoder layer is made dense on the device, quantized, and kept: one dense layer is in memory at a time. Embeddings
+and output embeddings stay dense.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from weightonly.nn.summary import module_bytes
+
+from ..shapes import LlamaSizes
+from ..timing import wait
+from .providers import ModelProvider
+
+_STD = 0.02  # of random weights: that of Llama's own initialization
+_MAX_POSITIONS = 8192
+_ROPE_THETA = 500000.0  # of Llama 3
+
+
+class DoesNotFit(RuntimeError):
+    """A model is larger than the memory that is free."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and what it cost.
+
+    weight_bytes: of its Parameters and buffers. load_s: to quantize and pack its layers; without making the random
+    weights, and nothing is read from a disk.
+    """
+
+    model: Any
+    weight_bytes: int
+    load_s: float
+
+
+def transformers_config(sizes: LlamaSizes, layers: int) -> Any:
+    """LlamaConfig of these sizes."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=_MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
+        attn_implementation="sdpa",
+    )
+
+
+def build(
+    sizes: LlamaSizes,
+    layers: int,
+    provider: ModelProvider,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: bool = False,
+) -> Built:
+    """A LlamaForCausalLM in eval mode whose decoder layers `provider` has quantized.
+
+    The weights of a layer depend on its place alone: all providers quantize the same. Raises DoesNotFit, after the
+    first layer, where all of them and the embeddings are larger than the free memory of the device. Raises what the
+    provider raises.
+    """
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = transformers_config(sizes, layers)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    free_bytes = free_memory(device)
+    load_s = 0.0
+    for place, layer in enumerate(tqdm(model.model.layers, disable=not progress, unit="layer", leave=False)):
+        _fill(layer, device, seed=place)
+        wait(device)
+        start = time.perf_counter()
+        provider.quantize(layer)
+        wait(device)
+        load_s += time.perf_counter() - start
+        if place == 0:
+            rest_bytes = sum(module_bytes(part) for part in (model.model.embed_tokens, model.lm_head))
+            _check_fits(module_bytes(layer), layers, rest_bytes, free_bytes)
+    for place, part in enumerate((model.model.embed_tokens, model.model.norm, model.lm_head)):
+        _fill(part, device, seed=layers + place)
+    provider.finish(model)
+    return Built(model, module_bytes(model), load_s)
+
+
+def _fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
+    """Random matrices and norms of 1, on the device, in the place of tensors on meta."""
+    generator = torch.Generator(device).manual_seed(seed)
+    module.to_empty(device=device)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1)
+        else:
+            parameter.data.normal_(std=_STD, generator=generator)
+
+
+def _check_fits(layer_bytes: int, layers: int, rest_bytes: int, free_bytes: int) -> None:
+    needed = layers * layer_bytes + rest_bytes
+    if needed > free_bytes:
+        raise DoesNotFit(
+            f"{layers} layers of {layer_bytes / 1e9:.2f} GB and embeddings of {rest_bytes / 1e9:.2f} GB are "
+            f"{needed / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB are free"
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,145 @@
+"""What quantizes a model: each provider replaces the linears of a decoder layer, in place.
+
+To compare another library, subclass `ModelProvider` and `register` an instance, in a module that --plugin names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+import weightonly as wo
+
+from ..providers import Dense, missing_package
+from ..report.measure import GROUP_SIZES
+
+
+class ModelProvider(ABC):
+    """A way to hold the linears of a model. `name` is what the command line calls it."""
+
+    name: str
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What tables and pictures call it: its name, unless it is another thing on another device."""
+        return self.name
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
+        return None
+
+    def untrainable(self) -> str | None:
+        """Why LoRA is not trained with it, or None (the default)."""
+        return None
+
+    @abstractmethod
+    def quantize(self, layer: torch.nn.Module) -> None:
+        """Replaces the linears of a decoder layer, whose weights are random and on their device."""
+
+    def finish(self, model: Any) -> None:
+        """Called once, when all layers are quantized: what PEFT has to know of the model."""
+        return
+
+
+class Ours(ModelProvider):
+    """`wo.nn.quantize_model`: int4 in groups of 128, int8 per channel, NF4 in blocks of 64."""
+
+    def __init__(self, format: str) -> None:
+        self.format = format
+        self.name = f"ours-{format}"
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return f"ours {self.format}"
+
+    def quantize(self, layer: torch.nn.Module) -> None:
+        wo.nn.quantize_model(layer, format=self.format, group_size=GROUP_SIZES[self.format])
+
+    def finish(self, model: Any) -> None:
+        import weightonly.hf  # noqa: F401  (makes wo.nn.Linear known to PEFT)
+
+
+class DenseModel(ModelProvider):
+    """torch.nn.Linear as it is."""
+
+    name = Dense.name
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return Dense().label(device, dtype)
+
+    def quantize(self, layer: torch.nn.Module) -> None:
+        return
+
+
+class BitsAndBytesModel(ModelProvider):
+    """bitsandbytes' Linear4bit: NF4 in blocks of 64, plain statistics."""
+
+    name = "bitsandbytes"
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "bitsandbytes nf4"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return missing_package("bitsandbytes")
+
+    def quantize(self, layer: torch.nn.Module) -> None:
+        import bitsandbytes as bnb
+
+        for name, old in list(layer.named_modules()):
+            if type(old) is not torch.nn.Linear:
+                continue
+            weight = old.weight.detach()
+            options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
+            new = bnb.nn.Linear4bit(
+                old.in_features, old.out_features, bias=False, compute_dtype=weight.dtype, device="meta", **options
+            )
+            parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, blocksize=64, **options)
+            new.weight = parameter.to(weight.device)
+            layer.set_submodule(name, new)
+
+    def finish(self, model: Any) -> None:
+        model.is_loaded_in_4bit = True  # PEFT asks for it
+
+
+class TorchAo(ModelProvider):
+    """torchao's int4 in groups of 128, in the packing that PyTorch's own kernel reads."""
+
+    name = "torchao"
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "torchao int4"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda":
+            return "it is compared on CUDA only"
+        if dtype != torch.bfloat16:
+            return f"it takes bfloat16 only, not {dtype}"
+        return missing_package("torchao")
+
+    def untrainable(self) -> str | None:
+        return "PEFT trains it by another quantizer's config"
+
+    def quantize(self, layer: torch.nn.Module) -> None:
+        torchao_int4(layer, GROUP_SIZES["int4"])
+
+
+def torchao_int4(module: torch.nn.Module, group_size: int) -> None:
+    """Quantizes every torch.nn.Linear inside a module by torchao, for PyTorch's own kernel."""
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    quantize_(module, Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d"))
+
+
+MODEL_PROVIDERS: dict[str, ModelProvider] = {}
+"""Name -> provider, in the order of tables and pictures."""
+
+
+def register(provider: ModelProvider) -> None:
+    """Adds a provider to `MODEL_PROVIDERS`. Raises ValueError for a name that is taken."""
+    if provider.name in MODEL_PROVIDERS:
+        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
+    MODEL_PROVIDERS[provider.name] = provider
+
+
+for _provider in (*map(Ours, GROUP_SIZES), DenseModel(), BitsAndBytesModel(), TorchAo()):
+    register(_provider)
