@@ -110,6 +110,14 @@ def weight(
     return Weight(bits, u, scales, z, g_idx[torch.randperm(k, generator=g)] if act_order else g_idx)
 
 
+def beside(*parts: Weight) -> Weight:
+    """Weights of one K and one grouping as one, their columns side by side."""
+    first = parts[0]
+    z = None if first.z is None else torch.cat([w.z for w in parts if w.z is not None], 1)
+    u, scales = (torch.cat([getattr(w, name) for w in parts], 1) for name in ("u", "scales"))
+    return Weight(first.bits, u, scales, z, first.g_idx)
+
+
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """The column of each nibble of an AWQ word, lowest first."""
 

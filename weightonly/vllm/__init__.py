@@ -6,13 +6,14 @@ Importing this package imports nothing of vLLM.
 from __future__ import annotations
 
 from ..kernels import arch_runs_on, built_archs
+from .support import experts_wanted
 
 
 def register() -> None:
     """Registers the quantization method and the load format "weightonly", and our linear kernel as the first.
 
-    The kernel is for GPUs that our kernels are built for; on others nothing is put before vLLM's own. Calls after the
-    first one change nothing.
+    The kernel is for GPUs that our kernels are built for; on others nothing is put before vLLM's own. There, and where
+    WEIGHTONLY_VLLM_EXPERTS is on, experts are taken, too. Calls after the first one change nothing.
     """
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
@@ -36,3 +37,7 @@ def register() -> None:
     kernels = _POSSIBLE_KERNELS.setdefault(current_platform._enum, [])
     if WeightOnlyLinearKernel not in kernels:
         kernels.insert(0, WeightOnlyLinearKernel)
+    if experts_wanted():
+        from .experts import take_experts
+
+        take_experts()

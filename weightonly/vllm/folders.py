@@ -2,7 +2,7 @@
 
 The loader brings the layers of all formats to one form, which vLLM can cut along N and K for tensor parallelism:
 
-qweight     uint8 [N, K * bits / 8]: integers, plus 2^(bits-1), or codes, along K, the even element in the low nibble
+qweight     uint8 [N, K * bits / 8], see rows.py
 scales      [N, groups]
 zeros       like scales, in units of signed integers; absent where the file says that the weight is symmetric
 row_groups  int32 [K]: the group of each row, in the order of x; with act-order alone. vLLM drops tensors named g_idx.
@@ -23,10 +23,11 @@ from ..formats import CodeWeight, IntWeight, QuantizedLayer, open_checkpoint
 from ..formats.converted import METHOD
 from ..formats.layers import LayerShape
 from ..formats.plain import unsort_rows
-from ..formats.words import pack_nibbles
 from ..heuristics.problem import CODE_FORMATS
 from ..packing import unpack
 from .linear_method import WeightOnlyLinearMethod
+from .rows import pack_rows
+from .support import VARIABLE, experts_wanted
 
 
 class WeightOnlyConfig(QuantizationConfig):
@@ -75,13 +76,7 @@ class WeightOnlyConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Raises ValueError for a quantized layer that is not linear, and for parts that do not fit together."""
         if not isinstance(layer, LinearBase):
-            quantized = [name for name in self.shapes if f"{name}.".startswith(f"{prefix}.")]
-            if quantized and prefix:
-                raise ValueError(
-                    f"{prefix}: expected quantized layers to be linear, got {quantized[0]} in {type(layer).__name__}; "
-                    "the method weightonly has no experts and embeddings"
-                )
-            return None
+            return self._experts_or_none(layer, prefix)
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(last, [last])]
         if prefix in self.shapes:  # fused in the file as it is in vLLM
@@ -95,6 +90,60 @@ class WeightOnlyConfig(QuantizationConfig):
             got = dict(zip(names, parts, strict=True))
             raise ValueError(f"{prefix}: expected its parts to be quantized alike, got {got}")
         return WeightOnlyLinearMethod(prefix, first)
+
+    def _experts_or_none(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        """The method of experts; None for a layer that is not quantized."""
+        inside = [name for name in self.shapes if f"{name}.".startswith(f"{prefix}.")] if prefix else []
+        if not inside:
+            return None
+        # Imported here: where no experts are quantized, nothing depends on vLLM's fused MoE layers.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+        if not isinstance(layer, RoutedExperts):
+            raise ValueError(
+                f"{prefix}: expected quantized layers to be linear or experts, got {inside[0]} in "
+                f"{type(layer).__name__}; the method weightonly has no embeddings"
+            )
+        if not experts_wanted():
+            raise ValueError(f"{prefix}: has quantized experts, which need {VARIABLE}=on")
+        from .expert_tensors import of_rows
+        from .experts import WeightOnlyExpertsMethod
+
+        projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        first, down = (
+            _one_kind(
+                prefix,
+                {
+                    f"{expert}.{name}": self.shapes.get(f"{prefix}.{expert}.{name}")
+                    for expert in range(layer.moe_config.num_experts)
+                    for name in names
+                },
+            )
+            for names in (projections[:2], projections[2:])
+        )
+        if (first.format, first.symmetric is True) != (down.format, down.symmetric is True):
+            raise ValueError(f"{prefix}: expected its products to be quantized alike, got {first} and {down}")
+        if first.format == "code4" or first.act_order or down.act_order:
+            raise ValueError(f"{prefix}: expected no act-order and no codebook of its own, got {first} and {down}")
+        has_zeros = first.symmetric is not True and first.format not in CODE_FORMATS
+        return WeightOnlyExpertsMethod(
+            prefix, layer, of_rows(first.format, first.group_size, down.group_size, has_zeros)
+        )
+
+
+def _one_kind(prefix: str, shapes: dict[str, LayerShape | None]) -> LayerShape:
+    """What all of them are. Raises ValueError where they are not quantized alike."""
+    kinds = {
+        None if p is None else (p.format, p.k, p.n, p.group_size, p.symmetric is True, p.act_order)
+        for p in shapes.values()
+    }
+    first = next(iter(shapes.values()))
+    if first is None or len(kinds) > 1:
+        other = next((name for name, p in shapes.items() if p != first), "")
+        raise ValueError(
+            f"{prefix}: expected its experts to be quantized alike, got {first} and {other} {shapes.get(other)}"
+        )
+    return first
 
 
 class WeightOnlyLoader(DefaultModelLoader):
@@ -125,10 +174,7 @@ def loadable(weight: IntWeight | CodeWeight | QuantizedLayer, shape: LayerShape)
         q = unpack(weight.weight) if isinstance(weight, QuantizedLayer) else weight.q
         middle = 0 if shape.format in CODE_FORMATS else 1 << (8 if shape.format == "int8" else 4) - 1
         unsigned = unsort_rows(q, perm).view(torch.uint8) + middle  # wraps: -8 is 248, and becomes 0
-    rows = unsigned.t().contiguous()  # (N, K)
-    if shape.format != "int8":
-        rows = pack_nibbles(rows.view(-1, 2).flip(1).view(-1)).view(len(rows), -1)
-    tensors = {"qweight": rows, "scales": weight.scales.t().contiguous()}
+    tensors = {"qweight": pack_rows(unsigned.t(), shape.format), "scales": weight.scales.t().contiguous()}
     if zeros is not None and shape.symmetric:
         raise ValueError("zeros: expected none, as the config says symmetric, got zero points")
     if shape.symmetric is not True:

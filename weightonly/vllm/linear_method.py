@@ -16,13 +16,13 @@ from vllm.model_executor.parameter import (
 
 from ..formats.groups import group_rows
 from ..formats.layers import LayerShape
-from ..formats.words import to_signed
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
 from ..layout import TILED
 from ..packed import PackedWeight
 from ..packing import preprocess
+from .rows import unpack_rows
 from .support import why_not
 
 _CHUNK = 32
@@ -130,11 +130,8 @@ class WeightOnlyLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the weight, in place of what was loaded. Raises ValueError for merged layers of different act-order."""
-        shape, bits, k = self.shape, FORMATS[self.shape.format], self.k
-        data = layer.qweight.data
-        unsigned = data if bits == 8 else torch.stack((data & 15, data >> 4), dim=2).view(self.n, k)
-        rows = unsigned.t().contiguous()  # (K, N)
-        rows = rows if shape.format in CODE_FORMATS else to_signed(rows, bits)
+        shape, bits = self.shape, FORMATS[self.shape.format]
+        rows = unpack_rows(layer.qweight.data, shape.format)  # (K, N)
         scales = layer.scales.data.t().contiguous()
         zeros = layer.zeros.data.t().contiguous() if hasattr(layer, "zeros") else None
         perm = None

@@ -1,6 +1,8 @@
-"""What this installation computes on the GPU at hand, asked before a layer is built."""
+"""What the environment asks for, and what this installation computes on the GPU at hand."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -11,8 +13,19 @@ from ..heuristics.configs import TypeConfig
 from ..heuristics.problem import check_group_size
 from ..plan.choose import DTYPE_NAMES, choose, scale_mode
 
+VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"
+"""Names the environment variable that turns our experts on."""
+
 _TOKENS = (1, 64, 4096)
 """Rows of x that are tried: kernels of decode, of small batches, and of prompts."""
+
+
+def experts_wanted() -> bool:
+    """Whether the environment asks for our experts. Raises ValueError for a value other than on and off."""
+    value = os.environ.get(VARIABLE, "off")
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}: expected on or off, got {value!r}")
+    return value == "on"
 
 
 def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype) -> str | None:

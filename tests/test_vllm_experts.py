@@ -1,0 +1,307 @@
+"""Experts of the plug-in in real fused MoE layers of vLLM: GPTQ, AWQ and compressed-tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+pytest.importorskip("vllm")
+
+import vllm_cases as cases
+import vllm_experts as moe
+from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.platforms.interface import DeviceCapability
+
+import weightonly as wo
+from weightonly.vllm import register
+from weightonly.vllm.expert_tensors import of_rows
+from weightonly.vllm.experts import WeightOnlyExpertsMethod
+from weightonly.vllm.support import VARIABLE, experts_wanted
+
+HIDDEN, INNER = 128, 192
+METHODS = [
+    pytest.param("gptq", 4, False, id="gptq-4bit"),
+    pytest.param("gptq", 8, False, id="gptq-8bit"),
+    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
+    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
+    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
+    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
+    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
+]
+DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+def near(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Two products and what is between them, each rounded to `dtype`."""
+    step = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    assert (y.double() - expected).abs().max() <= 8 * step * expected.abs().max()
+
+
+def inputs(g: torch.Generator, dtype: torch.dtype, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the router's logits"""
+    return torch.randn(rows, HIDDEN, generator=g).to(dtype), torch.randn(rows, moe.E, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [-1, 32, 64])
+@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+def test_layer_of_each_method(
+    method: str,
+    bits: int,
+    zeros: bool,
+    group: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit what `fused_experts` gives, and near the dense layer."""
+    moe.take_ours(monkeypatch, "sm90")
+    experts = moe.random_experts(generator, HIDDEN, INNER, bits=bits, group=group, zeros=zeros, dtype=dtype)
+    x, logits = inputs(generator, dtype)
+    with cases.serving(dtype):
+        runner = moe.build(method, cases.config(method, bits, group, zeros), HIDDEN, INNER)
+        moe.load(runner, experts.tensors(method))
+        y = moe.forward(runner, x, logits)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    stacks = experts.stacks("sm90")
+    assert torch.equal(y, wo.fused_experts(x, *stacks, ids, weights))
+    near(y, experts.dense(x, ids, weights), dtype)
+    held = sum(p.numel() * p.element_size() for p in runner.routed_experts.parameters())
+    scales = sum(s.numel() * s.element_size() * (1 + zeros) for _, s, _, _ in stacks)
+    assert held == sum(s[0].data.numel() for s in stacks) + scales, "the weights are held twice"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is None,
+    reason="the routers of this vLLM need its compiled operators",
+)
+@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "as they are"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid in groups"])
+def test_routers_of_vllm(
+    scoring: str, renormalize: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's router chooses the experts and their weights, and scales them."""
+    moe.take_ours(monkeypatch)
+    experts = moe.random_experts(generator, HIDDEN, INNER)
+    x, logits = inputs(generator, torch.float16)
+    options: dict[str, Any] = {"custom_routing_function": None, "renormalize": renormalize}
+    scores = logits.float().softmax(-1)
+    if scoring != "softmax":
+        groups = {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1}
+        options |= groups | {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
+        scores = logits.float().sigmoid()
+        best = scores.view(len(x), 2, -1).amax(-1).argmax(-1, keepdim=True)  # (rows, 1): of two groups of experts
+        is_mine = torch.arange(moe.E).expand(len(x), -1) // (moe.E // 2) == best
+        scores = scores.where(is_mine, -1.0)
+    weights, ids = scores.topk(moe.TOP_K)
+    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    weights = weights * options.get("routed_scaling_factor", 1.0)
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER, **options)
+        moe.load(runner, experts.tensors("gptq"))
+        y = moe.forward(runner, x, logits)
+    near(y, experts.dense(x, ids, weights), torch.float16)
+
+
+@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+def test_experts_of_other_ranks(
+    method: str, bits: int, zeros: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four ranks has one or two of the six experts, by vLLM's expert map; their results add up."""
+    moe.take_ours(monkeypatch)
+    experts = moe.random_experts(generator, HIDDEN, INNER, bits=bits, zeros=zeros)
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    w13, w2 = experts.stacks()
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    begin = 0
+    with cases.serving():
+        for rank in range(4):
+            with moe.rank_of(monkeypatch, rank, expert_parallel=True):
+                runner = moe.build(method, cases.config(method, bits, 64, zeros), HIDDEN, INNER, tp_size=4)
+                moe.load(runner, experts.tensors(method))
+                y = moe.forward(runner, x, logits)
+            end = begin + runner.routed_experts.local_num_experts
+            mine13, mine2 = (tuple(t if t is None else t[begin:end] for t in stack) for stack in (w13, w2))
+            local = torch.where((ids >= begin) & (ids < end), ids - begin, -1)
+            assert torch.equal(y, wo.fused_experts(x, mine13, mine2, local, weights))
+            total += y.double()
+            begin = end
+    assert begin == moe.E
+    near(total, experts.dense(x, ids, weights), torch.float16)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("group", [-1, 32, 64])
+@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+def test_shards_of_each_expert(
+    method: str,
+    bits: int,
+    zeros: bool,
+    group: int,
+    ranks: int,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The results of the ranks of tensor parallelism add up. Two ranks have 96 rows each, and cut a group of 64."""
+    moe.take_ours(monkeypatch)
+    has_bias = group == 32
+    experts = moe.random_experts(generator, HIDDEN, INNER, bits=bits, group=group, zeros=zeros, has_bias=has_bias)
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    with cases.serving():
+        for rank in range(ranks):
+            with moe.rank_of(monkeypatch, rank, expert_parallel=False):
+                options = cases.config(method, bits, group, zeros)
+                runner = moe.build(method, options, HIDDEN, INNER, tp_size=ranks, has_bias=has_bias)
+                moe.load(runner, experts.tensors(method))
+                total += moe.forward(runner, x, logits).double()
+    near(total, experts.dense(x, ids, weights), torch.float16)
+
+
+def test_router_weights_on_the_input(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe.take_ours(monkeypatch)
+    experts = moe.random_experts(generator, HIDDEN, INNER)
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, 1, False)
+    options = cases.config("gptq", 4, 64, False)
+    with cases.serving():
+        runner = moe.build(
+            "gptq", options, HIDDEN, INNER, top_k=1, renormalize=False, apply_router_weight_on_input=True
+        )
+        moe.load(runner, experts.tensors("gptq"))
+        y = moe.forward(runner, x, logits)
+    near(y, experts.dense(x * weights.half(), ids, torch.ones_like(weights)), torch.float16)
+
+
+def test_gelu(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe.take_ours(monkeypatch)
+    experts = moe.random_experts(generator, HIDDEN, INNER)
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER, activation="gelu")
+        moe.load(runner, experts.tensors("gptq"))
+        y = moe.forward(runner, x, logits)
+    assert torch.equal(y, wo.fused_experts(x, *experts.stacks(), ids, weights, "gelu"))
+    near(y, experts.dense(x, ids, weights, torch.nn.functional.gelu), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "group", "reason"),
+    [
+        ({"activation": "swigluoai"}, 64, "activation: expected silu or gelu, got swigluoai"),
+        ({"activation": "gelu_tanh"}, 64, "activation: expected silu or gelu, got gelu_tanh"),
+        ({"swiglu_limit": 7.0}, 64, "no experts with a limit of the activation"),
+        ({"apply_router_weight_on_input": True}, 64, "no experts with router weights on the input"),
+        ({}, 16, "w13: group_size must be .* got 16"),
+        ({"tp_size": 4}, 64, "w2: group_size must be .* got 16"),  # rows 48 .. 95 of 192: 16 of group 0, 32 of group 1
+    ],
+    ids=["swigluoai", "gelu_tanh", "a limit", "weights of several experts on the input", "group 16", "cut to 16"],
+)
+def test_refused(changes: dict[str, Any], group: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cases.serving(), moe.rank_of(monkeypatch, 1, expert_parallel=False):
+        layer = moe.build(None, {}, HIDDEN, INNER, **changes).routed_experts
+        with pytest.raises(ValueError, match=f"a layer: .*{reason}"):
+            WeightOnlyExpertsMethod("a layer", layer, of_rows("int4", group, group, False))
+
+
+def test_refused_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the plug-in was not there."""
+    moe.take_ours(monkeypatch)
+    with cases.serving():
+        layer = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER, swiglu_limit=7.0).routed_experts
+    assert type(layer.quant_method).__name__ == "AutoGPTQMoEMethod"
+
+
+def test_skipped_layers_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules of the config that leave out experts are vLLM's."""
+    moe.take_ours(monkeypatch)
+    gptq = cases.config("gptq", 4, 64, False) | {"dynamic": {r"-:.*\.experts": {}}}
+    awq = cases.config("awq", 4, 64, True) | {"modules_to_not_convert": ["experts"]}
+    ct = cases.config("compressed-tensors", 4, 64, False) | {"ignore": [r"re:.*experts.*"]}
+    with cases.serving():
+        for method, options in (("gptq", gptq), ("awq", awq), ("compressed-tensors", ct)):
+            runner = moe.build(method, options, HIDDEN, INNER)
+            assert type(runner.routed_experts.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+
+
+def test_act_order_is_refused(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with an order that its config does not say."""
+    moe.take_ours(monkeypatch)
+    experts = moe.random_experts(generator, HIDDEN, INNER)
+    for w in experts.weights["down_proj"]:
+        w.g_idx = w.g_idx[torch.arange(INNER).flip(0)]
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER)
+        with pytest.raises(ValueError, match=r"experts\.g_idx: expected groups in order"):
+            moe.load(runner, experts.tensors("gptq"))
+
+
+def test_reload(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are loaded again run from the memory of the first ones."""
+    moe.take_ours(monkeypatch, "sm90")
+    first, second = (moe.random_experts(generator, HIDDEN, INNER, zeros=True) for _ in range(2))
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    with cases.serving():
+        runner = moe.build("awq", cases.config("awq", 4, 64, True), HIDDEN, INNER)
+        layer = runner.routed_experts
+        layerwise.record_metadata_for_reloading(layer)
+        moe.load(runner, first.tensors("awq"))
+        addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
+        assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *first.stacks("sm90"), ids, weights))
+        layerwise.initialize_layerwise_reload(layer)
+        list(layer.load_weights(second.tensors("awq")))
+        layerwise.finalize_layerwise_reload(layer, None)
+        assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *second.stacks("sm90"), ids, weights))
+    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
+
+
+# --- the switch ------------------------------------------------------------------------------------------------
+
+
+def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not experts_wanted()
+    monkeypatch.setenv(VARIABLE, "on")
+    assert experts_wanted()
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match=f"{VARIABLE}: expected on or off, got 'yes'"):
+        experts_wanted()
+
+
+def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: quantization.get_quantization_config(name) for name in ("gptq", "awq", "fp8", "moe_wna16")}
+    moe.take_ours(monkeypatch)
+    after = {name: quantization.get_quantization_config(name) for name in before}
+    assert [name for name in before if before[name] is not after[name]] == ["gptq", "awq"]
+    assert issubclass(after["gptq"], before["gptq"]) and after["gptq"].get_name() == before["gptq"].get_name()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["off", "on"])
+def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that our kernels are built for."""
+    platform = type(current_platform)
+    moe.keep_configs(monkeypatch)
+    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, list(_POSSIBLE_KERNELS[PlatformEnum.CUDA]))
+    monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
+    monkeypatch.setenv(VARIABLE, "on" if asked else "off")
+    with monkeypatch.context() as gpu:
+        gpu.setattr(platform, "_enum", PlatformEnum.CUDA)
+        gpu.setattr(platform, "is_cuda", lambda _: True)
+        gpu.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0))
+        register()
+        register()
+    with cases.serving():
+        layer = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER).routed_experts
+    assert isinstance(layer.quant_method, WeightOnlyExpertsMethod) == asked

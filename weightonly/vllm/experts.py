@@ -1,0 +1,295 @@
+"""Experts of vLLM (its fused MoE layers) on `fused_experts`. expert_tensors.py has what checkpoints store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoEActivation, RoutedExperts
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+
+from ..experts import fused_experts
+from ..formats.groups import group_rows
+from ..heuristics.arch import Arch
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..layout import TILED
+from ..packed import PackedWeight
+from ..packing import preprocess
+from .expert_tensors import ExpertTensors, of_config
+from .rows import unpack_rows
+from .support import why_not
+
+logger = init_logger(f"vllm.{__name__}")
+
+_ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu"}
+
+_CONFIGS: dict[type[QuantizationConfig], tuple[str, ...]] = {
+    AutoGPTQConfig: ("gptq", "gptq_marlin", "auto_gptq"),
+    AutoAWQConfig: ("awq", "awq_marlin", "auto_awq"),
+    CompressedTensorsConfig: ("compressed-tensors",),
+}
+"""vLLM's configs whose experts we take, and the names of methods that it has for each."""
+
+
+def take_experts() -> None:
+    """Registers configs in place of vLLM's, which differ in one thing: experts that we can compute are ours."""
+    for config, methods in _CONFIGS.items():
+        ours = _with_experts(config)
+        for method in methods:
+            if method in QUANTIZATION_METHODS:
+                register_quantization_config(method)(ours)
+
+
+def _with_experts(config: type[QuantizationConfig]) -> type[QuantizationConfig]:
+    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+        tensors = of_config(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
+        if tensors is not None:
+            try:
+                if isinstance(tensors, str):
+                    raise ValueError(f"{prefix}: {tensors}")
+                method = WeightOnlyExpertsMethod(prefix, layer, tensors)
+                logger.info_once("Using WeightOnlyExpertsMethod for %s", config.__name__)
+                return method
+            except ValueError as error:
+                logger.warning_once("Experts are left to vLLM's kernels: %s", error)
+        return config.get_quant_method(self, layer, prefix)
+
+    return type(config.__name__, (config,), {"get_quant_method": get_quant_method})
+
+
+def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
+    """Why `fused_experts` cannot compute a fused MoE layer; None: it can."""
+    moe = layer.moe_config
+    if moe.activation not in _ACTIVATIONS:
+        return f"activation: expected {' or '.join(_ACTIVATIONS.values())}, got {moe.activation.value}"
+    parallel = moe.moe_parallel_config
+    refused = {
+        "a limit of the activation (swiglu_limit)": moe.swiglu_limit is not None,
+        "LoRA": moe.is_lora_enabled,
+        "load balancing of experts (EPLB)": parallel.enable_eplb,
+        "all-to-all kernels (data parallelism with expert parallelism)": parallel.use_all2all_kernels,
+        "router weights on the input with top_k above 1": layer.apply_router_weight_on_input and layer.top_k > 1,
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            return f"weightonly has no experts with {what}"
+    inner = moe.intermediate_size_per_partition
+    for stem, k, n in (("w13", moe.hidden_dim, 2 * inner), ("w2", inner, moe.hidden_dim)):
+        try:
+            shard = Shard(layer, tensors, stem)
+        except ValueError as error:
+            return f"{stem}: {error}"
+        has_zeros = tensors.zeros is not None
+        reason = why_not(k, n, tensors.format, shard.group_size, has_zeros, moe.in_dtype)
+        if reason is not None:
+            return f"{stem}: {reason}"
+    return None
+
+
+class Shard:
+    """What this rank holds of the first product of all experts ("w13": gate beside up) or of the second ("w2").
+
+    k, n: of the product. full_k, full_n: of one projection in the file.
+    first_row, first_column: of that projection, where this rank's part begins.
+    groups: the groups of the file that its rows are in, a range. source: int64, the group in `groups` of each of its
+        own, where the rank's part cuts groups; else None. group_size: rows of its own groups.
+    """
+
+    def __init__(self, layer: Any, tensors: ExpertTensors, stem: str) -> None:
+        """Raises ValueError for parts that cut a group into pieces that no kernel takes."""
+        moe = layer.moe_config
+        inner, parallel = moe.intermediate_size_per_partition, moe.moe_parallel_config
+        begin, full = inner * parallel.tp_rank, inner * parallel.tp_size
+        is_first = stem == "w13"
+        self.k, self.n = (moe.hidden_dim, 2 * inner) if is_first else (inner, moe.hidden_dim)
+        self.full_k, self.full_n = (moe.hidden_dim, full) if is_first else (full, moe.hidden_dim)
+        self.first_row, self.first_column = (0, int(begin)) if is_first else (int(begin), 0)
+        size = tensors.first_group if is_first else tensors.down_group
+        size = self.full_k if size == -1 else size
+        check_group_size(size, self.full_k)
+        end = self.first_row + self.k
+        self.groups = range(self.first_row // size, -(-end // size))
+        self.source: torch.Tensor | None = None
+        self.group_size = min(size, self.k)
+        if len(self.groups) > 1:
+            rows = torch.arange(self.first_row, end) // size - self.groups.start
+            grouping = group_rows(rows, len(self.groups))
+            check_group_size(grouping.rows, self.k)
+            self.group_size, self.source = grouping.rows, grouping.source
+
+
+class WeightOnlyExpertsMethod(FusedMoEMethodBase):
+    """The experts of one layer. After loading its parameters are what `fused_experts` reads, in two sets, w13 and w2:
+
+    the weight  uint8 [bytes], the data of a stacked PackedWeight
+    scales      [E, groups, N]; zeros the same, or none; bias [E, N], or none
+    """
+
+    arch: Arch | None = None
+    """The GPU to pack for; None: that of the weight's device (see `preprocess`)."""
+
+    def __init__(self, name: str, layer: RoutedExperts, tensors: ExpertTensors) -> None:
+        """Raises ValueError, naming the layer, for what `fused_experts` cannot compute."""
+        super().__init__(layer.moe_config)
+        reason = _why_not(layer, tensors)
+        if reason is not None:
+            raise ValueError(f"{name}: {reason}")
+        self.name = name
+        self.tensors = tensors
+        self.shards = {stem: Shard(layer, tensors, stem) for stem in ("w13", "w2")}
+        self.layouts: dict[str, str] = {}
+        self.local_expert = layer._map_global_expert_id_to_local_expert_id
+        self.tp_rank = int(layer.moe_config.moe_parallel_config.tp_rank)
+        self.loaded_biases: set[str] = set()
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Parameters for the experts of this rank, named as in the file; weights in the form of rows.py."""
+        tensors = self.tensors
+        for stem, shard in self.shards.items():
+            width = shard.k * FORMATS[tensors.format] // 8
+            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+                tensors.qweight: ((shard.n, width), torch.uint8),
+                tensors.scales: ((shard.n, len(shard.groups)), params_dtype),
+                "bias": ((shard.n,), params_dtype),
+            }
+            if tensors.zeros is not None:
+                shapes[tensors.zeros] = shapes[tensors.scales]
+            shapes |= dict.fromkeys(tensors.unread, ((0,), torch.uint8))
+            for name, (shape, dtype) in shapes.items():
+                data = torch.zeros(num_experts, *shape, dtype=dtype)
+                parameter = torch.nn.Parameter(data, requires_grad=False)
+                parameter.weight_loader = self.load  # type: ignore[attr-defined]
+                layer.register_parameter(f"{stem}_{name}", parameter)
+
+    def load(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Brings one tensor of one projection ("w1" gate, "w3" up, "w2" down) into a parameter, as vLLM's loaders do.
+
+        Raises ValueError for a tensor of another shape than the config says.
+        """
+        expert = self.local_expert(expert_id)
+        if expert == -1:
+            return False if return_success else None
+        stem = "w2" if shard_id == "w2" else "w13"
+        name = weight_name.rpartition(f"{stem}_")[2]
+        shard, half = self.shards[stem], 1 if shard_id == "w3" else 0
+        columns = shard.n if stem == "w2" else shard.n // 2
+        place = param.data[expert][half * columns : (half + 1) * columns]
+        if name in self.tensors.unread:
+            if name.endswith("g_idx") and not bool((loaded_weight[1:] >= loaded_weight[:-1]).all()):
+                raise ValueError(f"{self.name}.{name}: expected groups in order, as the config says, got others")
+        elif name == "bias":
+            self.loaded_biases.add(stem)
+            # The ranks' results are added up: one of them brings the bias.
+            part = loaded_weight[shard.first_column :][:columns]
+            place.copy_(part if stem == "w13" or self.tp_rank == 0 else torch.zeros_like(part))
+        else:
+            read = self.tensors.read[name](loaded_weight.to(param.device))
+            full, begin, end = len(shard.groups), shard.groups.start, shard.groups.stop
+            if name == self.tensors.qweight:
+                bits = FORMATS[self.tensors.format]
+                full, begin, end = (k * bits // 8 for k in (shard.full_k, shard.first_row, shard.first_row + shard.k))
+            else:
+                size = self.tensors.down_group if stem == "w2" else self.tensors.first_group
+                full = 1 if size == -1 else shard.full_k // size
+            if read.dim() != 2 or len(read) < shard.full_n or read.shape[1] < full:
+                raise ValueError(
+                    f"{self.name}.{name}: expected [N, K] = [{shard.full_n}, {shard.full_k}] with {full} columns, "
+                    f"got {list(read.shape)} of {list(loaded_weight.shape)}"
+                )
+            place.copy_(read[shard.first_column :][:columns, begin:end])
+        return True if return_success else None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Packs the weights, in place of what was loaded."""
+        tensors = self.tensors
+        for stem, shard in self.shards.items():
+            self._pack(layer, f"{stem}_{tensors.qweight}", stem)
+            for name in (tensors.scales, tensors.zeros):
+                if name is not None:
+                    data = getattr(layer, f"{stem}_{name}").data.transpose(1, 2)  # (E, groups, N)
+                    data = data if shard.source is None else data[:, shard.source.to(data.device)]
+                    _replace(layer, f"{stem}_{name}", data.contiguous())
+            if stem not in self.loaded_biases:
+                layer.register_parameter(f"{stem}_bias", None)
+
+    def _pack(self, layer: Any, name: str, stem: str) -> None:
+        """One expert at a time, so that no more than one is unpacked."""
+        format = self.tensors.format
+        is_code = format in CODE_FORMATS
+        rows = getattr(layer, name).data  # (E, N, K * bits / 8)
+        stacked = torch.empty(0, dtype=torch.uint8)
+        for expert, matrix in enumerate(rows):
+            q = unpack_rows(matrix, format)  # (K, N)
+            packed = preprocess(
+                q, FORMATS[format], None if is_code else self.arch, TILED if is_code else None, format=format
+            )
+            if expert == 0:
+                self.layouts[stem] = packed.layout
+                stacked = packed.data.new_empty(len(rows), packed.data.numel())
+            stacked[expert] = packed.data
+        _replace(layer, name, stacked.view(-1))
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """vLLM's own kernels are not used."""
+        return
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [M, H], ids of all ranks' experts -> [M, H], the sum over the experts of this rank."""
+        if layer.expert_map is not None:  # (experts of all ranks): the place here, -1: on another rank
+            places = layer.expert_map[topk_ids.clamp(min=0).long()]
+            topk_ids = torch.where(topk_ids < 0, -1, places)
+        if layer.apply_router_weight_on_input:  # top_k is 1
+            x = x * topk_weights.to(x.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        first, second = (self._weight(layer, stem) for stem in ("w13", "w2"))
+        return fused_experts(x, first, second, topk_ids, topk_weights, _ACTIVATIONS[layer.activation])
+
+    def _weight(self, layer: Any, stem: str) -> tuple[Any, ...]:
+        """(qweight, scales, zeros, bias), as `fused_experts` takes them."""
+        tensors, shard = self.tensors, self.shards[stem]
+        data = getattr(layer, f"{stem}_{tensors.qweight}").data
+        experts = int(layer.local_num_experts)
+        qweight = PackedWeight(data, shard.k, shard.n, tensors.format, self.layouts[stem], experts=experts)
+        scales = getattr(layer, f"{stem}_{tensors.scales}").data
+        zeros = None if tensors.zeros is None else getattr(layer, f"{stem}_{tensors.zeros}").data
+        bias = getattr(layer, f"{stem}_bias", None)
+        return qweight, scales, zeros, None if bias is None else bias.data
+
+
+WeightOnlyExpertsMethod.load.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+def _replace(layer: Any, name: str, value: torch.Tensor) -> None:
+    replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
