@@ -1,0 +1,193 @@
+"""Mutation testing: plants one fault after another in a copy of the repository, and runs the tests that cover it.
+
+    python tests/mutate.py                  # all that the log does not have yet
+    python tests/mutate.py --only quantize  # those whose names contain this
+    python tests/mutate.py --list
+
+A fault that the tests notice is killed; one that they do not survives, and needs a test, or a reason why no caller can
+see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
+changed runs again. First the tests run without a fault: they have to pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mutations import ALL, Mutation
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "survived", "timeout", "broken"
+
+_SEED = "7"  # of random tests: a run can be repeated
+_PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch")  # nothing of this library
+
+
+def mutated(mutation: Mutation, root: Path = ROOT) -> str:
+    """The content of its file with the fault. Raises ValueError unless the old text is there exactly once."""
+    content = (root / mutation.file).read_text(encoding="utf-8")
+    count = content.count(mutation.old)
+    if count != 1:
+        raise ValueError(f"{mutation.name}: expected its old text once in {mutation.file}, got it {count} times")
+    return content.replace(mutation.old, mutation.new)
+
+
+def key_of(mutation: Mutation) -> str:
+    """What the result of a mutation depends on, as far as it is looked at: its file and the tests."""
+    digest = hashlib.sha256(mutated(mutation).encode())
+    for path in test_files(mutation):
+        digest.update((ROOT / path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def test_files(mutation: Mutation) -> list[str]:
+    return [f"tests/test_{name}.py" for name in mutation.tests]
+
+
+def copy_tree(target: Path) -> None:
+    """What git knows of the repository, and what is not ignored, as it is now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    beside = next((folder / "shared" for folder in ROOT.parents if (folder / "shared").is_dir()), None)
+    if beside is not None and not (target.parent / "shared").exists():
+        (target.parent / "shared").symlink_to(beside)
+
+
+def run_tests(tree: Path, files: Sequence[str], log: Path, seconds: float) -> str:
+    """Runs pytest in a fork of this process, which has imported what is slow to import, up to the first failure."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            os.setsid()
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(tree)
+            sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT / "tests")]
+            import pytest
+
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files]))
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + seconds
+    while True:
+        done, raw = os.waitpid(child, os.WNOHANG)
+        if done:
+            status = os.waitstatus_to_exitcode(raw)
+            return {0: SURVIVED, 1: KILLED, 2: KILLED}.get(status, KILLED if status < 0 else BROKEN)
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return TIMEOUT
+        time.sleep(0.05)
+
+
+def first_failure(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:200]
+
+
+def check_baseline(tree: Path, chosen: Sequence[Mutation], seconds: float) -> list[str]:
+    """The tests that fail, or find nothing to run, without a fault: what they say of one would be worth nothing."""
+    files = sorted({path for mutation in chosen for path in test_files(mutation)})
+    log = tree.parent / "baseline.log"
+    return [path for path in files if run_tests(tree, [path], log, seconds) != SURVIVED]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="plant small faults, and see whether the tests notice")
+    parser.add_argument("--only", metavar="TEXT", default="", help="mutations whose names contain this")
+    parser.add_argument("--log", type=Path, default=ROOT / "build" / "mutations.jsonl", help="results, resumed")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one (default 300)")
+    parser.add_argument("--again", action="store_true", help="those too that the log has")
+    parser.add_argument("--list", action="store_true", help="print the names alone")
+    options = parser.parse_args()
+    chosen = [mutation for mutation in ALL if options.only in mutation.name]
+    if options.list:
+        print(*(mutation.name for mutation in chosen), sep="\n")
+        return 0
+    if not chosen:
+        parser.error(f"--only: expected a part of a name, got {options.only!r}")
+    known: dict[str, dict[str, str]] = {}
+    if options.log.exists() and not options.again:
+        records = map(json.loads, options.log.read_text(encoding="utf-8").splitlines())
+        known = {f"{record['name']} {record['key']}": record for record in records}
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "WEIGHTONLY_TEST_SEED": _SEED, "OMP_NUM_THREADS": "1"}
+    results: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as made:
+        tree = Path(made) / "tree"
+        todo = [m for m in chosen if not m.equivalent and f"{m.name} {key_of(m)}" not in known]
+        if todo:
+            copy_tree(tree)
+            for module in _PRELOADED:
+                importlib.import_module(module)
+            if failing := check_baseline(tree, todo, options.timeout):
+                print("these tests fail without a fault, or run nothing:", *failing)
+                return 1
+        for mutation in chosen:
+            key = key_of(mutation)
+            if mutation.equivalent:
+                results[mutation.name] = "equivalent"
+                continue
+            record = known.get(f"{mutation.name} {key}")
+            if record is None:
+                record = _run(mutation, key, tree, options.timeout)
+                with options.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(f"{record['result']:9} {mutation.name}  [{record['seconds']} s] {record['by']}", flush=True)
+            results[mutation.name] = record["result"]
+    return report(results)
+
+
+def _run(mutation: Mutation, key: str, tree: Path, seconds: float) -> dict[str, str]:
+    place, log = tree / mutation.file, tree.parent / "run.log"
+    before, started = place.read_bytes(), time.monotonic()
+    place.write_text(mutated(mutation), encoding="utf-8")
+    try:
+        result = run_tests(tree, test_files(mutation), log, seconds)
+    finally:
+        place.write_bytes(before)
+    by = first_failure(log) if result in (KILLED, BROKEN) else ""
+    took = f"{time.monotonic() - started:.1f}"
+    return {"name": mutation.name, "key": key, "result": result, "seconds": took, "by": by}
+
+
+def report(results: dict[str, str]) -> int:
+    """Prints the score. 1 if a fault survived, or could not be tried."""
+    counts = collections.Counter(results.values())
+    for name, result in results.items():
+        if result in (SURVIVED, BROKEN):
+            print(f"{result}: {name}")
+    real = len(results) - counts["equivalent"]
+    noticed = counts[KILLED] + counts[TIMEOUT]
+    print(
+        f"{noticed} of {real} noticed ({counts[TIMEOUT]} by a timeout), {counts[SURVIVED]} survived, "
+        f"{counts[BROKEN]} broken; {counts['equivalent']} more are equivalent"
+    )
+    return 1 if counts[SURVIVED] or counts[BROKEN] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""What a call is checked for, and what becomes of it: arguments, PackedWeight, operands, plans, tuned tables."""
+
+from __future__ import annotations
+
+from . import of
+
+MUTATIONS = [
+    *of(
+        "weightonly/args.py",
+        "arguments expected_operands",
+        [
+            (
+                "one group counts as one row",
+                "return -1 if groups == 1 else",
+                "return -1 if groups == 0 else",
+            ),
+            ("x of another K", "if x.shape[-1] != qweight.k:", "if x.shape[-1] < qweight.k:"),
+            ("x as a scalar", "if x.dim() < 1:", "if x.dim() < 0:"),
+            ("x elsewhere", 'check_device("qweight", qweight.data, x)', "pass"),
+            (
+                "zeros of another shape",
+                "if self.zeros.shape != self.scales.shape:",
+                "if self.zeros.dim() != self.scales.dim():",
+            ),
+            ("a bias of another length", "if tuple(self.bias.shape) != (qweight.n,):", "if self.bias.dim() != 1:"),
+            (
+                "scales of more columns",
+                "scales.dim() != 2 or scales.shape[1] != qweight.n",
+                "scales.dim() != 2 or scales.shape[1] < qweight.n",
+            ),
+            ("scales of a group that does not divide K", "if groups < 1 or qweight.k % groups != 0:", "if groups < 1:"),
+            (
+                "scales without rows",
+                "if groups < 1 or qweight.k % groups != 0:",
+                "if groups and qweight.k % groups != 0:",
+            ),
+            (
+                "other scales than the weight was packed for",
+                "if scales.shape[-2] != qweight.k // rows:",
+                "if scales.shape[-2] > qweight.k // rows:",
+            ),
+            ("forgotten zeros", "qweight.has_zeros != (zeros is not None)", "qweight.has_zeros < (zeros is not None)"),
+            (
+                "a forgotten permutation",
+                "qweight.has_perm != (perm is not None)",
+                "qweight.has_perm < (perm is not None)",
+            ),
+            ("stacked experts", "if qweight.experts is not None:", "if qweight.experts == 0:"),
+            (
+                "zeros of codes",
+                '    if qweight.code is not None:\n        raise ValueError(f"zeros',
+                '    if qweight.code == ():\n        raise ValueError(f"zeros',
+            ),
+            ("a permutation of floats", "if perm.dtype not in (torch.int32, torch.int64):", "if perm.is_complex():"),
+            ("a permutation of another length", "if tuple(perm.shape) != (k,):", "if perm.dim() != 1:"),
+            ("K in a permutation", "high >= len(perm)", "high > len(perm)"),
+            ("negative numbers in a permutation", "if low < 0 or high >= len(perm)", "if high >= len(perm)"),
+            (
+                "out of another shape",
+                "if tuple(out.shape) != self.result_shape:",
+                "if out.numel() < self.m * self.qweight.n:",
+            ),
+            (
+                "out with strides in a row",
+                "out.stride(-1) != 1 and shape[-1] > 1",
+                "out.stride(-1) < 1 and shape[-1] > 1",
+            ),
+            ("out of overlapping rows", "out.stride(0) < shape[1]", "out.stride(0) < 0"),
+            (
+                "out with strides beyond two dimensions",
+                "if len(shape) > 2 and not out.is_contiguous():",
+                "if len(shape) > 3 and not out.is_contiguous():",
+            ),
+            (
+                "out on top of an input",
+                "if tensor is not None and _overlap(out, tensor):",
+                "if tensor is not None and out is tensor:",
+            ),
+            ("out that begins in an input", "begin + _span_bytes(a) <= other or", "begin < other or"),
+            ("columns that meet", "offset < _span_bytes(a[0]) or", "offset == 0 or"),
+            ("columns that meet from the left", "or offset + _span_bytes(b[0]) > pitch", "or offset > pitch"),
+            ("sparse tensors", "if value.layout is not torch.strided:", "if value.layout is None:"),
+        ],
+    ),
+    *of(
+        "weightonly/packed.py",
+        "packed packing slices packed_experts code_packed",
+        [
+            ("a byte less", "if data.numel() != expected_bytes:", "if data.numel() > expected_bytes:"),
+            ("bytes with strides", "if data.dim() != 1 or not data.is_contiguous():", "if data.dim() != 1:"),
+            ("experts are not counted", "expected_bytes = (experts or 1) * k_padded", "expected_bytes = k_padded"),
+            ("zeros of codes", "if has_zeros and codebook is not None:", "if has_zeros and codebook == ():"),
+            (
+                "all of K is a group",
+                "-1 if resolve_group_size(group_size, k) == k else group_size",
+                "resolve_group_size(group_size, k)",
+            ),
+            (
+                "a panel too few",
+                "panels[:, begin // TILE : -(-end // TILE)].reshape(-1)",
+                "panels[:, begin // TILE : end // TILE].reshape(-1)",
+            ),
+            (
+                "a slice of K inside of a group",
+                "if group is not None and group != -1 and (begin % group",
+                "if group is not None and group > 128 and (begin % group",
+            ),
+            ("a slice that begins in a tile", "if begin % TILE:", "if begin % (TILE // 2):"),
+            ("a slice that ends in a tile", "if end % TILE and end != size:", "if end % TILE and end > size:"),
+            ("a slice beyond the end", "if not 0 <= begin < end <= size:", "if not 0 <= begin < end:"),
+            ("a slice keeps the permutation", '{} if self.has_perm is None else {"has_perm": False}', "{}"),
+            ("k of 0", "if size < 1:", "if size < 0:"),
+        ],
+    ),
+    *of(
+        "weightonly/operands.py",
+        "operands",
+        [
+            ("alignment is not looked at", "tensor.data_ptr() % alignment_bytes == 0", "True"),
+            ("rows at 8 bytes", "rows.data_ptr() % 16 == 0", "rows.data_ptr() % 8 == 0"),
+            ("strided rows", "rows.is_contiguous() and", "True and"),
+            ("padding is what was there", "rows.new_zeros(", "rows.new_ones("),
+        ],
+    ),
+    *of(
+        "weightonly/plan/cache.py",
+        "plan_cache",
+        [
+            (
+                "zeros are not in the key",
+                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device())",
+                "(zeros.shape, zeros.dtype)",
+            ),
+            ("no plan goes", "if len(_plans) >= MAX_PLANS:", "if len(_plans) > MAX_PLANS + 1:"),
+            ("codebooks are not in the key", "w.layout, w.code, w.experts", "w.layout, w.experts"),
+            ("what is expected is not in the key", "w.experts, expected, w.device", "w.experts, w.device"),
+        ],
+    ),
+    *of(
+        "weightonly/plan/base.py",
+        "plan_cache arguments",
+        [
+            (
+                "out is checked once for all",
+                "if where is None or where != args.qweight._checked_out:",
+                "if where is None or args.qweight._checked_out is None:",
+            ),
+            ("x is not among the addresses", "                args.x.data_ptr(),\n", ""),
+        ],
+    ),
+    *of(
+        "weightonly/plan/choose.py",
+        "choice kernel_plan",
+        [
+            (
+                "bf16 before Ampere",
+                'types.dtype == "bf16" and problem.arch < 80',
+                'types.dtype == "bf16" and problem.arch < 75',
+            ),
+            ("K beyond the kernels", "if problem.k_padded > MAX_K:", "if problem.k > MAX_K + 64:"),
+            ("zeros take a kernel per channel", '    if has_zeros:\n        return "group_zeros"\n', ""),
+            ("one group is grouped", '"channel" if group_size == -1', '"channel" if group_size == 0'),
+            ("an empty x takes a kernel", "if args.x.numel() == 0:", "if args.x.dim() == 0:"),
+        ],
+    ),
+    *of(
+        "weightonly/plan/kernel.py",
+        "kernel_plan",
+        [
+            ("K that is no multiple of 8", "self.x_k = -(-k // 8) * 8", "self.x_k = k"),
+            ("rows at any distance", "and self.ldx % 8 == 0", "and self.ldx % 4 == 0"),
+            ("rows at any address", "if not self.rows_aligned or x_address % 16:", "if not self.rows_aligned:"),
+            ("scales at any address", "not (scales_address | zeros_address) % 16", "not scales_address % 16"),
+            (
+                "a strided bias",
+                "self.bias_in_place = bias is None or bias.is_contiguous()",
+                "self.bias_in_place = True",
+            ),
+            (
+                "memory for partials of one part",
+                "splits_in_memory = config.split_k > 1 and",
+                "splits_in_memory = config.split_k > 2 and",
+            ),
+            (
+                "groups of K without padding",
+                "qweight.k_padded if args.group_size == -1",
+                "qweight.k if args.group_size == -1",
+            ),
+            ("zeros of the tail", "row, 0 if zeros is None else row, 0", "row, 0, 0"),
+            ("columns beyond K are what was there", "            copy[:, k:] = 0\n", "            pass\n"),
+        ],
+    ),
+    *of(
+        "weightonly/plan/tuned.py",
+        "tuned_choice tuned_files",
+        [
+            ("an M of twice the size", "ms[place] >= 2 * problem.m", "ms[place] > 2 * problem.m"),
+            ("an M that was measured is looked for in vain", "bisect.bisect_left(ms", "bisect.bisect_right(ms"),
+            (
+                "illegal configurations",
+                "if ms[place] == problem.m or legal(config, problem) else None",
+                "if True else None",
+            ),
+            ("tables of others", "if owner not in (0, os.geteuid()):", "if owner < 0:"),
+            ("tables of another driver", "if has != needs:", 'if has != needs and field.name != "driver":'),
+        ],
+    ),
+]

@@ -1,0 +1,199 @@
+"""What chooses a kernel: problems, legality, the cost model, launches, the kernel families."""
+
+from __future__ import annotations
+
+from . import of
+
+MUTATIONS = [
+    *of(
+        "heuristics/problem.py",
+        "heuristics expected_operands arguments",
+        [
+            ("K is not padded", "return -(-k // K_ALIGNMENT) * K_ALIGNMENT", "return k"),
+            ("groups of 96", "(group_size < 64 or group_size % 64 != 0)", "(group_size < 64 or group_size % 32 != 0)"),
+            ("groups of 16", "group_size != 32 and (group_size < 64", "group_size > 32 and (group_size < 64"),
+            ("groups that do not divide K", "if k % group_size != 0:", "if k < group_size:"),
+            ("codes of another layout", 'if self.layout != "tiled":', 'if self.layout == "row_major":'),
+            (
+                "codes per channel",
+                'self.format != "code4" and self.group_size in (-1, self.k)',
+                "self.group_size in (-1, self.k)",
+            ),
+        ],
+    ),
+    *of(
+        "heuristics/legal.py",
+        "heuristics choice families",
+        [
+            (
+                "kernels of newer GPUs",
+                "return family.first_arch <= problem.arch <= family.last_arch and",
+                "return problem.arch <= family.last_arch and",
+            ),
+            (
+                "kernels of older GPUs",
+                "return family.first_arch <= problem.arch <= family.last_arch and",
+                "return family.first_arch <= problem.arch and",
+            ),
+            ("one launch of two is legal", "if not has_tail(config, problem):", "if False:"),
+        ],
+    ),
+    *of(
+        "heuristics/families/base.py",
+        "choice heuristics families",
+        [
+            (
+                "a part of K without work",
+                "return (split_k - 1) * -(-k_tiles // split_k) < k_tiles",
+                "return split_k <= k_tiles",
+            ),
+            ("too much shared memory", "        if needed <= limit:\n", "        if needed <= 2 * limit:\n"),
+            ("all of shared memory", "        if needed <= limit:\n", "        if needed < limit:\n"),
+            ("too many rows", "        if p.m > config.max_m:\n", "        if p.m > config.max_m + 1:\n"),
+            (
+                "bf16 on kernels of fp16",
+                "if dtype is not None and dtype not in self.dtypes:",
+                "if dtype is None and dtype not in self.dtypes:",
+            ),
+            (
+                "Hopper alone",
+                "if self.first_arch == self.last_arch < p.arch:",
+                "if self.first_arch == self.last_arch + 1 < p.arch:",
+            ),
+            (
+                "a format that is not compiled",
+                "        if p.format not in config.formats:\n",
+                "        if not config.formats:\n",
+            ),
+            ("too many parts", "if not 1 <= config.split_k <= config.max_split_k:", "if not 1 <= config.split_k:"),
+            ("90 has 90a", 'and (not self.shares_cluster or arch.endswith("a"))', ""),
+        ],
+    ),
+    *of(
+        "heuristics/families/waves.py",
+        "heuristics families choices",
+        [
+            ("the system's shared memory", "config, format) + 1024)", "config, format))"),
+            ("registers in steps of 8", "(-(-registers // 8) * 8)", "registers"),
+            ("the last wave is full", "(left > 0) * (fixed_us +", "(fixed_us +"),
+        ],
+    ),
+    *of(
+        "heuristics/families/decode_sm90.py",
+        "heuristics_sm90 heuristics smem_of_kernels",
+        [
+            (
+                "work units end within n-tiles",
+                "return 1 if n_tiles == 1 or of_n_tile % k_tiles == 0 else 2",
+                "return 1",
+            ),
+            (
+                "the last work unit",
+                "k_tiles = -(-(cluster_n_tiles * of_n_tile) // split_k)",
+                "k_tiles = cluster_n_tiles * of_n_tile // split_k",
+            ),
+            ("x is copied whole", "x_k_tiles = k_tiles if k_tiles < of_n_tile else of_n_tile", "x_k_tiles = k_tiles"),
+            (
+                "tokens have one buffer",
+                "(2 * self.warps_k(config) + config.split_k - 1)",
+                "(self.warps_k(config) + config.split_k - 1)",
+            ),
+            ("an n-tile in two panels", "1 if PANEL_COLUMNS % config.block_n == 0 else 2", "1"),
+        ],
+    ),
+    *of(
+        "heuristics/families/gemm_sm90.py",
+        "heuristics_sm90 heuristics smem_of_kernels",
+        [
+            ("accumulators in the pipeline's place", "max(pipeline_bytes, accumulators_bytes)", "pipeline_bytes"),
+            ("partials of other CTAs", "beside_bytes = (c.split_k - 1) *", "beside_bytes = c.split_k *"),
+            ("scales per channel", "0 if per_channel and not zeros else", "0 if per_channel else"),
+        ],
+    ),
+    *of(
+        "heuristics/families/dequantize_cublas.py",
+        "unfused heuristics choice",
+        [
+            (
+                "K beyond the workspace",
+                "        if problem.k <= longest_k():\n",
+                "        if problem.k <= 2 * longest_k():\n",
+            ),
+        ],
+    ),
+    *of(
+        "heuristics/slices.py",
+        "unfused heuristics choice",
+        [
+            ("more than the workspace", "limit = WORKSPACE_BYTES // (2 * k) //", "limit = WORKSPACE_BYTES // k //"),
+            ("a weight that fits", "    if n <= limit:\n", "    if n < limit:\n"),
+            ("slices of odd width", "return -(-n // (slices * step)) * step", "return -(-n // slices)"),
+        ],
+    ),
+    *of(
+        "heuristics/cost.py",
+        "heuristics families choices",
+        [
+            (
+                "K is not padded",
+                "return problem.k_padded * problem.bits // 8 +",
+                "return problem.k * problem.bits // 8 +",
+            ),
+            (
+                "a short last group",
+                "-(-problem.k // problem.group_size)) *",
+                "problem.k // problem.group_size) *",
+                "group_size divides K: Problem refuses others",
+            ),
+            ("zeros are free", "(2 if problem.zeros else 1)", "1"),
+            (
+                "nothing is hidden",
+                "unhidden * (compute_us + memory_us - longer_us)",
+                "(compute_us + memory_us - longer_us)",
+            ),
+        ],
+    ),
+    *of(
+        "heuristics/launches.py",
+        "two_launches heuristics",
+        [
+            (
+                "a tail without columns",
+                "and 0 < first_columns(config, problem) < problem.n",
+                "and 0 < first_columns(config, problem) <= problem.n",
+            ),
+            ("a tail of a tail", "        and tail.tail is None\n", ""),
+            ("a tail of another family", "        and config.family == tail.family\n", ""),
+            ("columns of the tail", "replace(problem, n=problem.n - columns)", "replace(problem, n=columns)"),
+        ],
+    ),
+    *of(
+        "heuristics/select.py",
+        "heuristics two_launches choices",
+        [
+            (
+                "the dearest",
+                "if (us < best_us or (us == best_us and compute_us < best_compute_us)) and",
+                "if us > best_us and",
+            ),
+            ("what does not fit", "and kernel.fits(split, m, n):", "and True:"),
+            ("too many rows", "or not min_m <= m <= max_m:", "or not min_m <= m:"),
+            ("two launches for a small gain", "_LEAST_GAIN * us, 1)", "us, 1)"),
+            ("no last resort", "return best or _last_resort(", "return best if best else candidates("),
+        ],
+    ),
+    *of(
+        "heuristics/arch.py",
+        "arch",
+        [
+            ("a GPU that nobody knows", "if type(arch) is int and arch in ARCHS:", "if type(arch) is int:"),
+            ("a minor version of two digits", "and 0 <= arch[1] <= 9:", "and 0 <= arch[1]:"),
+            ("text around it", "_TEXT.fullmatch(arch)", "_TEXT.search(arch)"),
+            (
+                "true is a number",
+                "all(type(part) is int for part in arch)",
+                "all(isinstance(part, int) for part in arch)",
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,73 @@
+"""The list of mutations fits the code, and a planted fault is told from a harmless change. `mutate.py` runs them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mutate
+import pytest
+from mutations import ALL, Mutation
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_mutation_applies() -> None:
+    """To compilable code, once, and with tests that exist."""
+    for mutation in ALL:
+        content = mutate.mutated(mutation)
+        assert ast.dump(ast.parse(content)) != ast.dump(ast.parse((ROOT / mutation.file).read_text())), mutation.name
+        assert all((ROOT / path).is_file() for path in mutate.test_files(mutation)), mutation.name
+
+
+def test_names_are_unique() -> None:
+    assert len({mutation.name for mutation in ALL}) == len(ALL) >= 142
+
+
+def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
+    for old in ("y = 1", "x = 1"):
+        with pytest.raises(ValueError, match=r"a.py: fault: expected its old text once in a.py, got it [02] times"):
+            mutate.mutated(Mutation("a.py: fault", "a.py", old, "x = 2", ("a",)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        ("return x + 1", "survived"),
+        ("return x - 1", "killed"),
+        ("return x +", "killed"),
+        ("while True: pass", "timeout"),
+    ],
+    ids=["harmless", "fault", "no code", "endless"],
+)
+def test_what_becomes_of_a_fault(change: str, result: str, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "planted_code.py").write_text(f"def more(x):\n    {change}\n")
+    test = "from planted_code import more\n\n\ndef test_more():\n    assert more(1) == 2\n"
+    (tree / "tests" / "test_planted.py").write_text(test)
+    assert run_tests(tree, "tests/test_planted.py", 5 if result == "timeout" else 120) == result
+
+
+def test_no_tests_are_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text("x = 1\n")
+    assert run_tests(tmp_path, "test_nothing.py", 120) == "broken"
+
+
+def run_tests(tree: Path, file: str, seconds: float) -> str:
+    """`mutate.run_tests` in a process of its own: it forks, which this one, full of threads, had better not."""
+    call = f"import mutate, pathlib; print(mutate.run_tests(pathlib.Path({str(tree)!r}), [{file!r}], "
+    call += f"pathlib.Path({str(tree.parent / 'log')!r}), {seconds}))"
+    done = subprocess.run(
+        [sys.executable, "-c", call],
+        cwd=ROOT / "tests",
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
