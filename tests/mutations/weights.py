@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import of
+from .mutation import of
 
 MUTATIONS = [
     *of(
