@@ -1,0 +1,29 @@
+"""What a mutation is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Change = tuple[str, str, str] | tuple[str, str, str, str]
+"""(name, old text, new text), and where no caller can see the difference, why not."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault. tests: the files of tests/ that cover the file, the nearest first, without "test_" and ".py"."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+
+def of(file: str, tests: str, changes: Iterable[Change]) -> list[Mutation]:
+    """The mutations of a file. tests: names with spaces between them."""
+    found = []
+    for name, old, new, *why in changes:
+        found.append(Mutation(f"{file}: {name}", file, old, new, tuple(tests.split()), *why))
+    return found
