@@ -6,7 +6,7 @@
 
 A fault that the tests notice is killed; one that they do not survives, and needs a test, or a reason why no caller can
 see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
-changed runs again. First the tests run without a fault: they have to pass.
+changed runs again. The tests have to pass without a fault.
 """
 
 from __future__ import annotations
@@ -108,11 +108,12 @@ def first_failure(log: Path) -> str:
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:200]
 
 
-def check_baseline(tree: Path, chosen: Sequence[Mutation], seconds: float) -> list[str]:
-    """The tests that fail, or find nothing to run, without a fault: what they say of one would be worth nothing."""
-    files = sorted({path for mutation in chosen for path in test_files(mutation)})
-    log = tree.parent / "baseline.log"
-    return [path for path in files if run_tests(tree, [path], log, seconds) != SURVIVED]
+def fails_without_a_fault(tree: Path, mutation: Mutation, seconds: float, seen: dict[str, bool]) -> bool:
+    """Whether its tests fail, or run nothing, as the code is: what they say of a fault would be worth nothing."""
+    for path in test_files(mutation):
+        if path not in seen:
+            seen[path] = run_tests(tree, [path], tree.parent / "baseline.log", seconds) != SURVIVED
+    return any(seen[path] for path in test_files(mutation))
 
 
 def main() -> int:
@@ -136,6 +137,7 @@ def main() -> int:
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "WEIGHTONLY_TEST_SEED": _SEED, "OMP_NUM_THREADS": "1"}
     results: dict[str, str] = {}
+    failing: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as made:
         tree = Path(made) / "tree"
         todo = [m for m in chosen if not m.equivalent and f"{m.name} {key_of(m)}" not in known]
@@ -143,15 +145,16 @@ def main() -> int:
             copy_tree(tree)
             for module in _PRELOADED:
                 importlib.import_module(module)
-            if failing := check_baseline(tree, todo, options.timeout):
-                print("these tests fail without a fault, or run nothing:", *failing)
-                return 1
         for mutation in chosen:
             key = key_of(mutation)
             if mutation.equivalent:
                 results[mutation.name] = "equivalent"
                 continue
             record = known.get(f"{mutation.name} {key}")
+            if record is None and fails_without_a_fault(tree, mutation, options.timeout, failing):
+                print(f"{BROKEN:9} {mutation.name}  its tests fail without it:", *(p for p in failing if failing[p]))
+                results[mutation.name] = BROKEN
+                continue
             if record is None:
                 record = _run(mutation, key, tree, options.timeout)
                 with options.log.open("a", encoding="utf-8") as file:

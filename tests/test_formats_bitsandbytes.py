@@ -119,7 +119,8 @@ def test_gemm_is_as_accurate_as_the_package(
     peer = (x.float() @ dense(data, state, dtype).float()).to(dtype)
     y = wo.gemm(x, record.weight, record.scales.to(dtype))
     error, peer_error = ((t.double() - expected).norm() / expected.norm() for t in (y, peer))
-    assert error <= 2 * peer_error
+    # Where neither rounds to 16 bits both errors are those of fp32 sums, in orders that the machine chooses.
+    assert error <= 2 * peer_error + 512 * 2**-24
 
 
 @pytest.mark.parametrize(("k", "blocksize", "group_size"), [(96, 64, 32), (192, 128, 64), (320, 4096, 64)])
