@@ -29,7 +29,7 @@ from pathlib import Path
 from mutations import ALL, Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
-KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "survived", "timeout", "broken"
+KILLED, SURVIVED, TIMEOUT, BROKEN, OUTDATED = "killed", "survived", "timeout", "broken", "outdated"
 
 _SEED = "7"  # of random tests: a run can be repeated
 _PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch")  # nothing of this library
@@ -37,7 +37,8 @@ _PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch")  # 
 
 def mutated(mutation: Mutation, root: Path = ROOT) -> str:
     """The content of its file with the fault. Raises ValueError unless the old text is there exactly once."""
-    content = (root / mutation.file).read_text(encoding="utf-8")
+    place = root / mutation.file
+    content = place.read_text(encoding="utf-8") if place.is_file() else ""
     count = content.count(mutation.old)
     if count != 1:
         raise ValueError(f"{mutation.name}: expected its old text once in {mutation.file}, got it {count} times")
@@ -140,13 +141,19 @@ def main() -> int:
     failing: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as made:
         tree = Path(made) / "tree"
-        todo = [m for m in chosen if not m.equivalent and f"{m.name} {key_of(m)}" not in known]
+        keys = {}
+        for mutation in chosen:
+            try:
+                keys[mutation] = key_of(mutation)
+            except (ValueError, OSError) as error:
+                print(f"{OUTDATED:9} {error}")
+                results[mutation.name] = OUTDATED
+        todo = [m for m in keys if not m.equivalent and f"{m.name} {keys[m]}" not in known]
         if todo:
             copy_tree(tree)
             for module in _PRELOADED:
                 importlib.import_module(module)
-        for mutation in chosen:
-            key = key_of(mutation)
+        for mutation, key in keys.items():
             if mutation.equivalent:
                 results[mutation.name] = "equivalent"
                 continue
@@ -181,15 +188,15 @@ def report(results: dict[str, str]) -> int:
     """Prints the score. 1 if a fault survived, or could not be tried."""
     counts = collections.Counter(results.values())
     for name, result in results.items():
-        if result in (SURVIVED, BROKEN):
+        if result in (SURVIVED, BROKEN, OUTDATED):
             print(f"{result}: {name}")
-    real = len(results) - counts["equivalent"]
+    real = len(results) - counts["equivalent"] - counts[OUTDATED]
     noticed = counts[KILLED] + counts[TIMEOUT]
     print(
         f"{noticed} of {real} noticed ({counts[TIMEOUT]} by a timeout), {counts[SURVIVED]} survived, "
-        f"{counts[BROKEN]} broken; {counts['equivalent']} more are equivalent"
+        f"{counts[BROKEN]} broken; {counts[OUTDATED]} more are outdated, {counts['equivalent']} are equivalent"
     )
-    return 1 if counts[SURVIVED] or counts[BROKEN] else 0
+    return 1 if counts[SURVIVED] or counts[BROKEN] or counts[OUTDATED] else 0
 
 
 if __name__ == "__main__":

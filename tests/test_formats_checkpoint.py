@@ -215,10 +215,9 @@ def test_progress_counts_all_bytes(tmp_path: Path, generator: torch.Generator, m
     folder = folder_of(tmp_path, bnb_layer, BNB, generator, shards=2)
     assert len(list(wo.load_checkpoint(folder))) == 4
     assert len(list(wo.load_checkpoint(folder, progress=False))) == 4
-    shown, hidden = bars
+    (shown,) = bars  # none without progress: a hidden one takes a lock of all forked processes
     assert shown.total == shown.done == open_checkpoint(folder).total_bytes and shown.closed
     assert shown.disable is None  # tqdm: on a terminal only
-    assert hidden.disable is True
 
 
 def test_tensors_that_are_not_in_the_index_are_an_error(tmp_path: Path, generator: torch.Generator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,30 +69,42 @@ class Checkpoint:
         digests: Mapping[str, str] | None = None,
     ) -> Iterator[Record]:
         """See `load_checkpoint`. digests: tensor -> SHA-256 of its bytes, which is compared."""
-        from tqdm import tqdm
 
         def read(name: str) -> torch.Tensor:
             return self.shards.read(name, device, None if digests is None else digests[name])
 
+        bar = None
+        if progress:
+            from tqdm import tqdm
+
+            # disable=None: on a terminal only. Without progress there is no bar, not a hidden one: that takes a lock
+            # which forked processes share, and one that is killed may keep it for good.
+            bar = tqdm(total=self.total_bytes, unit="B", unit_scale=True, disable=None)
+        try:
+            for name, make, size_bytes in self._records_to_make(arch, read):
+                if bar is not None:
+                    bar.set_postfix_str(name, refresh=False)
+                yield make()
+                if bar is not None:
+                    bar.update(size_bytes)
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def _records_to_make(
+        self, arch: Arch | None, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[tuple[str, Callable[[], Record], int]]:
+        """(name, what makes the record, bytes of its tensors), in the order of the files."""
         plain = set(self.plain)
         owners = {name: layer for layer in self.layers.values() for name in layer.tensors.values()}
         done: set[str] = set()
-        # disable=None: tqdm shows the bar on a terminal only.
-        bar = tqdm(total=self.total_bytes, unit="B", unit_scale=True, disable=None if progress else True)
-        try:
-            for name in self.shards.tensors:
-                if name in plain:
-                    bar.set_postfix_str(name, refresh=False)
-                    yield PlainTensor(name, read(name))
-                    bar.update(self.shards.tensors[name].bytes)
-                elif owners[name].name not in done:
-                    layer = owners[name]
-                    done.add(layer.name)
-                    bar.set_postfix_str(layer.name, refresh=False)
-                    yield self._read(layer, arch, read)
-                    bar.update(self.layer_bytes(layer.name))
-        finally:
-            bar.close()
+        for name in self.shards.tensors:
+            if name in plain:
+                yield name, lambda name=name: PlainTensor(name, read(name)), self.shards.tensors[name].bytes
+            elif owners[name].name not in done:
+                layer = owners[name]
+                done.add(layer.name)
+                yield layer.name, functools.partial(self._read, layer, arch, read), self.layer_bytes(layer.name)
 
     def read_layer(self, name: str, arch: Arch | None, device: torch.device | str = "cpu") -> QuantizedLayer:
         """The record of one layer; arguments and errors are those of `load_checkpoint`."""
