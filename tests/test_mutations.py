@@ -18,7 +18,7 @@ LEAST = 142
 
 
 def test_mutations_apply() -> None:
-    """Once, to compilable code, with tests that exist. `mutate.py` reports the few that a change of the code outdated."""
+    """Once, to compilable code, with tests that exist. `mutate.py` reports those that a change of the code outdated."""
     outdated = []
     for mutation in ALL:
         try:

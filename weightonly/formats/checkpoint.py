@@ -95,12 +95,16 @@ class Checkpoint:
         self, arch: Arch | None, read: Callable[[str], torch.Tensor]
     ) -> Iterator[tuple[str, Callable[[], Record], int]]:
         """(name, what makes the record, bytes of its tensors), in the order of the files."""
+
+        def plain_record(name: str) -> Record:
+            return PlainTensor(name, read(name))
+
         plain = set(self.plain)
         owners = {name: layer for layer in self.layers.values() for name in layer.tensors.values()}
         done: set[str] = set()
         for name in self.shards.tensors:
             if name in plain:
-                yield name, lambda name=name: PlainTensor(name, read(name)), self.shards.tensors[name].bytes
+                yield name, functools.partial(plain_record, name), self.shards.tensors[name].bytes
             elif owners[name].name not in done:
                 layer = owners[name]
                 done.add(layer.name)
