@@ -16,28 +16,18 @@ pytest.importorskip("vllm")
 
 import formats_llama as llama
 import vllm_cases as cases
-from safetensors.torch import save_file
-from vllm.config import ModelConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
+from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm_models import built, check, load
 
 import weightonly as wo
 from weightonly.formats import open_checkpoint
 from weightonly.vllm import register
 from weightonly.vllm.folders import loadable
-from weightonly.vllm.linear_method import WeightOnlyLinearMethod
+from weightonly.vllm.support import VARIABLE
 
-MERGED = {
-    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "self_attn.o_proj": ["self_attn.o_proj"],
-    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.down_proj": ["mlp.down_proj"],
-}
 Packer = Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
 
 
@@ -70,57 +60,6 @@ def write(folder: Path, packer: Packer, options: dict[str, Any], g: torch.Genera
     return folder
 
 
-def built(folder: Path, **arguments: Any) -> tuple[torch.nn.Module, ModelConfig]:
-    """vLLM's model of a folder, by its own configs and loader; its `load_model` wants an accelerator's allocator."""
-    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
-        pytest.skip("models of this vLLM need its compiled operators")
-    register()
-    arguments = {"quantization": "weightonly", "load_format": "weightonly"} | arguments
-    with cases.serving():
-        config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype="float16", enforce_eager=True, **arguments
-        ).create_engine_config()
-        with set_current_vllm_config(config):
-            model = initialize_model(vllm_config=config)
-            layerwise.record_metadata_for_reloading(model)
-            get_model_loader(config.load_config).load_weights(model, config.model_config)
-            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    return model, config.model_config
-
-
-def load(folder: Path, **arguments: Any) -> torch.nn.Module:
-    return built(folder, **arguments)[0]
-
-
-def check(model: torch.nn.Module, folder: Path, g: torch.Generator) -> None:
-    """Every linear layer is `gemm` of the folder's records, bit for bit, and near their dense weight in fp32."""
-    read = wo.load_checkpoint(folder, progress=False)
-    records = {r.name: r for r in read if isinstance(r, wo.formats.QuantizedLayer)}
-    modules = dict(model.named_modules())
-    for i in range(llama.LAYERS):
-        for merged, parts in MERGED.items():
-            layer = modules[f"model.layers.{i}.{merged}"]
-            assert isinstance(layer.quant_method, WeightOnlyLinearMethod)
-            x = torch.randn(3, layer.input_size, generator=g).half()
-            y, _ = layer(x)
-            found = [records[f"model.layers.{i}.{part}"] for part in parts]
-            expected = [
-                wo.gemm(
-                    x,
-                    r.weight,
-                    r.scales.half(),
-                    zeros=None if r.zeros is None else r.zeros.half(),
-                    perm=r.perm,
-                )
-                for r in found
-            ]
-            assert torch.equal(y, torch.cat(expected, dim=1))
-            dense = torch.cat([r.dequantize() for r in found], dim=1)
-            torch.testing.assert_close(
-                y.float(), x.float() @ dense, rtol=2e-3, atol=2e-3 * float(dense.abs().max()) * 12
-            )
-
-
 GPTQ = {"quant_method": "gptq", "group_size": 32, "desc_act": True}
 FOLDERS = {
     "gptq-4bit-act-order": (integers("gptq", 4, False, True), GPTQ | {"bits": 4, "sym": True}),
@@ -140,6 +79,68 @@ FOLDERS = {
 def test_model_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = write(tmp_path / name, *FOLDERS[name], generator)
     check(load(folder), folder, generator)
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+
+
+def write_mixtral(folder: Path, packer: Packer, options: dict[str, Any], g: torch.Generator) -> Path:
+    """A model with experts in place of the other's two layers after attention."""
+    folder.mkdir()
+    tensors = llama.plain_tensors(g)
+    layers = {name: shape for name, shape in llama.LINEARS.items() if "self_attn" in name}
+    for i in range(llama.LAYERS):
+        block = f"model.layers.{i}.block_sparse_moe"
+        tensors[f"{block}.gate.weight"] = torch.randn(4, llama.HIDDEN, generator=g).half()
+        for e in range(4):
+            layers |= {f"{block}.experts.{e}.{name}": (llama.HIDDEN, llama.FFN) for name in ("w1", "w3")}
+            layers[f"{block}.experts.{e}.w2"] = (llama.FFN, llama.HIDDEN)
+    for name, (k, n) in layers.items():
+        tensors |= {f"{name}.{inside}": tensor.contiguous() for inside, tensor in packer(k, n, g).items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = llama.CONFIG | MIXTRAL | {"quantization_config": options, "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq-4bit-zeros", "awq-4bit", "ct-8bit-zeros", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4"]
+)
+def test_experts_of_each_format(
+    name: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    folder = write_mixtral(tmp_path / name, *FOLDERS[name], generator)
+    check(load(folder), folder, generator)
+
+
+def test_converted_experts(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    source = write_mixtral(tmp_path / "source", *FOLDERS["ct-8bit-zeros"], generator)
+    wo.formats.convert(source, tmp_path / "converted", arch="sm90", progress=False)
+    check(load(tmp_path / "converted", quantization=None), source, generator)
+
+
+def test_refused_experts(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_mixtral(tmp_path / "order", *FOLDERS["gptq-4bit-act-order"], generator)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=f"experts: has quantized experts, which need {VARIABLE}=on"):
+        load(folder)
+    monkeypatch.setenv(VARIABLE, "on")
+    with pytest.raises(ValueError, match=r"experts: expected one of int4, .* without act-order"):
+        load(folder)
+    packer, options = FOLDERS["gptq-4bit-zeros"]
+
+    folder = write_mixtral(tmp_path / "uneven", packer, options, generator)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3"
+    tensors = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.")}
+    tensors[f"{name}.weight"] = torch.randn(llama.FFN, llama.HIDDEN, generator=generator).half()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers\.1.*experts: expected its experts to be quantized alike, .* 2\.w3 None"
+    ):
+        load(folder)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ..formats.plain import unsort_rows
 from ..heuristics.problem import CODE_FORMATS
 from ..packing import unpack
 from .linear_method import WeightOnlyLinearMethod
-from .rows import pack_rows
+from .rows import LOADED_FORMATS, pack_rows
 from .support import VARIABLE, experts_wanted
 
 
@@ -123,8 +123,9 @@ class WeightOnlyConfig(QuantizationConfig):
         )
         if (first.format, first.symmetric is True) != (down.format, down.symmetric is True):
             raise ValueError(f"{prefix}: expected its products to be quantized alike, got {first} and {down}")
-        if first.format == "code4" or first.act_order or down.act_order:
-            raise ValueError(f"{prefix}: expected no act-order and no codebook of its own, got {first} and {down}")
+        if first.format not in LOADED_FORMATS or first.act_order or down.act_order:
+            expected = f"one of {', '.join(LOADED_FORMATS)} without act-order"
+            raise ValueError(f"{prefix}: expected {expected}, got {first} and {down}")
         has_zeros = first.symmetric is not True and first.format not in CODE_FORMATS
         return WeightOnlyExpertsMethod(
             prefix, layer, of_rows(first.format, first.group_size, down.group_size, has_zeros)

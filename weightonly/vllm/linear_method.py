@@ -22,7 +22,7 @@ from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
 from ..layout import TILED
 from ..packed import PackedWeight
 from ..packing import preprocess
-from .rows import unpack_rows
+from .rows import LOADED_FORMATS, unpack_rows
 from .support import why_not
 
 _CHUNK = 32
@@ -100,8 +100,8 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         has_zeros = has_zeros and shape.format not in CODE_FORMATS
         if input_size != shape.k:
             raise ValueError(f"{self.name}: expected K = {input_size} as the model has, got {shape.k} in the folder")
-        if shape.format == "code4":
-            raise ValueError(f"{self.name}: expected int4, int8, nf4 or fp4, got a codebook of its own")
+        if shape.format not in LOADED_FORMATS:
+            raise ValueError(f"{self.name}: expected one of {', '.join(LOADED_FORMATS)}, got {shape.format}")
         # Whole groups lie in this shard, side by side: scales are cut as the weight is.
         self.is_whole = not shape.act_order and k % shape.group_size == 0
         group_size = shape.group_size if self.is_whole or k == input_size else _CHUNK

@@ -11,6 +11,8 @@ import torch
 from ..formats.words import to_signed
 from ..heuristics.problem import CODE_FORMATS, FORMATS
 
+LOADED_FORMATS = ("int4", "int8", "nf4", "fp4")
+
 
 def pack_rows(unsigned: torch.Tensor, format: str) -> torch.Tensor:
     """uint8 [N, K], values of `format`, K even -> uint8 [N, K * bits / 8]"""
