@@ -193,6 +193,12 @@ def test_the_command_writes_rows_tables_and_a_picture_and_then_has_nothing_to_do
     assert main(command(tmp_path)) == 0
     pd.testing.assert_frame_equal(read_rows(files[0], "models", COLUMNS).rows, rows)
 
+    capsys.readouterr()
+    assert main(["model", "--from", str(files[0]), "--out", str(tmp_path / "again")]) == 0
+    again = [tmp_path / "again" / file.name for file in files[1:]]
+    assert capsys.readouterr().out.splitlines() == [str(file) for file in again]
+    assert again[0].read_text().partition("| | |")[0] == text.partition("| | |")[0]
+
 
 def test_a_time_budget_leaves_cells_for_the_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = command(tmp_path, "--measures", "decode", "--batch", "1")
@@ -316,6 +322,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--context 0", "context: expected integers from 1 on, got 0"),
         ("--prompts 1", r"prompts: expected integers from 2 on, got \[1\]"),
         ("--train 4,1", "line: expected integers from 2 on, got 1"),
+        ("--from nowhere.csv", ".*nowhere.csv.*"),
         ("--train 4", "--train: expected LINES,TOKENS such as 4,512, got 1 numbers"),
     ],
     ids=lambda value: value if value.startswith("--") else "",

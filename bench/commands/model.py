@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from ..model.cells import MEASURES, Sizes
-from ..model.measure import ROWS, measure
+from ..model.measure import ROWS, measure, read
 from ..model.providers import MODEL_PROVIDERS
 from ..model.tables import write
+from ..report.results import join
 from ..shapes import LLAMAS
 from . import options as shared
 
@@ -19,6 +20,13 @@ HELP = "decode, prompts, LoRA and overlap of launches in transformers' models wi
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FOLDER", default="models", help="rows there are kept (default models)")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        metavar="CSV",
+        nargs="+",
+        help="measure nothing: tables of the results.csv of earlier runs",
+    )
     known = ", ".join(LLAMAS)
     parser.add_argument("--shapes", default="llama3-8b", help=f"models, by commas: {known} (default llama3-8b)")
     parser.add_argument("--layers", type=int, help="of each model (default: all that it has)")
@@ -52,9 +60,14 @@ def needs_gpu(options: argparse.Namespace) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
+    out = Path(options.out)
+    if options.files:
+        results = join([read(Path(file)) for file in options.files])
+        out.mkdir(parents=True, exist_ok=True)
+        print(*write(results, out), sep="\n")
+        return 0
     if len(options.train) != 2:
         raise ValueError(f"--train: expected LINES,TOKENS such as 4,512, got {len(options.train)} numbers")
-    out = Path(options.out)
     found = measure(
         shared.names(options.shapes),
         out,

@@ -124,14 +124,13 @@ class _Session:
         here = machine_facts(device) | {"method": method(device), **facts}
         if self.limits is not None:
             here |= {"roofline": describe(self.limits), "GPU before": str(gpu_state(device))}
-        found = [read_rows(path, "models", COLUMNS)] if path.exists() else []
+        found = [read(path)] if path.exists() else []
         self._rows: list[dict[str, Any]] = found[0].rows.to_dict("records") if found else []
         self._facts = join([*found, Results(pd.DataFrame(), here)]).facts
 
     def results(self) -> Results:
         """All rows so far."""
-        frame = pd.DataFrame(self._rows, columns=COLUMNS).astype({"note": object})
-        return Results(frame.fillna({"note": ""}), self._facts)
+        return Results(pd.DataFrame(self._rows, columns=COLUMNS), self._facts)
 
     def left(
         self, model: str, layers: int, provider: ModelProvider, measures: Sequence[str], sizes: Sizes
@@ -178,8 +177,14 @@ class _Session:
             where = f"{cell.model} {cell.provider} {cell.measure} {cell.batch} x {cell.tokens}"
             print(f"model: {where}: {note}", file=sys.stderr)
         self._rows = [row for row in self._rows if any(row[name] != value for name, value in key.items())]
-        self._rows += [key | row for row in rows]
+        self._rows += [key | {"note": ""} | row for row in rows]
         self.results().write(self.path)
+
+
+def read(path: Path) -> Results:
+    """The rows that `measure` wrote to a file. Raises ValueError, naming the file, for anything else."""
+    found = read_rows(path, "models", COLUMNS)
+    return Results(found.rows.astype({"note": object}).fillna({"note": ""}), found.facts)
 
 
 def _measures(measures: Sequence[str] | None, device: torch.device) -> list[str]:
