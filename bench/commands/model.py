@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
         **shared.run(options),
     )
     if not found.results.rows.empty:
-        for path in [out / ROWS, *write(found.results, out)]:
-            print(path)
+        file = out / ROWS
+        print(file, *write(read(file), out), sep="\n")  # of the file, so that --from makes the same
     if found.left:
         print(f"{found.left} cells are left: the same command measures them", file=sys.stderr)
     return 1 if found.failed else 0
