@@ -6,7 +6,7 @@
 
 A fault that the tests notice is killed; one that they do not survives, and needs a test, or a reason why no caller can
 see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
-changed runs again. The tests have to pass without a fault.
+changed runs again. A test that fails without the fault, too, makes the result "broken".
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -106,15 +107,16 @@ def run_tests(tree: Path, files: Sequence[str], log: Path, seconds: float) -> st
 
 def first_failure(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:200]
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
 
 
-def fails_without_a_fault(tree: Path, mutation: Mutation, seconds: float, seen: dict[str, bool]) -> bool:
-    """Whether its tests fail, or run nothing, as the code is: what they say of a fault would be worth nothing."""
-    for path in test_files(mutation):
-        if path not in seen:
-            seen[path] = run_tests(tree, [path], tree.parent / "baseline.log", seconds) != SURVIVED
-    return any(seen[path] for path in test_files(mutation))
+def fails_without_a_fault(tree: Path, failure: str, seconds: float, seen: dict[str, bool]) -> bool:
+    """Whether a test fails as the code is, too: then its failure says nothing of a fault. failure: a line of pytest."""
+    found = re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", failure)
+    test = found[1] if found else ""
+    if test not in seen:
+        seen[test] = not test or run_tests(tree, [test], tree.parent / "again.log", seconds) != SURVIVED
+    return seen[test]
 
 
 def main() -> int:
@@ -158,12 +160,8 @@ def main() -> int:
                 results[mutation.name] = "equivalent"
                 continue
             record = known.get(f"{mutation.name} {key}")
-            if record is None and fails_without_a_fault(tree, mutation, options.timeout, failing):
-                print(f"{BROKEN:9} {mutation.name}  its tests fail without it:", *(p for p in failing if failing[p]))
-                results[mutation.name] = BROKEN
-                continue
             if record is None:
-                record = _run(mutation, key, tree, options.timeout)
+                record = _run(mutation, key, tree, options.timeout, failing)
                 with options.log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
                 print(f"{record['result']:9} {mutation.name}  [{record['seconds']} s] {record['by']}", flush=True)
@@ -171,7 +169,7 @@ def main() -> int:
     return report(results)
 
 
-def _run(mutation: Mutation, key: str, tree: Path, seconds: float) -> dict[str, str]:
+def _run(mutation: Mutation, key: str, tree: Path, seconds: float, failing: dict[str, bool]) -> dict[str, str]:
     place, log = tree / mutation.file, tree.parent / "run.log"
     before, started = place.read_bytes(), time.monotonic()
     place.write_text(mutated(mutation), encoding="utf-8")
@@ -179,8 +177,10 @@ def _run(mutation: Mutation, key: str, tree: Path, seconds: float) -> dict[str, 
         result = run_tests(tree, test_files(mutation), log, seconds)
     finally:
         place.write_bytes(before)
-    by = first_failure(log) if result in (KILLED, BROKEN) else ""
     took = f"{time.monotonic() - started:.1f}"
+    by = first_failure(log) if result in (KILLED, BROKEN) else ""
+    if result == KILLED and fails_without_a_fault(tree, by, seconds, failing):
+        result = BROKEN
     return {"name": mutation.name, "key": key, "result": result, "seconds": took, "by": by}
 
 

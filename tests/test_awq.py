@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightonly as wo
+from weightonly.ops.awq_dequantize import AUTO, on_gpu
 
 AWQ = sys.modules["weightonly.ops.awq_dequantize"]
 
@@ -81,3 +82,13 @@ def test_refused(case: str, generator: torch.Generator) -> None:
     wo.awq_dequantize(**layer)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         wo.awq_dequantize(**layer | {name: value})
+
+
+@pytest.mark.parametrize(("k", "words"), [(2**31, 1), (1, 2**28)])
+def test_sizes_that_the_kernel_cannot_count(k: int, words: int) -> None:
+    """Before anything is asked of a GPU; the tensors are views of one word."""
+    qweight, qzeros = torch.zeros(1, 1, dtype=torch.int32).expand(k, words), torch.zeros(1, 1, dtype=torch.int32)
+    scales = torch.ones(1, 1).half().expand(1, 8 * words)
+    message = f"qweight: expected K and N of at most 2147479552 on a GPU, got {k} and {8 * words}"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        on_gpu(qweight, scales, qzeros.expand(1, words), AUTO)

@@ -149,6 +149,27 @@ def test_hopper_reads_two_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) 
         assert PLAN.choose(asked, TypeConfig("bf16", "int4", "group"), None).layout == layout
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"m": 2**31}, "x: expected M of at most 2147479552 on a GPU, got 2147483648"),
+        ({"m": 2**31 - 4095}, "x: expected M of at most 2147479552 on a GPU, got 2147479553"),
+        ({"n": 2**30}, "qweight: expected N of at most 1073741760 on a GPU, got 1073741824"),
+        ({"k": 2**20 + 128}, "qweight: expected K of at most 1048576 on a GPU, got 1048704"),
+        ({"m": 2**30, "n": 1000}, "x: expected M * N of at most 1099511627776 on a GPU, got 1099511627776"),
+        ({"n": 2**24, "k": 2**19}, "qweight: expected K * N of at most 4398046511104 on a GPU, got 8796093022208"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_sizes_that_kernels_cannot_count(sizes: dict[str, int], message: str, arch: int) -> None:
+    if sizes == {"m": 2**30, "n": 1000}:  # padded to 1024 columns: the limit itself
+        PLAN.check_sizes(dataclasses.replace(problem(arch), **sizes))
+        sizes, message = sizes | {"m": 2**30 + 1}, message.replace("got 1099511627776", "got 1099511628800")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PLAN.choose(dataclasses.replace(problem(arch), **sizes), TypeConfig("f16", "int4", "group"), None)
+
+
 def test_bf16_before_ampere() -> None:
     message = "x: expected dtype torch.float16 on a GPU of compute capability 7.5 (bf16 needs 8.0), got"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):

@@ -89,3 +89,15 @@ def test_fields_are_checked(case: str) -> None:
     wo.PackedWeight(**GOOD_FIELDS)
     with pytest.raises(error, match=message):
         wo.PackedWeight(**GOOD_FIELDS | fields)
+
+
+def test_the_bytes_cannot_be_replaced(generator: torch.Generator) -> None:
+    """Plans that exist would let kernels read beyond the end of fewer bytes."""
+    weight = wo.preprocess(random_q(64, 64, 4, generator))
+    x, scales = torch.randn(2, 64), torch.ones(1, 64)
+    before, y = weight.data, wo.gemm(x, weight, scales)
+    for data in (torch.zeros(1, dtype=torch.uint8), weight.data.clone(), None):
+        with pytest.raises(AttributeError, match=r"^data: expected to stay as it is; PackedWeight\(data, "):
+            weight.data = data  # type: ignore[assignment]
+    assert weight.data is before
+    assert torch.equal(wo.gemm(x, weight, scales), y)

@@ -20,6 +20,12 @@ else:  # built without CUDA: everything works on CPU tensors. A _C.py elsewhere 
 MAX_K = 1 << 20
 """Padded K that the kernels' group arithmetic holds (cutlass_ext/gemm_params.h)."""
 
+MAX_M = (1 << 31) - 4096
+"""Rows that the kernels count in 32 bits, with room for a tile more."""
+
+MAX_N = (1 << 30) - 64
+"""Columns whose 16-bit scales they step over in 32-bit numbers of bytes."""
+
 FLOAT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """dtype -> enum FloatType of kernels/convert/conversions.h."""
 

@@ -39,10 +39,10 @@ class PackedWeight:
 
     __slots__ = (
         "_checked_out",
+        "_data",
         "_kind",
         "bits",
         "code",
-        "data",
         "experts",
         "format",
         "group_size",
@@ -100,7 +100,7 @@ class PackedWeight:
                 f"data: expected {expected_bytes} bytes for {stack}{format} [{k}, {n}] "
                 f"padded to [{k_padded}, {n_padded}], got {data.numel()}"
             )
-        self.data = data
+        self._data = data
         self.code = codebook
         self.k = k
         self.n = n
@@ -120,6 +120,17 @@ class PackedWeight:
             # Copied now: the first use may be inside of a CUDA graph, which cannot capture the copy.
             for dtype in WEIGHT_DTYPES:
                 codebook_on(codebook, data.device, dtype)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The bytes. Kernels read as many as the other attributes say, so no other tensor can take their place."""
+        return self._data
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        raise AttributeError(
+            "data: expected to stay as it is; PackedWeight(data, **qweight.fields) makes another weight"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ import torch
 from ..args import check_one_device, require_dtype
 from ..device import device_arch
 from ..formats.awq import awq_shape, read_awq
-from ..kernels import _C, FLOAT_TYPES, check_kernels
+from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..operands import aligned
 
 AUTO, ARITHMETIC, BIT_TRICKS = range(3)
@@ -43,9 +43,11 @@ def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Te
 
 def on_gpu(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, path: int) -> torch.Tensor:
     """`awq_dequantize` of checked CUDA tensors. path: AUTO is BIT_TRICKS where the GPU can, as they are quicker."""
+    (k, words), groups = qweight.shape, scales.shape[0]
+    if max(k, 8 * words) > MAX_M:
+        raise ValueError(f"qweight: expected K and N of at most {MAX_M} on a GPU, got {k} and {8 * words}")
     device = qweight.get_device()
     check_kernels(device_arch(device), "qweight")
-    (k, words), groups = qweight.shape, scales.shape[0]
     qweight, scales, qzeros = aligned(qweight, 4), aligned(scales, 16), aligned(qzeros, 4)
     w = torch.empty(k, 8 * words, dtype=scales.dtype, device=scales.device)
     _C.awq_dequantize(

@@ -11,7 +11,7 @@ from ..args import check_expected, check_zeros_fit
 from ..codebooks import codebook_on
 from ..device import device_arch
 from ..heuristics.slices import slice_columns
-from ..kernels import _C, FLOAT_TYPES, MAX_K, dequantizes_on
+from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_on
 from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
@@ -145,7 +145,9 @@ def _has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor
     """Whether the kernel reads this weight, here and now: not under torch.compile, and not for a gradient."""
     if not qweight.data.is_cuda or torch.compiler.is_compiling():
         return False
-    if qweight.layout not in _LAYOUT_NUMBERS or scales.dtype not in _KERNEL_DTYPES or qweight.k_padded > MAX_K:
+    if qweight.layout not in _LAYOUT_NUMBERS or scales.dtype not in _KERNEL_DTYPES:
+        return False
+    if qweight.k_padded > MAX_K or qweight.n_padded > MAX_N:
         return False
     if torch.is_grad_enabled() and (scales.requires_grad or (zeros is not None and zeros.requires_grad)):
         return False

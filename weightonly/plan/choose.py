@@ -11,7 +11,8 @@ from ..heuristics.configs import TypeConfig
 from ..heuristics.launches import launches
 from ..heuristics.legal import why_not
 from ..heuristics.problem import layouts_of
-from ..kernels import HOW_TO_BUILD, MAX_K, built_archs, check_kernels, is_compiled, runs_on
+from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
+from ..layout import TILE
 from .base import Plan
 from .kernel import KernelPlan
 from .reference import ReferencePlan
@@ -65,8 +66,7 @@ def choose(
     lacks a kernel.
     """
     gpu = f"a GPU of compute capability {problem.arch / 10}"
-    if problem.k_padded > MAX_K:
-        raise ValueError(f"qweight: expected K of at most {MAX_K} on a GPU, got {problem.k}")
+    check_sizes(problem)
     if types.dtype == "bf16" and problem.arch < 80:
         raise TypeError(f"x: expected dtype torch.float16 on {gpu} (bf16 needs 8.0), got torch.bfloat16")
     if config is None:
@@ -81,6 +81,21 @@ def choose(
                 f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
             )
     return config
+
+
+def check_sizes(problem: Problem) -> None:
+    """Raises ValueError for sizes beyond what kernels count with (kernels/api/checks.h refuses them, too)."""
+    m, n, k = problem.m, problem.n, problem.k
+    n_padded = -(-n // TILE) * TILE
+    for name, sizes, got, limit in (
+        ("x", "M", m, MAX_M),
+        ("qweight", "N", n, MAX_N),
+        ("qweight", "K", k, MAX_K),
+        ("x", "M * N", m * n_padded, 1 << 40),
+        ("qweight", "K * N", problem.k_padded * n_padded, 1 << 42),
+    ):
+        if got > limit:
+            raise ValueError(f"{name}: expected {sizes} of at most {limit} on a GPU, got {got}")
 
 
 def check_layout(problem: Problem, gpu: str) -> None:
