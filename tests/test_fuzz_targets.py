@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 import weightonly as wo
 from weightonly import args
-from weightonly.bench.fuzz import TARGETS, State, fuzz
+from weightonly.bench.__main__ import main
+from weightonly.bench.fuzz import TARGETS, State, fuzz, guided
 from weightonly.formats import shards
 
 CPU = torch.device("cpu")
@@ -98,3 +100,44 @@ def test_a_half_written_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(states, "_save", fault)
     assert "save: expected one of" in failures("state", 12)
+
+
+# --- guided by coverage ----------------------------------------------------------------------------------------
+
+
+def test_coverage_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^coverage: expected the package atheris, got none; pip install atheris$"):
+        guided.guided(tmp_path, 1, 1.0, None)
+
+
+@pytest.mark.parametrize("options", ["--target calls", "--target files --start 3", "--target files --case 1:2"])
+def test_options_that_contradict_coverage(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--coverage", str(tmp_path), *options.split()]) == 2
+    assert "coverage" in capsys.readouterr().err
+
+
+def test_seeds_are_read_and_changes_of_them_are_other_json() -> None:
+    seeds = guided._Inputs.seeds()
+    assert len({seed[0] for seed in seeds}) == len(seeds) >= 12
+    for seed in seeds:
+        assert isinstance(json.loads(seed[1:]), dict)
+        changed = {guided.change(seed, 1 << 20, number, lambda data, most: b"blind") for number in range(20)}
+        assert b"blind" in changed and len(changed) > 2
+
+
+def test_what_libfuzzer_says_is_read() -> None:
+    text = "#4 INITED cov: 9 ft: 9 corp: 1/1b\n#35 NEW cov: 769 ft: 1388 corp: 62/9Kb\nDone 40 runs in 1 second(s)\n"
+    assert guided._report(text, 0) == guided.Report(35, "cov: 769 ft: 1388 corp: 62", "")
+    text += "FAILED files, guided by coverage:\n  awq: KeyError: 'x'\n === Uncaught\nTest unit written to a/failed-1\n"
+    failure = "FAILED files, guided by coverage:\n  awq: KeyError: 'x'\na/failed-1"
+    assert guided._report(text, 77) == guided.Report(35, "cov: 769 ft: 1388 corp: 62", failure)
+    with pytest.raises(RuntimeError, match=r"^coverage: expected a report of libFuzzer, got ''$"):
+        guided._report("", 0)
+
+
+def test_inputs_guided_by_coverage(tmp_path: Path) -> None:
+    pytest.importorskip("atheris")
+    report = guided.guided(tmp_path / "corpus", 3, None, 60)
+    assert report.runs >= 12 and "cov: " in report.reached and not report.failure
+    assert len(list((tmp_path / "corpus").iterdir())) >= 12

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..devices import default_device
 from ..fuzz import TARGETS, State, fuzz
+from ..fuzz.guided import guided
 from ..fuzz.loop import describe, summary
 
 HELP = "try random calls, files and kills, and compare with an fp64 oracle or with what has to be refused"
@@ -23,6 +24,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", metavar="FILE", type=Path, help="go on where FILE says, and write it")
     parser.add_argument("--case", metavar="SEED:INDEX", type=_case, help="this one case alone")
     parser.add_argument("--failures", type=_count, default=5, help="stop after so many failed cases (default 5)")
+    parser.add_argument(
+        "--coverage",
+        metavar="FOLDER",
+        type=Path,
+        help="let coverage of the readers choose the files (target files; needs atheris), inputs kept in FOLDER",
+    )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
 
 
@@ -32,6 +39,8 @@ def needs_gpu(options: argparse.Namespace) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """1 if a case failed, else 0. Raises ValueError for options that contradict."""
+    if options.coverage is not None:
+        return _run_guided(options)
     target = TARGETS[options.target](default_device(options.device))
     if options.case is not None:
         seed, index = options.case
@@ -50,6 +59,27 @@ def run(options: argparse.Namespace) -> int:
     return 1 if len(state.failed) > already else 0
 
 
+def _run_guided(options: argparse.Namespace) -> int:
+    """1 if an input failed, else 0."""
+    if options.target != "files":
+        raise ValueError(f"coverage: expected target files, whose inputs are bytes, got {options.target}")
+    for name in ("case", "state", "start"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}: expected none with coverage, whose folder is what a run goes on with")
+    seed = _new_seed() if options.seed is None else options.seed
+    seconds = SECONDS if options.seconds is None and options.calls is None else options.seconds
+    print(f"fuzz files, guided by coverage, seed {seed}", flush=True)
+    report = guided(options.coverage, seed, seconds, options.calls)
+    print(f"{report.runs} inputs, {report.reached}; {options.coverage} keeps those that reach something new")
+    if report.failure:
+        print(report.failure)
+    return 1 if report.failure else 0
+
+
+def _new_seed() -> int:
+    return random.SystemRandom().randrange(1 << 31)
+
+
 def _state(options: argparse.Namespace) -> State:
     """Where to begin: as the state file says, if there is one, else as the options do."""
     if options.state is not None and options.state.exists():
@@ -61,7 +91,7 @@ def _state(options: argparse.Namespace) -> State:
             if given is not None and given != kept:
                 raise ValueError(f"{name}: expected {kept}, that of {options.state}, or none, got {given}")
         return state
-    seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
+    seed = _new_seed() if options.seed is None else options.seed
     return State(options.target, seed, options.start or 0)
 
 

@@ -123,7 +123,7 @@ def _change_bytes(draw: random.Random, content: bytes, header: bool) -> bytes:
     return content[: at + size] + content[at:]
 
 
-def _change_json(draw: random.Random, value: Any) -> Any:
+def change_json(draw: random.Random, value: Any) -> Any:
     """The same value with one thing in it replaced, removed or added."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name = draw.choice(list(value))
@@ -132,10 +132,10 @@ def _change_json(draw: random.Random, value: Any) -> Any:
             return {key: inside for key, inside in value.items() if key != name}
         if kind == 1:
             return value | {draw.choice(["__metadata__", "x", f"{name}x", ""]): draw.choice(_VALUES)}
-        return value | {name: _change_json(draw, value[name])}
+        return value | {name: change_json(draw, value[name])}
     if isinstance(value, list) and value and draw.random() < 0.85:
         at = draw.randrange(len(value))
-        return [*value[:at], _change_json(draw, value[at]), *value[at + 1 :]]
+        return [*value[:at], change_json(draw, value[at]), *value[at + 1 :]]
     if isinstance(value, int) and not isinstance(value, bool) and draw.random() < 0.5:
         return value + draw.choice([-8, -1, 1, 8])
     return draw.choice(_VALUES)
@@ -146,7 +146,7 @@ def _craft_header(draw: random.Random, content: bytes) -> bytes:
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
     for _ in range(draw.randrange(1, 3)):
-        header = _change_json(draw, header)
+        header = change_json(draw, header)
     text = json.dumps(header).encode()
     data = content[8 + length :]
     if draw.random() < 0.2:
@@ -166,7 +166,7 @@ def damage(draw: random.Random, folder: Path) -> None:
     else:
         value = json.loads(content)
         for _ in range(draw.randrange(1, 3)):
-            value = _change_json(draw, value)
+            value = change_json(draw, value)
         file.write_text(json.dumps(value))
 
 
@@ -187,7 +187,7 @@ class Files(Target):
             top = Path(made)
             kind = draw.choice([*QUANTIZERS, "converted", "packed"])
             try:
-                self._make(draw, kind, top)
+                self.make(draw, kind, top)
             except Exception as error:
                 outcome.failures.append(f"{kind}: not made: {type(error).__name__}: {error!s:.300}")
                 return outcome
@@ -198,11 +198,11 @@ class Files(Target):
                 shutil.copytree(pristine, top / "model")
                 damage(draw, top / "model")
                 outcome.calls += 1
-                ended = self._read(kind, top / "model", outcome)
+                ended = self.read(kind, top / "model", outcome)
                 outcome.covered.add(f"{kind} {ended}")
         return outcome
 
-    def _make(self, draw: random.Random, kind: str, top: Path) -> None:
+    def make(self, draw: random.Random, kind: str, top: Path) -> None:
         g = torch.Generator().manual_seed(draw.getrandbits(40))
         if kind == "packed":
             (top / "model").mkdir()
@@ -215,7 +215,7 @@ class Files(Target):
         if kind == "converted":
             convert(source, top / "model", progress=False)
 
-    def _read(self, kind: str, folder: Path, outcome: Outcome) -> str:
+    def read(self, kind: str, folder: Path, outcome: Outcome) -> str:
         """How reading ended. What is wrong with it goes to `outcome`."""
         started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         ended = "read"
