@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from .arch import parse_arch
 
-FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "code4": 4}
+FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "mxfp4": 4, "nvfp4": 4, "code4": 4}
 """Weight formats and their bits."""
 
-CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "code4")
+CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "mxfp4", "nvfp4", "code4")
 """Formats whose codes stand for the numbers of a codebook. A kernel is given the codebook: all are "code4" to it."""
+
+FORMAT_GROUPS: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}
+"""Format -> rows that share a scale, where the format says so."""
 
 K_ALIGNMENT = 64
 """Rows: `preprocess` pads K to a multiple of this, a k_block of the layout."""
@@ -38,8 +41,8 @@ class Problem:
     `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
     channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
     that of the packed weight; "": the format's or else the architecture's own. Raises ValueError naming the field for a
-    size below 1, an unknown format, arch or layout, a group size that K is no multiple of, or codes in another layout
-    than "tiled" or with zeros.
+    size below 1, an unknown format, arch or layout, a group size that K is no multiple of, that no kernel takes or that
+    is not the format's, or codes in another layout than "tiled" or with zeros.
     """
 
     m: int
@@ -69,11 +72,12 @@ class Problem:
                 raise ValueError(f"layout must be 'tiled' for {self.format}, got {self.layout!r}")
             if self.zeros:
                 raise ValueError(f"zeros must be False for {self.format}, got True")
+            check_format_groups(self.format, self.group_size, self.k)
             object.__setattr__(self, "format", "code4")
         if is_code and self.group_size in (-1, self.k, self.k_padded):
             object.__setattr__(self, "group_size", self.k_padded)  # one group: codes have no kernels per channel
         else:
-            check_group_size(self.group_size, self.k)
+            check_kernel_group_size(self.group_size, self.k)
 
     @property
     def bits(self) -> int:
@@ -100,10 +104,27 @@ def padded_k(k: int) -> int:
 
 
 def check_group_size(group_size: int, k: int) -> None:
-    """Raises ValueError unless the kernels handle it: per channel, 32, or a multiple of 64; dividing K."""
+    """Raises ValueError unless `gemm` takes it on a CPU: per channel, 16, 32, or a multiple of 64; dividing K."""
     if group_size in (-1, k):
         return
-    if group_size != 32 and (group_size < 64 or group_size % 64 != 0):
-        raise ValueError(f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k}; got {group_size}")
+    if group_size not in (16, 32) and (group_size < 64 or group_size % 64 != 0):
+        raise ValueError(f"group_size must be -1 (per channel), 16, 32, a multiple of 64, or K = {k}; got {group_size}")
     if k % group_size != 0:
         raise ValueError(f"group_size must divide K = {k}, got {group_size}")
+
+
+def check_kernel_group_size(group_size: int, k: int) -> None:
+    """Raises ValueError unless the kernels of GPUs take it: what a CPU takes, but not 16."""
+    check_group_size(group_size, k)
+    if group_size == 16 != k:
+        raise ValueError(
+            f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k} on a GPU; got 16, which the CPU "
+            "alone computes"
+        )
+
+
+def check_format_groups(format: str, group_size: int, k: int) -> None:
+    """Raises ValueError unless it is that of a format which has one. group_size: -1: all of K."""
+    expected = FORMAT_GROUPS.get(format)
+    if expected is not None and (k if group_size == -1 else group_size) != expected:
+        raise ValueError(f"group_size must be {expected} for {format}, got {group_size}")

@@ -117,8 +117,8 @@ SHAPES = [
 GROUP_SIZES = [
     case(str(size), groups_of(size), ValueError,
          f"scales: shape [{K // size}, 40] means a group size that is not supported: "
-         f"group_size must be -1 (per channel), 32, a multiple of 64, or K = 192; got {size}")
-    for size in (1, 8, 16, 48, 96)
+         f"group_size must be -1 (per channel), 16, 32, a multiple of 64, or K = 192; got {size}")
+    for size in (1, 8, 48, 96)
 ]  # fmt: skip
 
 ACTIVATIONS = [

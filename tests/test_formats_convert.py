@@ -295,8 +295,8 @@ CANNOT_RUN: dict[str, tuple[Layer, dict[str, Any], str | None, str]] = {
     "group 16": (
         own_codebook_layer,
         BNB,
-        None,
-        r"a\.down: group_size must be .* got 16; 2 of 2 layers .* group_size 32, 64",
+        "sm90",
+        r"a\.down: group_size must be .* on a GPU; got 16, .* 2 of 2 layers .* group_size 32, 64",
     ),
     "nf4 on sm80": (
         bnb_layer,

@@ -12,7 +12,7 @@ import torch
 
 from .activations import check_activation
 from .heuristics import KernelConfig
-from .heuristics.problem import check_group_size
+from .heuristics.problem import check_group_size, check_kernel_group_size
 from .packed import PackedWeight
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -221,10 +221,12 @@ def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor, qweight: Pack
             f"{name}: expected K / group_size rows, a divisor of K = {qweight.k}, got shape {list(scales.shape)}"
         )
     try:
-        check_group_size(qweight.k // groups, qweight.k)
+        check = check_kernel_group_size if x.is_cuda else check_group_size
+        check(qweight.k // groups, qweight.k)
     except ValueError as error:
         raise ValueError(
-            f"{name}: shape {list(scales.shape)} means a group size that is not supported: {error}"
+            f"{name}: shape {list(scales.shape)} means a group size that is not supported: {error}; "
+            "dequantize the weight, or quantize it again with groups of 32, 64 or 128"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """Codebooks: the 16 numbers that the 4-bit codes of a weight stand for.
 
-w[k, n] = scales[k // g, n] * codebook[code[k, n]]. Those of NF4 and FP4 are fixed; the caller brings that of "code4".
+w[k, n] = scales[k // g, n] * codebook[code[k, n]]. Those of named formats are fixed; the caller brings that of "code4".
 A codebook is a tuple of 16 floats, each exact in fp32. A device keeps one copy of it for each dtype in use.
 """
 
@@ -20,6 +20,11 @@ _LIMIT = torch.finfo(torch.float16).max
 def _in_fp32(numbers: Sequence[float]) -> tuple[float, ...]:
     return tuple(torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist())
 
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the 4-bit floats of OCP's Microscaling Formats (MX) 1.0, of codes 0 to 7. Bit 3 is the sign."""
+
+_E2M1 = tuple(sign * magnitude for sign in (1.0, -1.0) for magnitude in E2M1)
 
 CODEBOOKS: dict[str, tuple[float, ...]] = {
     # Quantiles of the normal distribution: Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314, appendix E.
@@ -43,12 +48,17 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
     ),
     # bitsandbytes' FP4: multiples of 1/192, the largest 1. Bit 3 is the sign, but of 0, which is there twice.
     "fp4": _in_fp32([sign * m / 192 + 0.0 for sign in (1, -1) for m in (0, 1, 128, 192, 64, 96, 32, 48)]),
+    "mxfp4": _E2M1,
+    "nvfp4": _E2M1,
 }
 """Format -> its codebook."""
 
+BLOCK_FORMATS = ("nf4", "fp4")
+"""Formats of bitsandbytes, whose scale is the largest magnitude of a block."""
+
 
 def codebook(format: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The codebook of "nf4" or "fp4": a new tensor, fp32 [16]."""
+    """The codebook of a format of CODEBOOKS: a new tensor, fp32 [16]."""
     return torch.tensor(CODEBOOKS[format], dtype=torch.float32, device=device)
 
 

@@ -33,12 +33,14 @@ def gemm(
 ) -> torch.Tensor:
     """y = act(x[..., perm] @ w + bias) with w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
 
-    Where q are the codes of a codebook ("nf4", "fp4", "code4"), w[k, n] = scales[k // g, n] * codebook[q[k, n]].
+    Where q are the codes of a codebook ("nf4", "fp4", "mxfp4", "nvfp4", "code4"),
+    w[k, n] = scales[k // g, n] * codebook[q[k, n]].
 
     x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
                 not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
     qweight     what `preprocess` returned, on the device of x.
-    scales      [K / g, N], dtype of x; per channel [1, N]. g is 32, a multiple of 64, or K.
+    scales      [K / g, N], dtype of x; per channel [1, N]. g is 32, a multiple of 64, K, or 16 on the
+                CPU.
     zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
     bias        [N], dtype of x.
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".

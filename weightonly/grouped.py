@@ -31,7 +31,8 @@ def grouped_gemm(
 
     x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
     qweight     what `preprocess` returned for q [E, K, N], on the device of x.
-    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 32, a multiple of 64, or K.
+    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 32, a multiple of 64, K, or
+                16 on the CPU.
     offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
                 offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
     zeros       None (symmetric) or like scales, in units of q. None for a codebook.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .codebooks import codebook_of, codebook_on
-from .heuristics.problem import CODE_FORMATS, FORMATS
+from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from .layout import TILE, TILED, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
 
@@ -20,15 +20,16 @@ class PackedWeight:
     data: uint8 [k_padded * n_padded * bits / 8], contiguous; of stacked experts E times as many bytes, one expert
         after another.
     k, n: the shape of the weight before padding.
-    format: "int4" or "int8" for integers; "nf4", "fp4" or "code4" for 4-bit codes, each the index of a number in a
-        codebook of 16.
+    format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
+        a number in a codebook of 16.
     layout: the order of the bytes, "row_major", "interleaved" or "tiled"; their number and shape cannot tell. Codes are
         always "tiled".
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
         holds 16 floats, rounded to fp32, for every code format, and None for integers.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
         them), whether there are zero points, and whether its rows are in act-order. None: nobody said. Where they are
-        set, `gemm` and `dequantize` refuse scales, zeros and perm that do not fit.
+        set, `gemm` and `dequantize` refuse scales, zeros and perm that do not fit. The groups of "mxfp4" (32) and
+        "nvfp4" (16) are always set.
     experts: E, how many weights [K, N] of one format are stacked; None: a single one.
 
     A stacked weight is for `grouped_gemm`. `qweight[e]` is expert e, `qweight[begin:end]` some of them, stacked: both
@@ -79,6 +80,7 @@ class PackedWeight:
                 raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
+        group_size = format_groups(format, group_size, k)
         if group_size is not None:
             group_size = -1 if resolve_group_size(group_size, k) == k else group_size
         for name, value in (("has_zeros", has_zeros), ("has_perm", has_perm)):
@@ -285,6 +287,18 @@ class PackedWeight:
 def _rebuild(data: torch.Tensor, fields: dict[str, Any]) -> PackedWeight:
     """PackedWeight by name: what pickle calls."""
     return PackedWeight(data, **fields)
+
+
+def format_groups(format: str, group_size: int | None, k: int) -> int | None:
+    """`group_size`, or that of a format which has one. Raises ValueError for another, or a wrong K."""
+    expected = FORMAT_GROUPS.get(format)
+    if expected is None:
+        return group_size
+    if k % expected:
+        raise ValueError(f"k: expected a multiple of {expected}, the group size of {format}, got {k}")
+    if group_size is not None and resolve_group_size(group_size, k) != expected:
+        raise ValueError(f"group_size: expected {expected} for {format}, got {group_size}")
+    return expected
 
 
 def format_bits(format: str) -> int:

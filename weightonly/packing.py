@@ -21,7 +21,7 @@ from .layout import (
     padded_shape,
     unpack_bytes,
 )
-from .packed import PackedWeight, format_bits
+from .packed import PackedWeight, format_bits, format_groups
 from .quantize import resolve_group_size
 
 
@@ -52,17 +52,20 @@ def preprocess(
         torch.cuda.get_device_capability returns.
     layout: the layout itself, instead of an arch. With neither: that of the GPU that `q` is on; for a CPU tensor that
         of the visible GPU, else "interleaved". Codes have one layout on every GPU, "tiled".
-    format: None for the integers of `bits`; "nf4" or "fp4" for codes of these codebooks, "code4" for codes of `code`.
+    format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
+        codes of `code`.
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
     group_size, zeros, perm: what the weight is to be multiplied with: the rows that share a scale (-1: all of K),
         whether there are zero points, and an act-order permutation. `gemm` then refuses what does not fit: scales of
-        other groups, forgotten zeros. None: not known, and any are taken.
+        other groups, forgotten zeros. None: not known, and any are taken. Groups of "mxfp4" are always 32, of
+        "nvfp4" 16.
 
     Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
 
     Raises TypeError for a `q` or `code` of another type or dtype. Raises ValueError for a wrong rank, an empty `q`,
     values out of range, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict each
-    other, a `code` that is missing or not needed, a group size that does not divide K, and zeros of codes.
+    other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and zeros
+    of codes.
     """
     is_code = format in CODE_FORMATS
     if is_code and isinstance(q, torch.Tensor) and q.dtype == torch.uint8:
@@ -81,6 +84,7 @@ def preprocess(
         raise ValueError(f"zeros: expected False or None for {format}, whose codes have no zeros, got True")
     if q.numel() == 0:
         raise ValueError(f"q: expected shape [K, N] with K, N >= 1, got {list(q.shape)}")
+    group_size = format_groups(format, group_size, k)
     if group_size is not None:
         resolve_group_size(group_size, k)
     if not is_stack:
@@ -162,7 +166,7 @@ def format_of(bits: int | None, format: str | None) -> str:
     if bits is not None:
         check_bits(bits)
     if format is None:
-        return f"int{bits or 4}"
+        return f"int{int(bits or 4)}"
     if format_bits(format) != (bits or format_bits(format)):
         raise ValueError(f"bits: expected {format_bits(format)} for {format}, got {bits}")
     return format

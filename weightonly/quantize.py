@@ -1,6 +1,7 @@
 """Quantization of a weight to int8 or int4 by the range of its values, per channel or per group, in plain PyTorch.
 
-The result q, scales, zeros approximates  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
+The result q, scales, zeros approximates  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]). For codes
+of a codebook see quantize_codes.py.
 """
 
 from __future__ import annotations
@@ -10,60 +11,84 @@ from collections.abc import Iterator
 
 import torch
 
-from .layout import check_bits
+from .heuristics.problem import CODE_FORMATS, FORMATS
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+DEFAULT_GROUP_SIZE = {"int4": 128, "int8": 128, "nf4": 64, "fp4": 64, "mxfp4": 32, "nvfp4": 16}
+"""Format that a weight can be quantized to -> rows that share a scale, unless the caller says."""
 
 _BLOCK_ELEMS = 1 << 24
 """Elements that are worked on at a time: 64 MiB in fp32, and a few times that for temporaries."""
 
 
 def quantize(
-    w: torch.Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True
+    w: torch.Tensor,
+    bits: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    *,
+    format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantize a weight by the largest magnitude, or the range, of each group of rows in each column.
 
     w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
-    bits: 4 or 8.
-    group_size: rows that share a scale, a divisor of K; -1: all of them (per channel).
+    bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
+    group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
+        which take powers of two from 32 to 4096, 64. Those of mxfp4 are 32, of nvfp4 16.
     symmetric: True: scale = absmax / (2^(bits-1) - 1), without zero points. False: the 2^bits levels span the range of
-        the group and 0, which is represented exactly.
+        the group and 0, which is represented exactly; integers alone.
 
     Returns (q, scales, zeros):
-        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1
+        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15
         scales  [K / g, N] in the dtype of w
         zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q
     q is rounded with the scale as it is stored, so each element is within half a scale of its original (0.7, with
     zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
     zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
 
+    Codes: those of nf4 and fp4 are bitsandbytes', whose absmax is rounded to the dtype of w. Scales of mxfp4 are powers
+    of two: that of OCP's specification, or the next one where the sum of squares is smaller. Those of nvfp4 are numbers
+    of E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
+    back exactly.
+
     Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
-    it, other `bits`, and a group size that does not divide K.
+    it, other `bits`, an unknown format, zero points of codes, and a group size that does not divide K or is none of the
+    format.
     """
-    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, bits, group_size, symmetric)
+    from .packing import format_of  # packing imports this module
+
+    name = format_of(bits, format)
+    size = DEFAULT_GROUP_SIZE.get(name, 0) if group_size is None else group_size
+    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric)
 
 
 @torch.no_grad()
 def quantize_for(
-    w: torch.Tensor, dtype: torch.dtype | None, bits: int, group_size: int, symmetric: bool
+    w: torch.Tensor, dtype: torch.dtype | None, format: str, group_size: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`quantize`, with scales and zeros in `dtype`, which need not be that of `w`.
 
     Raises what `quantize` does, TypeError for a `dtype` that is not a 16- or 32-bit float, and ValueError for weights
     beyond the largest number of `dtype`.
     """
-    _check_weight(w)
-    if dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {dtype}")
-    check_bits(bits)
+    check_weight(w, dtype)
+    assert dtype is not None
+    if format in CODE_FORMATS:
+        if not symmetric:
+            raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
+        from .quantize_codes import quantize_codes  # it imports this module
+
+        return *quantize_codes(w, dtype, format, group_size), None
+    bits = FORMATS[format]
     k, n = w.shape
     group = resolve_group_size(group_size, k)
-    _check_values(w, dtype)
+    check_values(w, dtype)
 
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
     zeros = None if symmetric else torch.empty_like(scales)
-    for groups, columns in _blocks(k // group, group, n):
+    for groups, columns in blocks_of(k // group, group, n):
         rows = slice(groups.start * group, groups.stop * group)
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group))  # (G, g, n)
         low, high = (t.double() for t in torch.aminmax(block, dim=1))  # (G, n)
@@ -100,13 +125,16 @@ def _largest(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def _check_weight(w: torch.Tensor) -> None:
+def check_weight(w: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Raises TypeError or ValueError unless `w` is a matrix of floats that can get scales in `dtype`."""
     if not isinstance(w, torch.Tensor):
         raise TypeError(f"w: expected a tensor, got {type(w).__name__}")
     if w.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"w: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {w.dtype}")
     if w.dim() != 2 or w.numel() == 0:
         raise ValueError(f"w: expected shape [K, N] with K, N >= 1, got {list(w.shape)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {dtype}")
 
 
 def finite_range(w: torch.Tensor) -> tuple[float, float]:
@@ -118,14 +146,16 @@ def finite_range(w: torch.Tensor) -> tuple[float, float]:
     return low, high
 
 
-def _check_values(w: torch.Tensor, dtype: torch.dtype) -> None:
+def check_values(w: torch.Tensor, dtype: torch.dtype) -> float:
+    """The largest magnitude. Raises ValueError for NaN, Inf and numbers beyond `dtype`."""
     low, high = finite_range(w)
     limit = torch.finfo(dtype).max
     if max(-low, high) > limit:
         raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {low:g}..{high:g}")
+    return max(-low, high)
 
 
-def _blocks(groups: int, group: int, n: int) -> Iterator[tuple[slice, slice]]:
+def blocks_of(groups: int, group: int, n: int) -> Iterator[tuple[slice, slice]]:
     """Cover [groups, n] with rectangles of about _BLOCK_ELEMS weights, of whole rows where they fit."""
     column_step = min(n, max(1, _BLOCK_ELEMS // group))
     group_step = max(1, _BLOCK_ELEMS // (group * column_step))

@@ -10,7 +10,7 @@ import torch
 from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
-from weightonly.heuristics.problem import CODE_FORMATS, FORMATS, LAYOUTS, layouts_of
+from weightonly.heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS, LAYOUTS, layouts_of
 from weightonly.kernels import is_compiled, kernels
 from weightonly.launch import LaunchOverlap
 from weightonly.plan.choose import choose, scale_mode
@@ -109,7 +109,8 @@ class Drawer:
         """Any format, dtype, layout and group size; K a multiple of the group, N anything."""
         format, dtype, layout = self._types(draw)
         longest = draw.choice(self.limits.k)
-        group_size = draw.choice([size for size in GROUP_SIZES if size <= longest])
+        sizes = GROUP_SIZES if self.device.type == "cuda" else (*GROUP_SIZES, 16)
+        group_size = FORMAT_GROUPS.get(format) or draw.choice([size for size in sizes if size <= longest])
         if group_size == -1:
             step = draw.choice([1, 8, 64])
             k = step * draw.randint(1, longest // step)
@@ -134,7 +135,9 @@ class Drawer:
             return format, draw.choice(tuple(DTYPES)), "tiled" if format in CODE_FORMATS else draw.choice(LAYOUTS)
         config = draw.choice(self.configs)
         types = draw.choice([types for types in kernel_types(config) if is_compiled(config, types)])
-        format = draw.choice(CODE_FORMATS) if types.format == "code4" else types.format
+        # Groups of nvfp4 are 16, which no kernel reads.
+        code_formats = [code for code in CODE_FORMATS if FORMAT_GROUPS.get(code) != 16]
+        format = draw.choice(code_formats) if types.format == "code4" else types.format
         return format, types.dtype, config.layout
 
     def calls(self, draw: random.Random, weight: Weight) -> list[Call]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ..codebooks import CODEBOOKS, codebook, codebook_values
+from ..codebooks import BLOCK_FORMATS, codebook, codebook_values
 from ..storage import parse_json
 from .expect import FLOATS, TensorError, dtype_name, expect, option
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
@@ -37,7 +37,7 @@ from .plain import CodeWeight
 from .words import unpack_nibbles
 
 _STATE = "weight.quant_state.bitsandbytes__"
-ANCHORS = tuple(f"{_STATE}{kind}" for kind in CODEBOOKS)
+ANCHORS = tuple(f"{_STATE}{kind}" for kind in BLOCK_FORMATS)
 _MAX_STATE_BYTES = 1 << 16
 
 
@@ -166,7 +166,7 @@ def parse_state(quant_state: torch.Tensor, name: str = "weight.quant_state") -> 
         if len(shape) != 2 or not all(type(size) is int and 1 <= size < 1 << 31 for size in shape):
             raise ValueError(f"shape: expected [N, K], got {shape!s:.80}")
         quant_type = _required(fields, "quant_type", str)
-        if quant_type not in CODEBOOKS:
+        if quant_type not in BLOCK_FORMATS:
             raise ValueError(f"quant_type: expected nf4 or fp4, got {quant_type!r}")
         blocksize, dtype = _size(fields, "blocksize"), _float_dtype(fields, "dtype")
         nested_blocksize, nested_offset = _nested(fields)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size, check_kernel_group_size
 from ..layout import LAYOUTS
 from ..packing import code_layout
 from .expect import option
@@ -78,7 +78,8 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
     """
     for name, shape in shapes.items():
         try:
-            check_group_size(shape.group_size, shape.k)
+            check = check_group_size if arch is None else check_kernel_group_size
+            check(shape.group_size, shape.k)
         except ValueError as error:
             count = sum(other.group_size == shape.group_size for other in shapes.values())
             raise ValueError(

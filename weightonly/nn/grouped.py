@@ -12,12 +12,13 @@ from ..experts import product
 from ..formats.plain import unsort_rows
 from ..grouped import GroupedArgs
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, format_of, repack
 from ..quantize import resolve_group_size
+from ..quantize_codes import check_scales_as
 from .linear import _codebook_bits, _frozen
 
 
@@ -69,7 +70,7 @@ class GroupedLinear(torch.nn.Module):
         bias: bool = False,
         *,
         format: str = "int4",
-        group_size: int = 128,
+        group_size: int | None = None,
         symmetric: bool = True,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
@@ -86,6 +87,8 @@ class GroupedLinear(torch.nn.Module):
             raise ValueError(f"symmetric: expected True for {format}, got False")
         layout = code_layout(format, arch) if is_code else default_layout(device, arch)
         k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
+        if group_size is None:
+            group_size = FORMAT_GROUPS.get(format, 128)
         groups = in_features // resolve_group_size(group_size, in_features)
         data = torch.zeros(num_experts * k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
         code = (0.0,) * 16 if format == "code4" else None
@@ -176,6 +179,8 @@ class GroupedLinear(torch.nn.Module):
         for name in ("scales", "zeros", "bias", "perm"):
             tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
             stack = torch.stack(tensors) if tensors else None
+            if name == "scales" and stack is not None:
+                check_scales_as(stack, dtype, first.weight.format)
             stacked[name] = stack.to(dtype) if stack is not None and name != "perm" else stack
         scales = stacked.pop("scales")
         assert scales is not None
@@ -272,8 +277,10 @@ class GroupedLinear(torch.nn.Module):
         self._packed = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
-        if fn(self.scales[:0]).dtype == torch.float64:
+        dtype = fn(self.scales[:0]).dtype
+        if dtype == torch.float64:
             raise TypeError("GroupedLinear: expected float16, bfloat16 or float32, got float64 to convert to")
+        check_scales_as(self.scales, dtype, self.format)
         super()._apply(fn, recurse)
         self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
         return self

@@ -50,7 +50,7 @@ class DenseHandler:
         if n == 1:
             return "N = 1: a gate"
         try:
-            recipe.check_k(k)
+            recipe.check_k(k, self.weight(module).is_cuda)
         except ValueError as error:
             return str(error)
         return None
@@ -103,7 +103,7 @@ class ExpertsHandler:
         try:
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 3:
-                    recipe.check_k(expert_weights(module, name).shape[1])
+                    recipe.check_k(expert_weights(module, name).shape[1], parameter.is_cuda)
         except ValueError as error:
             return str(error)
         return None

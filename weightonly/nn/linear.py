@@ -14,12 +14,13 @@ from ..args import check_expected, check_perm, check_perm_expected, check_single
 from ..formats.plain import unsort_rows
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, format_of, repack
 from ..quantize import resolve_group_size
+from ..quantize_codes import check_scales_as
 from .recipe import Recipe
 
 _METADATA = "weightonly.packed"
@@ -67,7 +68,7 @@ class Linear(torch.nn.Module):
         bias: bool = True,
         *,
         bits: int | None = None,
-        group_size: int = 128,
+        group_size: int | None = None,
         symmetric: bool = True,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
@@ -78,6 +79,7 @@ class Linear(torch.nn.Module):
     ) -> None:
         """A layer of zeros, to load a state dict into. Arguments that are not named here: see `from_linear`.
 
+        group_size: None: 32 for "mxfp4", 16 for "nvfp4", 128 for other formats.
         act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is zeros
             until one is loaded.
 
@@ -91,6 +93,8 @@ class Linear(torch.nn.Module):
             raise ValueError(f"symmetric: expected True for {format}, got False")
         layout = code_layout(format, arch) if is_code else default_layout(device, arch)
         k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
+        if group_size is None:
+            group_size = FORMAT_GROUPS.get(format, 128)
         groups = in_features // resolve_group_size(group_size, in_features)
         data = torch.zeros(k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
         scales = torch.zeros(groups, out_features, dtype=dtype, device=device)
@@ -199,9 +203,9 @@ class Linear(torch.nn.Module):
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 
-        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4".
-        group_size: rows that share a scale: -1, 32, a multiple of 64, or K; for codes a power of two. The default is
-            128, for "nf4" and "fp4" 64.
+        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
+        group_size: rows that share a scale: -1, 32, a multiple of 64, K, or 16 on a CPU; for "nf4" and "fp4" a power
+            of two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
         symmetric: as for `quantize`.
         dtype: of scales, bias and x; None: that of the weight.
         arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
@@ -425,8 +429,13 @@ class Linear(torch.nn.Module):
                 )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
-        if fn(self.scales[:0]).dtype == torch.float64:
+        dtype = fn(self.scales[:0]).dtype
+        if dtype == torch.float64:
             raise TypeError(f"{self._title()}: expected float16, bfloat16 or float32, got float64 to convert to")
+        try:
+            check_scales_as(self.scales, dtype, self.format)
+        except ValueError as error:
+            raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
         self._scales_from = (self.scales, self.scales.dtype)
         self._packed = None  # its bytes are those from before: they would stay alive, and stay in use

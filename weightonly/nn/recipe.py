@@ -6,23 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats.words import unpack_nibbles
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, check_group_size
-from ..ops.blocks_4bit import BLOCKSIZES, quantize_4bit
+from ..heuristics.problem import CODE_FORMATS, check_group_size, check_kernel_group_size
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, format_of, layout_for_arch, preprocess
-from ..quantize import WEIGHT_DTYPES, quantize_for, resolve_group_size
-
-DEFAULT_GROUP_SIZE = {"int4": 128, "int8": 128, "nf4": 64, "fp4": 64}
-"""Format -> rows that share a scale. Codes have the blocks that bitsandbytes has."""
+from ..quantize import DEFAULT_GROUP_SIZE, WEIGHT_DTYPES, quantize_for, resolve_group_size
+from ..quantize_codes import check_code_groups
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What becomes of a weight.
 
-    format: "int4", "int8", "nf4" or "fp4".
+    format: one of DEFAULT_GROUP_SIZE.
     group_size: rows of K that share a scale; -1: all of them.
     symmetric: False adds zero points, which codes do not have.
     dtype: of scales, zeros, bias and x; None: that of the weight.
@@ -77,40 +73,30 @@ class Recipe:
     def bits(self) -> int:
         return format_bits(self.format)
 
-    def check_k(self, k: int) -> None:
-        """Raises ValueError unless a weight of K rows can be cut into the groups, and kernels take them."""
+    def check_k(self, k: int, on_gpu: bool = False) -> None:
+        """Raises ValueError unless a weight of K rows can be cut into the groups, and what is to compute takes them.
+
+        on_gpu: whether the weight is on a GPU.
+        """
         rows = resolve_group_size(self.group_size, k)
-        check_group_size(rows, k)
-        if self.is_code and rows not in BLOCKSIZES:
-            sizes = ", ".join(map(str, BLOCKSIZES))
-            raise ValueError(f"group_size: expected one of {sizes} for {self.format}, got {rows}")
+        if self.is_code:
+            check_code_groups(self.format, rows)
+        check = check_kernel_group_size if on_gpu or self.arch is not None else check_group_size
+        check(rows, k)
 
     def quantize(
         self, w: torch.Tensor, perm: torch.Tensor | None = None
     ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
         """A weight [K, N] of floats -> (packed weight, scales [K / g, N], zeros like them or None).
 
-        Integers are those of `quantize`; codes those of `quantize_4bit` on blocks of a column, whose absmax is rounded
-        to the dtype. perm: the order of the rows to quantize, w[perm]; see `gemm`. Raises what those and `preprocess`
-        raise.
+        What `weightonly.quantize` makes. perm: the order of the rows to quantize, w[perm]; see `gemm`. Raises what that
+        and `preprocess` raise.
         """
         w = w if perm is None else w[perm.long()]
-        self.check_k(w.shape[0])
+        self.check_k(w.shape[0], w.is_cuda)
         dtype = w.dtype if self.dtype is None else self.dtype
-        if not self.is_code:
-            q, scales, zeros = quantize_for(w, dtype, self.bits, self.group_size, self.symmetric)
-            return self._pack(q, perm is not None), scales, zeros
-        k, n = w.shape
-        packed, absmax = quantize_4bit(w.t(), resolve_group_size(self.group_size, k), self.format)
-        limit = torch.finfo(dtype).max
-        if absmax.max() > limit:
-            raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {absmax.max():g}")
-        codes = unpack_nibbles(packed.view(-1), k * n).view(n, k).t()  # [K, N]
-        scales = absmax.view(n, -1).t().to(dtype).contiguous()
-        return self._pack(codes.contiguous(), perm is not None), scales, None
-
-    def _pack(self, q: torch.Tensor, has_perm: bool) -> PackedWeight:
-        return preprocess(
+        q, scales, zeros = quantize_for(w, dtype, self.format, self.group_size, self.symmetric)
+        packed = preprocess(
             q,
             self.bits,
             arch=self.arch,
@@ -118,5 +104,6 @@ class Recipe:
             format=self.format,
             group_size=self.group_size,
             zeros=not self.symmetric,
-            perm=has_perm,
+            perm=perm is not None,
         )
+        return packed, scales, zeros

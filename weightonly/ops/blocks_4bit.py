@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from ..args import check_one_device, require_dtype
-from ..codebooks import CODEBOOKS, codebook_values
+from ..codebooks import BLOCK_FORMATS, CODEBOOKS, codebook_values
 from ..device import device_arch
 from ..formats.words import pack_nibbles, unpack_nibbles
 from ..kernels import _C, FLOAT_TYPES, check_kernels
@@ -143,8 +143,8 @@ def _check_blocksize(blocksize: int) -> None:
 def _codebook(quant_type: str, code: torch.Tensor | Sequence[float] | None) -> tuple[float, ...]:
     if code is not None:
         return codebook_values(code)
-    if quant_type not in CODEBOOKS:
-        raise ValueError(f"quant_type: expected one of {', '.join(map(repr, CODEBOOKS))}, got {quant_type!r}")
+    if quant_type not in BLOCK_FORMATS:
+        raise ValueError(f"quant_type: expected one of {', '.join(map(repr, BLOCK_FORMATS))}, got {quant_type!r}")
     return CODEBOOKS[quant_type]
 
 

@@ -26,7 +26,7 @@ from ..formats.groups import group_rows
 from ..formats.words import to_signed, unpack_words
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import check_group_size
+from ..heuristics.problem import check_kernel_group_size
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .support import why_not
@@ -88,7 +88,7 @@ class WeightOnlyLinearKernel(MPLinearKernel):
         perm = None
         if getattr(c, "has_g_idx", False):
             grouping = group_rows(getattr(layer, self._g_idx_name).data, len(scales))
-            check_group_size(grouping.rows, k)
+            check_kernel_group_size(grouping.rows, k)
             q, scales = grouping.sort(q), grouping.spread(scales)
             zeros = None if zeros is None else grouping.spread(zeros)
             # A kept identity: the model that is loaded next into this layer may have another order.

@@ -18,7 +18,7 @@ from ..formats.groups import group_rows
 from ..formats.layers import LayerShape
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_kernel_group_size
 from ..layout import TILED
 from ..packed import PackedWeight
 from ..packing import preprocess
@@ -162,7 +162,7 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             row_groups = torch.arange(first, first + self.k, device=rows.device) // self.shape.group_size
         grouping = group_rows(row_groups, groups)
         try:
-            check_group_size(grouping.rows, self.k)
+            check_kernel_group_size(grouping.rows, self.k)
         except ValueError:
             return _padded(rows, row_groups, groups)
         counts = torch.bincount(row_groups, minlength=groups) // grouping.rows

@@ -10,7 +10,7 @@ from ..args import CPU_DTYPES
 from ..device import device_arch, sm_count
 from ..heuristics import Problem
 from ..heuristics.configs import TypeConfig
-from ..heuristics.problem import check_group_size
+from ..heuristics.problem import check_kernel_group_size
 from ..plan.choose import DTYPE_NAMES, choose, scale_mode
 
 VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"
@@ -34,7 +34,7 @@ def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype
     group_size: rows of K that share a scale, -1: all. dtype: of x.
     """
     try:
-        check_group_size(group_size, k)
+        check_kernel_group_size(group_size, k)
         if not torch.cuda.is_available():
             return None if dtype in CPU_DTYPES else f"x: expected 16 or 32 bits, got {dtype}"
         if dtype not in DTYPE_NAMES:

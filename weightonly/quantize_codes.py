@@ -1,0 +1,167 @@
+"""Quantization of a weight to the codes of a codebook: blocks as bitsandbytes has them, and OCP's microscaling formats.
+
+w[k, n] is approximated by  scales[k // g, n] * codebook[q[k, n]].
+
+    nf4, fp4  scale = the largest magnitude of a group; see ops/blocks_4bit.py
+    mxfp4     scale = 2^e (E8M0), groups of 32
+    nvfp4     scale = an 8-bit float (E4M3) times one factor for all of the weight, groups of 16
+
+The codes of the last two are 4-bit floats (E2M1), rounded to nearest, ties to the even code. What they stand for, and
+the scales, are exact in 16 bits: a weight is what its bits say, in float16 and bfloat16, too.
+
+E2M1, E8M0 and mxfp4: OCP Microscaling Formats (MX) Specification 1.0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .codebooks import BLOCK_FORMATS, E2M1
+from .formats.words import unpack_nibbles
+from .heuristics.problem import FORMAT_GROUPS, check_format_groups
+from .ops.blocks_4bit import BLOCKSIZES, quantize_4bit
+from .quantize import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
+
+_LARGEST_E4M3 = 448.0
+_SMALLEST_E4M3 = 2.0**-9
+
+
+def check_code_groups(format: str, group_size: int) -> None:
+    """Raises ValueError for a code format, or groups of one, that `quantize` does not make."""
+    if format not in DEFAULT_GROUP_SIZE:
+        raise ValueError(f"format: expected one of {', '.join(DEFAULT_GROUP_SIZE)} to quantize to, got {format!r}")
+    if format in FORMAT_GROUPS:
+        check_format_groups(format, group_size, group_size)
+    elif group_size not in BLOCKSIZES:
+        sizes = ", ".join(map(str, BLOCKSIZES))
+        raise ValueError(f"group_size: expected one of {sizes} for {format}, got {group_size}")
+
+
+@torch.no_grad()
+def quantize_codes(
+    w: torch.Tensor, dtype: torch.dtype, format: str, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes int8 [K, N], scales [K / g, N] in `dtype`) of a weight w [K, N].
+
+    Raises what `weightonly.quantize` raises.
+    """
+    check_weight(w, dtype)
+    k = w.shape[0]
+    group = resolve_group_size(group_size, k)
+    check_code_groups(format, group)
+    if format in BLOCK_FORMATS:
+        return _quantize_blocks(w, dtype, format, group)
+    peak_of_all = check_values(w, dtype)
+    factor = _factor(peak_of_all, dtype) if format == "nvfp4" else None
+    q = torch.empty(k, w.shape[1], dtype=torch.int8, device=w.device)
+    scales = torch.empty(k // group, w.shape[1], dtype=dtype, device=w.device)
+    for groups, columns in blocks_of(k // group, group, w.shape[1]):
+        rows = slice(groups.start * group, groups.stop * group)
+        block = w[rows, columns].to(torch.float32).contiguous().unflatten(0, (-1, group))  # (G, g, n)
+        peak = block.abs().amax(dim=1)  # (G, n)
+        scale = _e8m0_scale(block, peak, dtype) if factor is None else _e4m3_scale(peak, factor, dtype)
+        scales[groups, columns] = scale
+        q[rows, columns] = _e2m1_codes(block, scale).flatten(0, 1)
+    return q, scales
+
+
+def check_scales_as(scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:
+    """Raises ValueError for scales of mxfp4 and nvfp4 that do not fit into another dtype; others are not looked at.
+
+    Those of mxfp4 have to be exact, and so has every weight that they make. Those of nvfp4 may be rounded, but not to 0
+    or to infinity.
+    """
+    if format not in FORMAT_GROUPS or scales.dtype == dtype or scales.is_meta:
+        return
+    cast = scales.to(dtype)
+    if format == "mxfp4":
+        low, high = mxfp4_range(dtype)
+        bad = (cast != scales) | (cast < low) | (cast > high)
+        expected = f"powers of two in 2^{round(math.log2(low))} .. 2^{round(math.log2(high))}"
+    else:
+        bad = (cast.isinf() & ~scales.isinf()) | ((cast == 0) & (scales != 0))
+        expected = "numbers within its range"
+    if bool(bad.any()):
+        found = ", ".join(f"{value:g}" for value in scales[bad].float().unique()[:3].tolist())
+        raise ValueError(f"scales: expected {expected} for {format} in {dtype}, got {found}; bfloat16 has the range")
+
+
+def mxfp4_range(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest scale of mxfp4 with which every code is a number of `dtype`, and is exact."""
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps  # the smallest subnormal number
+    return max(2.0**-127, smallest / E2M1[1]), 2.0 ** math.floor(math.log2(info.max / E2M1[-1]))
+
+
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent in fp32, exactly. exponent: int32, -149 .. 127."""
+    normal = exponent.clamp(min=-126) + 127 << 23
+    subnormal = 1 << (exponent.clamp(max=-127) + 149)
+    return torch.where(exponent < -126, subnormal, normal).view(torch.float32)
+
+
+def _quantize_blocks(w: torch.Tensor, dtype: torch.dtype, format: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, n = w.shape
+    packed, absmax = quantize_4bit(w.t(), group, format)
+    limit = torch.finfo(dtype).max
+    if absmax.max() > limit:
+        raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {absmax.max():g}")
+    codes = unpack_nibbles(packed.view(-1), k * n).view(n, k).t()  # [K, N]
+    return codes.contiguous().view(torch.int8), absmax.view(n, -1).t().to(dtype).contiguous()
+
+
+def _e2m1_codes(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes int8 of block / scale: fp32 (G, g, n), (G, n) -> (G, g, n)."""
+    middles = torch.tensor(E2M1, dtype=torch.float32, device="cpu").unfold(0, 2, 1).mean(dim=1)
+    # bucketize puts a number that is on a boundary below it. Every other middle belongs to the even code above it.
+    middles[1::2] = torch.nextafter(middles, torch.zeros_like(middles))[1::2]
+    ratio = block / scale.unsqueeze(1)
+    codes = torch.bucketize(ratio.abs(), middles.to(block.device), out_int32=True).to(torch.int8)
+    return codes | ratio.signbit().to(torch.int8) << 3
+
+
+def _e8m0_scale(block: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Powers of two, fp32 (G, n), with the smaller sum of squares of two: that of OCP's rule, and the next one.
+
+    OCP's rule is the largest power of two in a group over that of E2M1, which is 4. A group of zeros gets 1.
+    """
+    low, high = mxfp4_range(dtype)
+    exponent = torch.frexp(peak).exponent - 3
+    ocp = power_of_two(exponent.clamp(-127, 127)).clamp(low, high)
+    wide = (ocp * 2).clamp(max=high)
+    scale = torch.where(_squares(block, wide) < _squares(block, ocp), wide, ocp)
+    return torch.where(peak == 0, torch.ones_like(scale), scale)
+
+
+def _squares(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of what rounding to the codes of a scale changes, fp64 (G, n)."""
+    magnitudes = torch.tensor(E2M1, dtype=torch.float32, device="cpu").to(block.device)
+    codes = _e2m1_codes(block, scale) & 7
+    error = block.abs() - magnitudes[codes.int()] * scale.unsqueeze(1)
+    return torch.linalg.vector_norm(error, dim=1, dtype=torch.float64)
+
+
+def _factor(peak: float, dtype: torch.dtype) -> float:
+    """The factor of nvfp4: the smallest power of two with which the largest scale of E4M3 reaches `peak`.
+
+    A power of two, so that scales stay exact in 16 bits; no smaller than what keeps the smallest one a number of
+    `dtype`.
+    """
+    if peak == 0:
+        return 1.0
+    mantissa, exponent = math.frexp(peak / (E2M1[-1] * _LARGEST_E4M3))
+    info = torch.finfo(dtype)
+    return 2.0 ** max(exponent - (mantissa == 0.5), round(math.log2(info.smallest_normal * info.eps / _SMALLEST_E4M3)))
+
+
+def _e4m3_scale(peak: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 (G, n): peak / 6, as a number of E4M3 times `factor`. A group of zeros gets `factor`."""
+    exact = (peak.double() / (E2M1[-1] * factor)).float().clamp(min=_SMALLEST_E4M3)
+    scale = exact.to(torch.float8_e4m3fn)
+    # Rounded up, the largest code may be beyond the dtype. The number of E4M3 before has the bits before.
+    below = (scale.view(torch.uint8) - 1).view(torch.float8_e4m3fn)
+    too_large = scale.double() * (E2M1[-1] * factor) > torch.finfo(dtype).max
+    scale = torch.where(too_large, below.float(), scale.float())
+    return torch.where(peak == 0, torch.ones_like(scale), scale) * factor
