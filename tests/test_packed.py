@@ -74,7 +74,11 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "zero n": ({"n": 0}, ValueError, "n: expected at least 1, got 0"),
     "float k": ({"k": 64.0}, TypeError, "k: expected an int, got float"),
-    "format": ({"format": "int3"}, ValueError, "format: expected one of int4, int8, nf4, fp4, mxfp4, nvfp4, code4, got 'int3'"),
+    "format": (
+        {"format": "int3"},
+        ValueError,
+        "format: expected one of int4, int8, nf4, fp4, mxfp4, nvfp4, code4, got 'int3'",
+    ),
     "layout": (
         {"layout": "tiles"},
         ValueError,
