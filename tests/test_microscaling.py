@@ -220,6 +220,7 @@ def test_quantize_model(format: str, generator: torch.Generator) -> None:
     )
     x = torch.randn(4, 96, generator=generator)
     quantized = quantize_model(copy.deepcopy(model), format=format)
+    assert isinstance(quantized, torch.nn.Sequential)
     assert quantized[0].format == quantized[2].format == format
     assert type(quantized[3]) is torch.nn.Linear  # K = 40 is no multiple of 16
     expected = model[3](
