@@ -215,17 +215,17 @@ def test_layer_round_trip(format: str, tmp_path: Path, generator: torch.Generato
 
 @both
 def test_quantize_model(format: str, generator: torch.Generator) -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 40), torch.nn.Linear(40, 8)
-    )
+    head = torch.nn.Linear(40, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 40), head)
     x = torch.randn(4, 96, generator=generator)
     quantized = quantize_model(copy.deepcopy(model), format=format)
     assert isinstance(quantized, torch.nn.Sequential)
-    assert quantized[0].format == quantized[2].format == format
-    assert type(quantized[3]) is torch.nn.Linear  # K = 40 is no multiple of 16
-    expected = model[3](
-        torch.relu(x @ quantized[0].dequantize() + model[0].bias) @ quantized[2].dequantize() + model[2].bias
-    )
+    first, _, second, last = quantized
+    assert isinstance(first, Linear) and isinstance(second, Linear)
+    assert first.format == second.format == format
+    assert type(last) is torch.nn.Linear  # K = 40 is no multiple of 16
+    assert first.bias is not None and second.bias is not None
+    expected = head(torch.relu(x @ first.dequantize() + first.bias) @ second.dequantize() + second.bias)
     torch.testing.assert_close(quantized(x), expected, rtol=1e-4, atol=1e-4)
     with torch.device("meta"):
         empty = torch.nn.Sequential(
