@@ -21,6 +21,13 @@ def test_codebooks_are_those_of_bitsandbytes(format: str) -> None:
     assert codebook(format).double().tolist() == list(CODEBOOKS[format])  # exact in fp32
 
 
+def test_the_largest_numbers_of_fp16_may_be_in_a_codebook() -> None:
+    code = (-65504.0, *[0.0] * 14, 65504.0)
+    assert codebook_values(code) == code
+    with pytest.raises(ValueError, match="code: expected finite values within"):
+        codebook_values((*code[:15], 65536.0))
+
+
 def test_own_codebooks_are_rounded_to_fp32() -> None:
     values = codebook_values([0.1 * i for i in range(16)])
     assert list(values) == torch.tensor([0.1 * i for i in range(16)]).double().tolist()

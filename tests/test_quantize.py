@@ -75,6 +75,18 @@ def test_every_element_is_within_half_a_scale(
 
 
 @bits_4_and_8
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_group_of_one_sign_has_its_levels_from_0_on(bits: int, sign: int) -> None:
+    w = sign * torch.linspace(1e-5, 1e-4, 64)[:, None]
+    q, scales, zeros = wo.quantize(w, bits, -1, symmetric=False)
+    assert zeros is not None
+    torch.testing.assert_close(scales, torch.full((1, 1), 1e-4 / (2**bits - 1)), rtol=1e-5, atol=0)
+    largest = (1 << (bits - 1)) - 1
+    assert int(zeros) == (largest if sign < 0 else -largest - 1)
+    assert_within_half_a_scale(w, q, scales, zeros)
+
+
+@bits_4_and_8
 def test_symmetric_scale_is_absmax(bits: int, generator: torch.Generator) -> None:
     w = torch.randn(256, 24, generator=generator)
     _, scales, _ = wo.quantize(w, bits=bits, group_size=64)
