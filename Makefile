@@ -62,10 +62,11 @@ kernels: $(VENV)/made.stamp
 binding:
 	PYTHONPATH=kernels $(PYTHON) -m weightonly_build binding
 
-# A wheel in dist/, built with packages whose hashes are pinned.
+# Two wheels in dist/, built with packages whose hashes are pinned: of the kernels, and of the package with its module
+# for Python 3.10 to 3.14, whose interpreters are on PATH or in WEIGHTONLY_PYTHONS. Needs nvcc and no GPU.
 wheel: $(VENV)/made.stamp
-	$(PY) -m pip install --quiet $(HASHED)
-	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PY) -m pip install --quiet $(HASHED) -r kernels/weightonly_build/wheel_requirements.txt
+	$(BUILD) wheels
 
 clean:
 	rm -rf build weightonly/lib weightonly/_C*.so weightonly/_build.json weightonly.egg-info

@@ -65,7 +65,7 @@ class BuildKernels(Command):
 
     def copied(self) -> dict[Path, Path]:
         """Built file -> its place in the wheel."""
-        sources = [library.LIBRARY, library.MODULE, library.METADATA] if DECISION.cuda else []
+        sources = [library.LIBRARY, library.MODULE, library.KERNELS_RECORD] if DECISION.cuda else []
         return {source: Path(str(self.build_lib)) / source.relative_to(ROOT) for source in sources}
 
     # setuptools asks a build step for these to make an editable install.

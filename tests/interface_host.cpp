@@ -33,13 +33,17 @@ int launches_so_far() {
   return launches;
 }
 
-// Of the CUDA runtime: one device.
+// Of the CUDA runtime: one device, and one of an older driver.
 cudaError_t CUDARTAPI cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaSetDevice(int device) {
-  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+  return device == 0 ? cudaSuccess : device == 35 ? cudaErrorInsufficientDriver : cudaErrorInvalidDevice;
+}
+cudaError_t CUDARTAPI cudaDriverGetVersion(int* version) {
+  *version = 12040;
+  return cudaSuccess;
 }
 char const* CUDARTAPI cudaGetErrorString(cudaError_t) {
   return "invalid device ordinal";

@@ -197,6 +197,12 @@ def test_an_error_of_the_driver_is_a_reason(host: ctypes.CDLL) -> None:
     assert status != 0 and "on device 7: invalid device ordinal" in text and "built for 80,90a" in text
 
 
+def test_a_driver_that_is_too_old_is_a_reason_of_its_own(host: ctypes.CDLL) -> None:
+    status, text = gemm(host, GEMV, params(), device=35)
+    expected = r"on device 35: the driver supports CUDA 12\.4, but the library is built with CUDA \d+\.\d: update"
+    assert status != 0 and re.search(expected, text), text
+
+
 def test_the_host_conversion_refuses_null(host: ctypes.CDLL) -> None:
     word, out = ctypes.c_uint32(), (ctypes.c_uint16 * 8)()
     assert host.wo_convert_host(4, 0, None, 1, out) != 0

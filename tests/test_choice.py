@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import weightonly as wo
+from weightonly import build_info
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 from weightonly.launch import LaunchOverlap
@@ -190,9 +192,29 @@ def test_gpu_that_the_build_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_kernels_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNELS, "cuda_built", lambda: False)
-    with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* without kernels; build them: ") as error:
+    monkeypatch.setattr(KERNELS, "_HAS_MODULE", True)
+    with pytest.raises(RuntimeError, match=r"^x: is a CUDA tensor, .* is without kernels; install the wheel ") as error:
         KERNELS.check_kernels(90)
-    assert "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS=90 pip install ." in str(error.value)
+    assert str(error.value).endswith(
+        f"weightonly-kernels {wo.__version__}, or build them: WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS=90 pip install ."
+    )
+
+
+def test_kernels_without_a_module_for_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS, "cuda_built", lambda: False)
+    monkeypatch.setattr(KERNELS, "_HAS_MODULE", False)
+    (library := tmp_path / "library.so").touch()
+    monkeypatch.setattr(build_info, "LIBRARY", library)
+    with pytest.raises(RuntimeError, match=r"^x: .* the kernels cannot be used: there is no compiled module for this"):
+        KERNELS.check_kernels(90)
+
+
+def test_kernels_of_another_version_are_refused() -> None:
+    KERNELS.check_version(build_info.BuildInfo(wo.__version__, True, ""))
+    with pytest.raises(
+        ImportError, match=rf"kernels of version 9\.9: pip install weightonly-kernels=={wo.__version__}, "
+    ):
+        KERNELS.check_version(build_info.BuildInfo("9.9", True, ""))
 
 
 def test_gpu_older_than_volta() -> None:

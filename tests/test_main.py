@@ -78,6 +78,18 @@ def test_kernels_without_a_module_for_this_python() -> None:
     assert "make binding" in command.describe_build(BUILT, loaded=False).splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("driver", "is_too_old"),
+    [((12, 9), True), ((13, 0), False), ((14, 1), False), (None, False)],
+    ids=["older", "same", "newer", "unknown"],
+)
+def test_driver_of_another_cuda(driver: tuple[int, int] | None, is_too_old: bool) -> None:
+    problem = command.driver_problem(BUILT, driver)
+    expected = "driver: supports CUDA 12.9, too old for these kernels (CUDA 13.0.88); update it, or take kernels that "
+    assert problem == (f"{expected}CUDA 12 built" if is_too_old else None)
+    assert command.driver_problem(BuildInfo("0.1.0", cuda=False, reason=""), driver) is None
+
+
 def test_kernels_that_run_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["weightonly.kernels"], "built_archs", lambda: ("80", "90a"))
     lines = command.describe_gpus(CONFIGS, [H200, T4]).splitlines()

@@ -34,8 +34,7 @@ from .ops.dequantize import dequantize
 from .packed import PackedWeight
 from .packing import preprocess, repack, unpack
 from .quantize import quantize
-
-__version__ = "0.1.0"
+from .version import VERSION as __version__  # noqa: F401  (the name that others ask for)
 
 
 def __getattr__(name: str) -> ModuleType:

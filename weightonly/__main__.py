@@ -18,13 +18,13 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
-from .device import device_arch, sm_count
+from .device import device_arch, driver_cuda, sm_count
 from .formats import convert, open_checkpoint
 from .formats.convert import SHARD_BYTES
 from .formats.describe import describe
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
-from .kernels import HOW_TO_BUILD, cuda_built, is_compiled, runs_on
+from .kernels import HOW_TO_BUILD, NO_MODULE, cuda_built, is_compiled, runs_on
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def _print_info() -> None:
     build = build_info.read()
     print(f"weightonly {__version__}, torch {torch.__version__}")
     print(describe_build(build, loaded=cuda_built()))
+    if (problem := driver_problem(build, driver_cuda())) is not None:
+        print(problem)
     print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
 
 
@@ -128,8 +130,18 @@ def describe_build(build: BuildInfo, loaded: bool) -> str:
             for spill in build.spills
         ]
     if build.cuda and not loaded:
-        lines.append("  they cannot be used: there is no compiled module for this Python (`make binding`)")
+        lines.append(f"  they cannot be used: {NO_MODULE}")
     return "\n".join(lines)
+
+
+def driver_problem(build: BuildInfo, driver: tuple[int, int] | None) -> str | None:
+    """Why a driver that supports this CUDA cannot run the kernels of the build; None: it can, or it is not known."""
+    if not build.cuda or driver is None or driver[0] >= int(build.nvcc.partition(".")[0] or 0):
+        return None
+    return (
+        f"driver: supports CUDA {driver[0]}.{driver[1]}, too old for these kernels (CUDA {build.nvcc}); update it, or "
+        f"take kernels that CUDA {driver[0]} built"
+    )
 
 
 def describe_gpus(compiled: Sequence[KernelConfig], gpus: Sequence[Gpu]) -> str:

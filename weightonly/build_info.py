@@ -1,4 +1,4 @@
-"""How the installed package was built. setup.py writes it to `_build.json`; this reads it."""
+"""How the installed package was built: lib/kernels.json describes the kernels, _build.json says why there are none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PATH = Path(__file__).parent / "_build.json"
+_PACKAGE = Path(__file__).parent
+LIBRARY = _PACKAGE / "lib" / "libweightonly_kernels.so"
+"""The kernels. The wheel weightonly-kernels puts it there, or a build from source."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,18 @@ class BuildInfo:
     cutlass: str = ""  # e.g. "4.2.0"
     kernels: int = 0  # compiled configurations
     spills: tuple[Spill, ...] = ()
+    build: int = 0  # of the wheels of this version
     build_seconds: float = 0.0  # of the last build, which compiled only what had changed
 
 
-def read(path: Path = _PATH) -> BuildInfo:
+def read(path: Path | None = None) -> BuildInfo:
     """The metadata of the installed build. A source tree that was never built has a BuildInfo without CUDA.
 
+    path    of the file; None: that of the kernels, if they are here, else what says why not
     Raises ValueError, naming the file, for a file that is not what a build writes.
     """
+    if path is None:
+        path = LIBRARY.with_name("kernels.json") if LIBRARY.is_file() else _PACKAGE / "_build.json"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -73,6 +73,14 @@ def driver_version() -> str | None:
     return text.value.decode()
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver supports, such as (13, 0); None where it is not known."""
+    version = ctypes.c_int()
+    if (library := _library()) is None or library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
 @functools.cache
 def _handle(uuid: str) -> ctypes.c_void_p | None:
     handle = ctypes.c_void_p()

@@ -8,13 +8,29 @@ from pathlib import Path
 
 import torch
 
+from . import build_info
+from .build_info import BuildInfo
 from .device import device_arch
 from .heuristics.arch import PTX, target_number
 from .heuristics.configs import CONFIGS, KernelConfig, TypeConfig, kernel_types
+from .version import VERSION
 
-if PathFinder.find_spec(f"{__package__}._C", [str(Path(__file__).parent)]) is not None:
+
+def check_version(kernels: BuildInfo) -> None:
+    """Raises ImportError unless the library in lib/ is of this version of the package."""
+    if kernels.version not in (VERSION, ""):  # "": nothing describes it; _C compares the interfaces
+        raise ImportError(
+            f"weightonly {VERSION} has the kernels of version {kernels.version}: pip install "
+            f"weightonly-kernels=={VERSION}, or build them again (`make kernels binding` in a checkout)"
+        )
+
+
+# A _C.py elsewhere on __path__ is not ours.
+_HAS_MODULE = PathFinder.find_spec(f"{__package__}._C", [str(Path(__file__).parent)]) is not None
+if _HAS_MODULE and build_info.LIBRARY.is_file():
+    check_version(build_info.read())
     from . import _C
-else:  # built without CUDA: everything works on CPU tensors. A _C.py elsewhere on __path__ is not ours
+else:  # everything works on CPU tensors
     _C = None  # type: ignore[assignment]
 
 MAX_K = 1 << 20
@@ -31,6 +47,8 @@ FLOAT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 HOW_TO_BUILD = "WEIGHTONLY_CUDA=on WEIGHTONLY_ARCHS={archs} pip install ."
 
+NO_MODULE = "there is no compiled module for this Python (`make binding` in a checkout makes it)"
+
 
 def cuda_built() -> bool:
     """Whether this installation has compiled kernels."""
@@ -42,9 +60,11 @@ def check_kernels(arch: int, name: str = "x") -> None:
     if arch < 70:
         raise RuntimeError(f"{name}: is on a GPU of compute capability {arch / 10}; the kernels of weightonly need 7.0")
     if not cuda_built():
+        if build_info.LIBRARY.is_file() and not _HAS_MODULE:
+            raise RuntimeError(f"{name}: is a CUDA tensor, but the kernels cannot be used: {NO_MODULE}")
         raise RuntimeError(
-            f"{name}: is a CUDA tensor, but this installation of weightonly was built without kernels; "
-            f"build them: {HOW_TO_BUILD.format(archs=arch)}"
+            f"{name}: is a CUDA tensor, but this installation of weightonly is without kernels; install the wheel "
+            f"weightonly-kernels {VERSION}, or build them: {HOW_TO_BUILD.format(archs=arch)}"
         )
 
 

@@ -62,6 +62,16 @@ int run_on_device(char const* name, int device, char* message, int message_bytes
   cudaError_t error = guard.error();
   if (error == cudaSuccess) error = launch();
   if (error == cudaSuccess) return 0;
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    std::snprintf(
+        message, message_bytes,
+        "%s on device %d: the driver supports CUDA %d.%d, but the library is built with CUDA %d.%d: update the "
+        "driver, or take kernels that an older CUDA built",
+        name, device, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    return 1;
+  }
   std::snprintf(message, message_bytes, "%s on device %d: %s (%s); the library is built for %s", name, device,
                 cudaGetErrorString(error), cudaGetErrorName(error), kArchs);
   return 1;

@@ -5,6 +5,7 @@
 auto             what WEIGHTONLY_CUDA and WEIGHTONLY_ARCHS ask for
 kernels          the kernels library, whatever this machine holds (nvcc is needed)
 binding          the pybind11 module for this Python, against the library built earlier
+wheels           both wheels, for every Python, in dist/
 requirements     the options of pip install for what `auto` needs at build time, if anything: hashes of it all
 compare OLD NEW  the machine code of two libraries (.so), objects (.o) or folders of objects, kernel by kernel;
                  exit status 1 unless all kernels are equal
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import compare, library, target
+from . import compare, library, target, wheels
 
 
 def _compare(old: str, new: str) -> int:
@@ -36,6 +37,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Callable[..., object]]] = {
     "auto": ((), lambda: library.build_in_tree(target.decide_here())),
     "kernels": ((), library.build_kernels_only),
     "binding": ((), library.build_binding),
+    "wheels": ((), wheels.build),
     "requirements": ((), _requirements),
     "compare": (("OLD", "NEW"), _compare),
 }

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -24,7 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "weightonly"
 LIBRARY = PACKAGE / "lib" / "libweightonly_kernels.so"
 MODULE = PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+KERNELS_RECORD = LIBRARY.with_name("kernels.json")
+"""Describes the library beside it."""
 METADATA = PACKAGE / "_build.json"
+"""Says why there is no library."""
 BUILD = ROOT / "build"
 CMAKE_BUILD = BUILD / "cmake"
 
@@ -54,7 +58,7 @@ def find_tool(name: str) -> str | None:
 
 
 def build_kernels(decision: Decision, archs: Sequence[str]) -> None:
-    """Builds weightonly/lib/libweightonly_kernels.so, prints the report, and writes weightonly/_build.json.
+    """Builds weightonly/lib/libweightonly_kernels.so, prints the report, and writes kernels.json beside it.
 
     Raises subprocess.CalledProcessError when a unit does not compile, RuntimeError when a tool is missing.
     """
@@ -80,7 +84,7 @@ def build_kernels(decision: Decision, archs: Sequence[str]) -> None:
     units = report.read_units(CMAKE_BUILD)
     print(report.report(units, list(archs), len(kernels), wall_s), flush=True)
     write_metadata(
-        METADATA,
+        KERNELS_RECORD,
         decision,
         archs=list(archs),
         nvcc=target.nvcc_version(decision.nvcc),
@@ -93,7 +97,8 @@ def build_kernels(decision: Decision, archs: Sequence[str]) -> None:
 
 def write_metadata(path: Path, decision: Decision, **built: object) -> None:
     """Writes what weightonly/build_info.py reads; `built` describes the kernels, empty for a CPU library."""
-    record = {"version": project_version(), "cuda": decision.cuda, "reason": decision.reason, **built}
+    version, number = project_version()
+    record = {"version": version, "build": number, "cuda": decision.cuda, "reason": decision.reason, **built}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -107,20 +112,26 @@ def kernel_names(library: Path) -> list[str]:
     return [interface.wo_kernel_name(i).decode() for i in range(interface.wo_kernel_count())]
 
 
-def build_binding() -> Path:
-    """Builds the pybind11 module for this Python in seconds; a module newer than its sources is kept.
+def build_binding(python: Path | None = None) -> Path:
+    """Builds the pybind11 module for an interpreter (None: this one) in seconds; one newer than its sources is kept.
 
-    Raises RuntimeError when the kernels library or pybind11 is missing.
+    Raises RuntimeError when the kernels library, pybind11 or the interpreter's headers are missing.
     """
     if not LIBRARY.is_file():
         raise RuntimeError(f"{LIBRARY.relative_to(ROOT)} is missing: build it with `make kernels`")
     if importlib.util.find_spec("pybind11") is None:
         raise RuntimeError(f"pybind11 is missing: {sys.executable} -m pip install {pin('pybind11')}")
     include = importlib.import_module("pybind11").get_include()
+    program = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep='\\n')"
+    asked = subprocess.run([python or sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    headers, suffix = asked.stdout.splitlines()
+    if not Path(headers, "Python.h").is_file():
+        raise RuntimeError(f"{python or sys.executable} has no headers: there is no {headers}/Python.h")
+    module = PACKAGE / f"_C{suffix}"
     source = ROOT / "kernels" / "api" / "bindings.cpp"
     inputs = [source, Path(__file__), *ROOT.glob("kernels/**/*.h"), *ROOT.glob("cutlass_ext/**/*.h")]
-    if MODULE.is_file() and MODULE.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
-        return MODULE
+    if module.is_file() and module.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+        return module
     compiler = [
         *shlex.split(os.environ.get("CXX", "c++")),
         "-O2",
@@ -129,18 +140,17 @@ def build_binding() -> Path:
         "-fPIC",
         "-fvisibility=hidden",
     ]
-    includes = [f"-I{ROOT}", "-isystem", include, "-isystem", sysconfig.get_path("include")]
-    library = [f"-L{LIBRARY.parent}", "-lweightonly_kernels", "-Wl,-rpath,$ORIGIN/lib"]
-    print(f"weightonly: compiling {MODULE.name}", flush=True)
-    subprocess.run([*compiler, *includes, source, "-o", MODULE, *library], check=True)
-    return MODULE
+    includes = [f"-I{ROOT}", "-isystem", include, "-isystem", headers]
+    linked = [f"-L{LIBRARY.parent}", "-lweightonly_kernels", "-Wl,-rpath,$ORIGIN/lib", "-Wl,--strip-all"]
+    print(f"weightonly: compiling {module.name}", flush=True)
+    subprocess.run([*compiler, *includes, source, "-o", module, *linked], check=True)
+    return module
 
 
-def project_version() -> str:
-    """`weightonly.__version__`, read without importing the package (PyTorch is no build requirement)."""
-    found = re.search(r'^__version__ = "([^"]+)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
-    assert found, "weightonly/__init__.py holds the version"
-    return found[1]
+def project_version() -> tuple[str, int]:
+    """VERSION and BUILD of weightonly/version.py, without importing the package (PyTorch is no build requirement)."""
+    values = runpy.run_path(str(PACKAGE / "version.py"))
+    return values["VERSION"], values["BUILD"]
 
 
 def build_in_tree(decision: Decision) -> None:

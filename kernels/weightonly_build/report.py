@@ -87,7 +87,7 @@ def read_units(build_dir: Path) -> list[Unit]:
 
 
 def spills(units: list[Unit]) -> list[dict[str, object]]:
-    """The spilling functions as plain records, for `_build.json`; `unit` is the kernel's generated file."""
+    """The spilling functions as plain records, for kernels.json; `unit` is the kernel's generated file."""
     return [{"unit": unit.name, **asdict(function)} for unit in units for function in unit.functions if function.spills]
 
 
