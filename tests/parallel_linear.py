@@ -240,6 +240,37 @@ def cut_twice(mesh: DeviceMesh) -> None:
     assert columns_of(N, None, 1, 0) == [(0, N)]
 
 
+def gathered(mesh: DeviceMesh) -> None:
+    """`gather` gives the layer from before it was cut, bit for bit; so does a checkpoint of all ranks' state dicts."""
+    styles: tuple[Callable[[], Any], ...] = (
+        ColwiseParallel,
+        RowwiseParallel,
+        partial(ColwiseParallel, parts=(64, N - 64)),
+    )
+    makers = [partial(linear, **kind) for kind in KINDS.values()] + [act_order]
+    makers += [partial(linear, 64, 5), partial(linear, 5, 64, group_size=-1), partial(linear, 768, 64, group_size=192)]
+    for make in makers:
+        for style in styles:
+            whole, layer = make(), make()
+            if style is styles[2] and whole.out_features != N:
+                continue
+            parallelize_module(layer, mesh, style(), src_data_rank=None)
+            state = whole.state_dict()
+            again = layer.gather().state_dict()
+            assert state.keys() == again.keys()
+            for name, tensor in state.items():
+                assert torch.equal(tensor, again[name]), (name, style, whole)
+            # The state of this rank, and that of the whole layer, come back to where they were.
+            part = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+            mine = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+            for loaded in (mine, state):
+                for tensor in layer.parameters():
+                    tensor.data.zero_()
+                layer.load_state_dict(loaded)
+                for name, tensor in layer.named_parameters():
+                    assert torch.equal(tensor, part[name]), (name, style, whole)
+
+
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **{f"colwise, {name}": partial(colwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
     **{f"rowwise, {name}": partial(rowwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
@@ -257,6 +288,7 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "a plan for a model": model,
     "sequence parallel": sequence_parallel,
     "cut twice": cut_twice,
+    "gathered again": gathered,
 }
 
 MANY = {name for name in CASES if name.startswith("same numbers")} | {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .heuristics.problem import check_group_size
-from .layout import Range, can_cut, column_step, cut_bytes
+from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
 
@@ -98,6 +98,9 @@ def cut_weight(
     w = weight
     if can_cut(w.k, w.n, w.bits, w.layout, rows, columns):
         data = cut_bytes(w.data, w.k_padded, w.n_padded, w.bits, w.layout, rows, columns)
+    elif w.data.is_meta:
+        k, n = padded_shape(fields["k"], fields["n"], w.bits, w.layout)
+        data = torch.empty((w.experts or 1) * k * n * w.bits // 8, dtype=torch.uint8, device="meta")
     else:
         q = torch.cat([_unpacked(w, begin, end)[..., rows[0] : rows[1], :] for begin, end in columns], -1)
         code = w.code if w.format == "code4" else None

@@ -19,7 +19,7 @@ from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, format_of, repack
 from ..quantize import resolve_group_size
 from ..quantize_codes import check_scales_as
-from .linear import _codebook_bits, _frozen
+from .linear import _codebook_bits, frozen
 
 
 class Part(Protocol):
@@ -122,10 +122,10 @@ class GroupedLinear(torch.nn.Module):
         self.layout = weight.layout
         self.group_size = weight.group_size
         self.symmetric = zeros is None
-        self.qweight = _frozen(weight.data.view(self._stored_shape(self.layout)))
-        self.scales = _frozen(scales)
-        self.register_parameter("zeros", None if zeros is None else _frozen(zeros))
-        self.register_parameter("bias", None if bias is None else _frozen(bias))
+        self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
+        self.scales = frozen(scales)
+        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
+        self.register_parameter("bias", None if bias is None else frozen(bias))
         self.register_buffer("perm", perm)
         self.register_buffer("codebook", _codebook_bits(weight) if self.format == "code4" else None)
         self._packed: PackedWeight | None = weight
@@ -247,7 +247,7 @@ class GroupedLinear(torch.nn.Module):
         weight = repack(self.packed, arch)
         if weight is not self.packed:
             self.layout = weight.layout
-            self.qweight = _frozen(weight.data.view(self._stored_shape(self.layout)))
+            self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
             self._packed, self._packed_from = weight, (self.qweight, self.codebook)
         return self
 

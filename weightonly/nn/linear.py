@@ -23,7 +23,7 @@ from ..quantize import resolve_group_size
 from ..quantize_codes import check_scales_as
 from .recipe import Recipe
 
-_METADATA = "weightonly.packed"
+METADATA = "weightonly.packed"
 """Key of a state dict's metadata for each layer: the fields of its weight. Files of safetensors do not keep it."""
 
 
@@ -141,10 +141,10 @@ class Linear(torch.nn.Module):
         self.group_size = -1 if group_size == weight.k else group_size
         self.symmetric = zeros is None
         rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
-        self.qweight = _frozen(weight.data.view(rows))
-        self.scales = _frozen(scales)
-        self.register_parameter("zeros", None if zeros is None else _frozen(zeros))
-        self.register_parameter("bias", None if bias is None else _frozen(bias))
+        self.qweight = frozen(weight.data.view(rows))
+        self.scales = frozen(scales)
+        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
+        self.register_parameter("bias", None if bias is None else frozen(bias))
         self.register_buffer("perm", perm)
         self.register_buffer("codebook", _codebook_bits(weight) if self.format == "code4" else None)
         self._packed: PackedWeight | None = weight
@@ -259,6 +259,11 @@ class Linear(torch.nn.Module):
                 self._packed_from = (self.qweight, self.codebook)
         return packed
 
+    @property
+    def _order(self) -> torch.Tensor | None:
+        """The permutation that `gemm` applies to x."""
+        return self.perm
+
     def _pack(self) -> PackedWeight:
         code = None
         if self.codebook is not None:
@@ -273,7 +278,7 @@ class Linear(torch.nn.Module):
             code,
             self.group_size,
             self.zeros is not None,
-            self.perm is not None,
+            self._order is not None,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -297,12 +302,12 @@ class Linear(torch.nn.Module):
         scales, zeros = self.scales, self.zeros
         dtype = self._dtype()
         if dtype == scales.dtype or not isinstance(x, torch.Tensor):
-            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=activation, perm=self.perm)
+            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=activation, perm=self._order)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
         cast: dict[str, Any] = {
             name: None if tensor is None else tensor.to(dtype) for name, tensor in (("zeros", zeros), ("bias", bias))
         }
-        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=activation, perm=self.perm)
+        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=activation, perm=self._order)
         return y.to(x.dtype)
 
     def _dtype(self) -> torch.dtype:
@@ -324,7 +329,7 @@ class Linear(torch.nn.Module):
         scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
         if dtype != scales.dtype:
             scales, zeros = scales.float(), None if zeros is None else zeros.float()
-        return unsort_rows(dequantize(self.packed, scales, zeros), self.perm).to(dtype)
+        return unsort_rows(dequantize(self.packed, scales, zeros), self._order).to(dtype)
 
     def repack(self, arch: Arch | None = None) -> Linear:
         """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
@@ -335,7 +340,7 @@ class Linear(torch.nn.Module):
         if weight is not self.packed:
             rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
             self.layout = weight.layout
-            self.qweight = _frozen(weight.data.view(rows))
+            self.qweight = frozen(weight.data.view(rows))
             self._packed, self._packed_from = weight, (self.qweight, self.codebook)
         return self
 
@@ -371,12 +376,12 @@ class Linear(torch.nn.Module):
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
             fields = {"k": self.in_features, "n": self.out_features, "format": self.format, "layout": self.layout}
-            metadata.setdefault(prefix[:-1], {})[_METADATA] = fields
+            metadata.setdefault(prefix[:-1], {})[METADATA] = fields
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
-        fields = local_metadata.get(_METADATA)
+        fields = local_metadata.get(METADATA)
         extra_state = state_dict.get(f"{prefix}_extra_state")
         if extra_state is not None:  # written by an earlier version: one-dimensional bytes
             fields = json.loads(bytes(extra_state.tolist()))
@@ -410,7 +415,7 @@ class Linear(torch.nn.Module):
                 state[f"{prefix}codebook"] = _codebook_bits(flat)
             if weight.shape == rows and layout != self.layout:
                 self.layout = layout
-                self.qweight = _frozen(self.qweight.new_empty(rows))
+                self.qweight = frozen(self.qweight.new_empty(rows))
         return state
 
     def _check_layout(self, state_dict: Mapping[str, Any], prefix: str) -> None:
@@ -446,7 +451,7 @@ class Linear(torch.nn.Module):
         return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
 
 
-def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
     """`tensor` itself if it is a Parameter, else a frozen Parameter on its memory."""
     return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
 

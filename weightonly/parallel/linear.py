@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import distributed
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..activations import activation_of
 from ..heuristics.arch import Arch
-from ..layout import ROW_MAJOR
+from ..layout import INTERLEAVED, K_ALIGN, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
 from ..nn import Linear
-from ..nn.linear import _frozen
-from ..slicing import Operands
+from ..nn.linear import METADATA, frozen
+from ..packed import PackedWeight, format_bits
+from ..packing import preprocess, unpack
+from ..slicing import Operands, cut_weight, rows_of_a_group
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
+
+DENSE, PACKED, OWN = "dense", "packed", "own"
+"""What `ParallelLinear.reads` says of the tensors that a loader brings: those of a dense layer, of a packed one, or
+this rank's part alone."""
 
 
 class ParallelLinear(Linear):
@@ -23,13 +32,19 @@ class ParallelLinear(Linear):
     `ColwiseParallel` and `RowwiseParallel` of `weightonly.parallel` make one out of a `Linear`, in its place. The x and
     y of `forward` are as the style's layouts say.
 
-    in_features, out_features: of this rank's part, 0 for a rank that has none. full_in_features, full_out_features: of
-    the whole weight.
+    in_features, out_features: of this rank's part, 0 for a rank that has none. full_in_features, full_out_features,
+    full_group_size: of the whole weight; full_group_size are the rows that share a scale.
+
+    The state dict has DTensors of the whole layer where its tensors are cut evenly, as torch.distributed.checkpoint
+    saves and loads them. Other tensors have the rank in their names. A state dict of the whole layer, in the same
+    layout, can be loaded.
     """
 
     full_in_features: int
     full_out_features: int
+    full_group_size: int
     exchange: Exchange
+    reads: str | None
 
     @property
     def is_empty(self) -> bool:
@@ -38,7 +53,8 @@ class ParallelLinear(Linear):
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """This rank's part of the weight, as `Linear.dequantize` returns it; its rows are in the weight's order."""
+        """This rank's part of the weight [K, N]. Rows that a `RowwiseLinear` has of a weight in act-order are in that
+        order."""
         if self.is_empty:
             return self.scales.new_zeros(self.in_features, self.out_features, dtype=dtype)
         return super().dequantize(dtype)
@@ -52,6 +68,152 @@ class ParallelLinear(Linear):
             return x @ x.new_zeros(self.in_features, self.out_features)
         return super()._product(x, bias, activation)
 
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr() if not self.is_empty else 'no part'}, rank {self.rank} of {self.ranks} of "
+            f"[{self.full_in_features}, {self.full_out_features}]"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many share the weight."""
+        return self.exchange.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.exchange.mesh.get_local_rank()
+
+    # --- tensors of the whole layer ---------------------------------------------------------------------------
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the whole layer, as a packed file has it: qweight, scales, zeros, bias, perm.
+
+        Raises ValueError for a qweight of another shape.
+        """
+        if name != "qweight":
+            return self._cut_small(name, tensor)
+        if tensor.shape != self._full_shape("qweight"):
+            raise ValueError(f"qweight: expected {list(self._full_shape('qweight'))}, got {list(tensor.shape)}")
+        if self.is_empty:
+            return tensor.new_empty(self.qweight.shape)
+        code = (0.0,) * 16 if self.format == "code4" else None
+        shape = self.full_in_features, self.full_out_features
+        weight = PackedWeight(tensor.reshape(-1), *shape, self.format, self.layout, code)
+        return self._cut_weight(weight).data.view(self.qweight.shape)
+
+    @torch.no_grad()
+    def gather(self) -> Linear:
+        """The whole layer, on every rank, bit for bit as it was before it was cut. All ranks have to call it."""
+        tensors = {name: self._gathered(name, tensor) for name, tensor in self._own_tensors().items()}
+        data, code = tensors.pop("qweight"), None
+        codebook = tensors.pop("codebook", None)
+        if codebook is not None:
+            code = codebook.view(torch.float32).tolist()
+        shape = self.full_in_features, self.full_out_features
+        weight = PackedWeight(data.reshape(-1), *shape, self.format, self.layout, code)
+        layer = Linear.from_quantized(weight, **tensors, activation=self.activation)
+        layer.layer_name = self.layer_name
+        return layer.train(self.training)
+
+    def placement(self, name: str) -> Placement | None:
+        """How a tensor of the whole layer is cut, where a DTensor can say it; None for all others."""
+        raise NotImplementedError
+
+    def differs(self, name: str) -> bool:
+        """Whether ranks have different tensors of this name."""
+        raise NotImplementedError
+
+    def _cut_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
+        raise NotImplementedError
+
+    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The tensor that the parts of all ranks make; for qweight unpacked numbers, int8 [K, N]."""
+        raise NotImplementedError
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        found = [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]
+        return {name: tensor.detach() for name, tensor in found}
+
+    def _gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.differs(name):
+            return tensor
+        placement = self.placement(name)
+        if placement is not None:
+            return self._as_dtensor(name, tensor, placement).full_tensor()
+        mine = tensor
+        if name == "qweight":
+            k, n = self.in_features, self.out_features
+            mine = tensor.new_empty(k, n, dtype=torch.int8) if self.is_empty else unpack(self.packed)
+        parts: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(parts, mine.cpu(), group=self.exchange.mesh.get_group())
+        whole = self._whole(name, [part.to(tensor.device) for part in parts])
+        if name == "qweight":
+            code = (0.0,) * 16 if self.format == "code4" else None
+            bits = format_bits(self.format)
+            whole = preprocess(whole, bits, layout=self.layout, format=self.format, code=code).data
+        return whole.view(self._full_shape(name))
+
+    def _full_shape(self, name: str) -> torch.Size:
+        k, n, bits = self.full_in_features, self.full_out_features, format_bits(self.format)
+        shapes = {
+            "qweight": stored_shape(*padded_shape(k, n, bits, self.layout), bits, self.layout),
+            "bias": (n,),
+            "perm": (k,),
+        }
+        return torch.Size(shapes.get(name, (k // self.full_group_size, n)))
+
+    def _as_dtensor(self, name: str, tensor: torch.Tensor, placement: Placement) -> DTensor:
+        shape = self._full_shape(name)
+        stride = (1,) if len(shape) == 1 else (shape[1], 1)
+        return DTensor.from_local(
+            tensor.contiguous(), self.exchange.mesh, [placement], run_check=False, shape=shape, stride=stride
+        )
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        if METADATA in metadata:
+            metadata[METADATA] |= {"k": self.full_in_features, "n": self.full_out_features}
+        for name in self._own_tensors():
+            if self.reads == OWN or not self.differs(name):
+                continue
+            tensor = destination[f"{prefix}{name}"]
+            placement = self._dense_placement() if (name, self.reads) == ("qweight", DENSE) else self.placement(name)
+            if placement is not None:
+                destination[f"{prefix}{name}"] = self._as_dtensor(name, tensor, placement)
+            elif self.reads is None:
+                del destination[f"{prefix}{name}"]
+                destination[f"{prefix}{name}{self._suffix}"] = tensor
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        state = dict(state_dict)
+        for name in self._own_tensors():
+            key = f"{prefix}{name}"
+            tensor = state.get(key)
+            if f"{key}{self._suffix}" in state:
+                state[key] = state.pop(f"{key}{self._suffix}")
+            elif isinstance(tensor, DTensor):
+                state[key] = tensor.to_local()
+            elif isinstance(tensor, torch.Tensor) and self.differs(name) and tensor.shape == self._full_shape(name):
+                state[key] = self.cut(name, tensor)
+        super()._load_from_state_dict(state, prefix, {}, *args)
+
+    def _dense_placement(self) -> Placement | None:
+        """How a dense weight [N, K] is cut such that each rank quantizes its part as it would the whole."""
+        raise NotImplementedError
+
+    @property
+    def _suffix(self) -> str:
+        return f".rank{self.rank}_of_{self.ranks}"
+
     def _take(self, part: Operands | None) -> None:
         """The tensors of this rank's part, in place of those of the layer."""
         if part is None:
@@ -60,15 +222,15 @@ class ParallelLinear(Linear):
             self._set_operands(part.weight, part.scales, part.zeros, part.bias, part.perm)
         self._scales_from = (self.scales, self.scales.dtype)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, rank {self.exchange.mesh.get_local_rank()} of {self.exchange.mesh.size()} of "
-            f"[{self.full_in_features}, {self.full_out_features}]"
-        )
-
 
 class ColwiseLinear(ParallelLinear):
-    """Columns of a weight: y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns])."""
+    """Columns of a weight: y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns]).
+
+    ranges: begin and end of these columns, one pair for each layer that is fused into this one.
+    """
+
+    ranges: list[Range]
+    parts: Sequence[int] | None
 
     @classmethod
     def convert(cls, layer: Linear, exchange: Exchange, parts: Sequence[int] | None) -> None:
@@ -81,11 +243,10 @@ class ColwiseLinear(ParallelLinear):
         ranges = columns_of(layer.out_features, parts, ranks, rank)
         part = operands_of(layer).columns(ranges) if ranges else None
         self = _become(layer, cls, exchange)
+        self.ranges, self.parts = ranges, parts
         if part is None:
-            empty = {"qweight": self.qweight[:0], "scales": self.scales[:, :0], "zeros": None, "bias": None}
-            empty["zeros"] = None if self.zeros is None else self.zeros[:, :0]
-            empty["bias"] = None if self.bias is None else self.bias[:0]
-            _set_empty(self, empty)
+            names = [name for name in self._own_tensors() if self.differs(name)]
+            _make_empty(self, {name: 1 if name in ("scales", "zeros") else 0 for name in names})
             self.out_features = 0
         self._take(part)
 
@@ -94,15 +255,49 @@ class ColwiseLinear(ParallelLinear):
         y = super().forward(self.exchange.enter(x, Replicate(), self.full_in_features))
         return self.exchange.leave(y, Shard(y.dim() - 1), self.full_out_features)
 
+    def differs(self, name: str) -> bool:
+        return name in ("qweight", "scales", "zeros", "bias")
+
+    def placement(self, name: str) -> Placement | None:
+        if self.parts is not None:
+            return None
+        if name != "qweight":
+            return Shard(1 if name in ("scales", "zeros") else 0)
+        n, align = self.full_out_features, column_align(format_bits(self.format), self.layout)
+        columns = {TILED: align, INTERLEAVED: 16 // format_bits(self.format)}.get(self.layout)
+        if columns is None:
+            return None
+        stored = self._full_shape(name)[0]
+        return Shard(0) if _cuts_alike(n, align, stored, columns, self.ranks) else None
+
+    def _dense_placement(self) -> Placement | None:
+        return Shard(0) if self.parts is None else None
+
+    def _cut_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.differs(name):
+            return tensor
+        empty = [tensor[..., :0]]
+        return torch.cat([tensor[..., begin:end] for begin, end in self.ranges] or empty, -1)
+
+    def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
+        return cut_weight(weight, columns=self.ranges)
+
+    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        whole = parts[0].new_empty(*parts[0].shape[:-1], self.full_out_features)
+        for rank, part in enumerate(parts):
+            first = 0
+            for begin, end in columns_of(self.full_out_features, self.parts, self.ranks, rank):
+                whole[..., begin:end] = part[..., first : first + end - begin]
+                first += end - begin
+        return whole
+
 
 class RowwiseLinear(ParallelLinear):
-    """Rows of a weight: y = act(sum over ranks of x[..., perm[rows]] @ w[rows] + bias).
+    """Rows of a weight: y = act(sum over ranks of x[..., perm] @ w[rows] + bias).
 
-    bias: [N], of the whole layer; it is added once, after the sum. columns: int64 [rows], the columns of x that meet
-    this rank's rows of a weight in act-order, of which x is gathered; None for other weights.
+    bias: [N], of the whole layer; it is added once, after the sum. perm: int32 or int64 [rows], the columns of all of x
+    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights.
     """
-
-    columns: torch.Tensor | None
 
     @classmethod
     def convert(cls, layer: Linear, exchange: Exchange) -> None:
@@ -115,24 +310,26 @@ class RowwiseLinear(ParallelLinear):
         check_rows(k, k // layer.scales.shape[0], ranks)
         begin, end = chunk(k, ranks, rank)
         part = operands_of(layer).rows(begin, end) if begin < end else None
-        columns = None if layer.perm is None else layer.perm[begin:end].long()
+        perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
         if part is None:
-            qweight = self.qweight[:0] if self.layout == ROW_MAJOR else self.qweight[:, :0]
-            zeros = None if self.zeros is None else self.zeros[:0]
-            _set_empty(self, {"qweight": qweight, "scales": self.scales[:0], "zeros": zeros, "bias": self.bias})
+            dims = {name: 0 for name in self._own_tensors() if self.differs(name)}
+            _make_empty(self, dims | {"qweight": 0 if self.layout == ROW_MAJOR else 1})
             self.in_features = 0
-            self.register_buffer("perm", None)
         self._take(part)
-        self.register_buffer("columns", columns)
+        self.register_buffer("perm", perm)
+
+    @property
+    def _order(self) -> torch.Tensor | None:
+        return None  # x is permuted and cut before the product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> y [..., N], laid out as the style says."""
         exchange = self.exchange
-        if self.columns is None:
+        if self.perm is None:
             x = exchange.enter(x, Shard(x.dim() - 1), self.full_in_features)
         else:
-            x = exchange.enter(x, Replicate(), self.full_in_features).index_select(-1, self.columns)
+            x = exchange.enter(x, Replicate(), self.full_in_features).index_select(-1, self.perm)
         y = exchange.redistribute(super().forward(x), Partial(), self.full_out_features)
         if self.bias is not None:
             y = y + exchange.replicated(self.bias.to(y.dtype))
@@ -143,6 +340,52 @@ class RowwiseLinear(ParallelLinear):
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, None, None)
 
+    def differs(self, name: str) -> bool:
+        if name in ("scales", "zeros"):
+            return self.full_group_size != self.full_in_features
+        return name in ("qweight", "perm")
+
+    def placement(self, name: str) -> Placement | None:
+        k = self.full_in_features
+        if name == "perm":
+            return Shard(0)
+        if name in ("scales", "zeros"):
+            group = self.full_group_size
+            return Shard(0) if _cuts_alike(k, group, k // group, group, self.ranks) else None
+        shape = self._full_shape("qweight")
+        dim = 0 if self.layout == ROW_MAJOR else 1
+        blocks = -(-k // K_ALIGN)
+        is_alike = self.layout in (TILED, INTERLEAVED, ROW_MAJOR) and _cuts_alike(
+            k, K_ALIGN, shape[dim], K_ALIGN, self.ranks, shape[dim] // blocks
+        )
+        return Shard(dim) if is_alike else None
+
+    def _dense_placement(self) -> Placement | None:
+        return self.placement("scales") and Shard(1) if self.differs("scales") else None
+
+    def _cut_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        begin, end = chunk(self.full_in_features, self.ranks, self.rank)
+        if name == "perm":
+            return tensor[begin:end]
+        if not self.differs(name):
+            return tensor
+        group = self.full_group_size
+        rows = rows_of_a_group(self.full_in_features, group, begin, end) if begin < end else group
+        return tensor.index_select(0, torch.arange(begin, end, rows, device=tensor.device) // group)
+
+    def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
+        return cut_weight(weight, rows=chunk(self.full_in_features, self.ranks, self.rank))
+
+    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        if name not in ("scales", "zeros"):
+            return torch.cat(parts)
+        rows = []
+        for first in range(0, self.full_in_features, self.full_group_size):
+            rank = first // -(-self.full_in_features // self.ranks)
+            begin, end = chunk(self.full_in_features, self.ranks, rank)
+            rows.append(parts[rank][(first - begin) * len(parts[rank]) // (end - begin)])
+        return torch.stack(rows)
+
 
 def operands_of(layer: Linear) -> Operands:
     """The tensors of a layer, which may be cut."""
@@ -151,15 +394,36 @@ def operands_of(layer: Linear) -> Operands:
     return Operands(layer.packed, scales, zeros, bias, layer.perm)
 
 
-def _become(layer: Linear, kind: type[ParallelLinear], exchange: Exchange) -> ParallelLinear:
+def _become(layer: Linear, kind: type[Any], exchange: Exchange) -> Any:
     """`layer` itself, which is of this kind now: plans of torch go on with the module that they were given."""
     layer.__class__ = kind
-    assert isinstance(layer, kind)
+    assert isinstance(layer, ParallelLinear)
     layer.full_in_features, layer.full_out_features = layer.in_features, layer.out_features
+    layer.full_group_size = layer.in_features // layer.scales.shape[0]
     layer.exchange = exchange
+    layer.reads = getattr(layer, "reads", None)
     return layer
 
 
-def _set_empty(layer: ParallelLinear, tensors: dict[str, torch.Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        layer.register_parameter(name, None if tensor is None else _frozen(tensor.detach().clone()))
+def _make_empty(layer: ParallelLinear, dims: dict[str, int]) -> None:
+    """Tensors without elements; dims: name -> the dimension that is 0."""
+    for name, tensor in layer._own_tensors().items():
+        if name in dims and name in layer._parameters:
+            layer.register_parameter(name, frozen(tensor.narrow(dims[name], 0, 0).clone()))
+
+
+def _cuts_alike(size: int, align: int, stored: int, unit: int, ranks: int, per_unit: int = 1) -> bool:
+    """Whether the chunks of `size` rows or columns are the chunks of the `stored` indices that hold them.
+
+    align: what bytes can be cut at. per_unit: indices that hold `unit` rows or columns.
+    """
+    for rank in range(ranks):
+        begin, end = chunk(size, ranks, rank)
+        padded = -(-end // align) * align
+        if begin % align and begin != size:
+            return False
+        if begin < end and chunk(stored, ranks, rank) != (begin * per_unit // unit, padded * per_unit // unit):
+            return False
+        if begin == end and chunk(stored, ranks, rank) != (stored, stored):
+            return False
+    return True
