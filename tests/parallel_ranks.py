@@ -1,8 +1,8 @@
 """Runs cases on several processes that talk over gloo: `python parallel_ranks.py MODULE OUT RANKS...`.
 
-MODULE has CASES, name -> function(mesh) -> error, a number or None, and MANY, the names of those that run on 2 and 4
-ranks alone. OUT becomes JSON: how many ranks -> name -> the greatest error of all of them, or the traceback of the
-first that failed. One process imports torch and is forked: a rank costs no start.
+MODULE has CASES, name -> function(mesh) -> error, a number or None, and RANKS, name -> on how many ranks it runs. OUT
+becomes JSON: how many ranks -> name -> the greatest error of all of them, or the traceback of the first that failed.
+ One process imports torch and is forked: a rank costs no start.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def run(module: str, ranks: Sequence[int], folder: Path) -> dict[str, dict[str, 
     out = folder / f"{module}.json"
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = os.environ | one_thread | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     root = Path(__file__).resolve().parent.parent
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
     command = [sys.executable, __file__, module, str(out), *map(str, ranks)]
@@ -50,7 +51,7 @@ def has_loopback() -> bool:
 def names(module: str, ranks: int) -> list[str]:
     """The cases that run on so many ranks."""
     found = importlib.import_module(module)
-    return [name for name in found.CASES if ranks in (2, 4) or name not in found.MANY]
+    return [name for name in found.CASES if ranks in found.RANKS[name]]
 
 
 def check(results: dict[str, Any], name: str, bound: float) -> None:
@@ -66,6 +67,7 @@ def _rank(module: str, rank: int, ranks: int, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # what torchrun says
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'rendezvous'}",

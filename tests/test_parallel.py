@@ -12,7 +12,6 @@ import parallel_ranks
 
 pytestmark = pytest.mark.skipif(not parallel_ranks.has_loopback(), reason="no network, not even 127.0.0.1")
 
-MODULE = "parallel_linear"
 RANKS = (1, 2, 4, 8)
 BOUND = 1e-5
 """Of the greatest number of y: everything here is fp32, and sums are in another order."""
@@ -20,7 +19,7 @@ BOUND = 1e-5
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return parallel_ranks.run(MODULE, RANKS, tmp_path_factory.mktemp("ranks"))
+    return parallel_ranks.run("parallel_linear", RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     [
         pytest.param(ranks, name, id=f"{ranks} ranks: {name}")
         for ranks in RANKS
-        for name in parallel_ranks.names(MODULE, ranks)
+        for name in parallel_ranks.names("parallel_linear", ranks)
     ],
 )
 def test_like_one_process(ranks: int, name: str, results: dict[str, dict[str, Any]]) -> None:

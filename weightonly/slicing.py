@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .heuristics.problem import check_group_size
+from .heuristics.problem import check_kernel_group_size
 from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
@@ -62,8 +62,10 @@ def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
         return rows
     size = math.gcd(group_size, begin, end)
     for candidate in (size, math.gcd(size, _SMALLEST_GROUP)):
+        if candidate == group_size:
+            return candidate
         try:
-            check_group_size(candidate, rows)
+            check_kernel_group_size(candidate, rows)
         except ValueError:
             continue
         return candidate

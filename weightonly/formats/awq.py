@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .expect import FLOATS, TensorError, expect, option
-from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, words_as_bytes
 
@@ -78,6 +78,12 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
         read=read,
         zeros="qzeros",
         has_zeros=lambda layer, qzeros, n: bool(to_signed(unpack_awq(qzeros), 4).any()),
+        axes=lambda bits: {
+            "qweight": (Axis("k"), Axis("n", _COLUMNS_PER_WORD)),
+            "qzeros": (Axis("g"), Axis("n", _COLUMNS_PER_WORD)),
+            "scales": (Axis("g"), Axis("n")),
+            "bias": (Axis("n"),),
+        },
     )
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -20,6 +21,8 @@ from .plain import CodeWeight, IntWeight
 from .recognize import recognize
 from .records import PlainTensor, QuantizedLayer, Record, pack, repack
 from .shards import Shards
+
+Part: TypeAlias = Callable[[str, int], tuple[tuple[slice, ...], Callable[[torch.Tensor], torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,24 @@ class Checkpoint:
                 done.add(layer.name)
                 yield layer.name, functools.partial(self._read, layer, arch, read), self.layer_bytes(layer.name)
 
-    def read_layer(self, name: str, arch: Arch | None, device: torch.device | str = "cpu") -> QuantizedLayer:
-        """The record of one layer; arguments and errors are those of `load_checkpoint`."""
-        return self._read(self.layers[name], arch, lambda tensor: self.shards.read(tensor, device))
+    def read_layer(
+        self, name: str, arch: Arch | None, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> QuantizedLayer:
+        """The record of one layer; arguments and errors are those of `load_checkpoint`.
+
+        part: (tensor inside of the layer, its number of dimensions) -> (the index of what is read of it, what turns it
+            into a tensor of the part).
+        """
+        layer = self.layers[name]
+        inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
+
+        def read(tensor: str) -> torch.Tensor:
+            if part is None:
+                return self.shards.read(tensor, device)
+            index, change = part(inside[tensor], len(self.shards.tensors[tensor].shape))
+            return change(self.shards.read(tensor, device, part=index))
+
+        return self._read(layer, arch, read)
 
     def read(
         self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None

@@ -19,7 +19,7 @@ import torch
 from .ct_schemes import BITS, schemes_of, targeting
 from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
-from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .patterns import Steps
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
@@ -123,6 +123,13 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         read=read,
         zeros="weight_zero_point",
         has_zeros=has_zeros,
+        axes=lambda bits: {
+            "weight_packed": (Axis("n"), Axis("k", 32 // bits)),
+            "weight_scale": (Axis("n"), Axis("g")),
+            "weight_zero_point": (Axis("n", 32 // bits), Axis("g")),
+            "weight_g_idx": (Axis("k"),),
+            "bias": (Axis("n"),),
+        },
     )
 
 

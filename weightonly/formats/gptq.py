@@ -21,7 +21,7 @@ import torch
 
 from .expect import FLOATS, INTEGERS, TensorError, expect, option
 from .groups import Grouping, even_groups, group_rows
-from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .patterns import Pattern, PatternError, Steps
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
@@ -157,6 +157,13 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         read=read,
         zeros="qzeros",
         has_zeros=has_zeros,
+        axes=lambda bits: {
+            "qweight": (Axis("k", 32 // bits), Axis("n")),
+            "qzeros": (Axis("g"), Axis("n", 32 // bits)),
+            "scales": (Axis("g"), Axis("n")),
+            "g_idx": (Axis("k"),),
+            "bias": (Axis("n"),),
+        },
     )
 
 

@@ -37,6 +37,14 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """What a dimension of a tensor counts. kind: rows "k", columns "n" or groups "g"; values: of them in one index."""
+
+    kind: str
+    values: int = 1
+
+
+@dataclass(frozen=True)
 class LayerFormat:
     """One checkpoint format.
 
@@ -50,6 +58,8 @@ class LayerFormat:
     Both raise TensorError for a tensor that does not fit.
     zeros: suffix of the tensor of zero points, where `describe` does not tell whether any is not 0.
     has_zeros: (layer, that tensor, N) -> whether one is.
+    axes: bits -> suffix of a tensor -> its dimensions, for reading a part of a layer (parts.py). A tensor that is not
+        named there is read as a whole. None: every layer is.
     """
 
     name: str
@@ -62,6 +72,7 @@ class LayerFormat:
     read: Callable[[str, Tensors], IntWeight | CodeWeight | QuantizedLayer]
     zeros: str | None = None
     has_zeros: Callable[[str, torch.Tensor, int], bool] | None = None
+    axes: Callable[[int], Mapping[str, tuple[Axis, ...]]] | None = None
 
 
 class MissingTensorError(ValueError):

@@ -11,6 +11,7 @@ Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -69,6 +70,7 @@ class Shards:
     """The tensors of a folder's safetensors files.
 
     tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
+    bytes_read: of tensors, until now.
 
     Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
     the tensor, for pickles, damaged or truncated files, and files that contradict the index.
@@ -80,17 +82,27 @@ class Shards:
         self.index = _find_index(folder)
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[Path, Mapping[str, str]] = {}
+        self.bytes_read = 0
         if self.index is None:
             self._add_every_file()
         else:
             self._add_indexed(self.index)
 
-    def read(self, name: str, device: torch.device | str = "cpu", sha256: str | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, device: torch.device | str = "cpu", sha256: str | None = None, part: Any = ...
+    ) -> torch.Tensor:
         """The tensor `name` on `device`. sha256: of its bytes; None: they are taken as they are.
+
+        part: an index of slices and numbers, as tensors take them; no bytes of other rows are read, and of the columns
+            none beyond the first and the last.
 
         Raises ValueError, naming file and tensor, if the file is truncated, or its bytes have another digest.
         """
         info = self.tensors[name]
+        slices = _slices(part, info.shape) if sha256 is None else None
+        if slices is not None:
+            return self._read_rows(name, info, *slices).to(device)
+        self.bytes_read += info.bytes
         data = torch.empty(info.bytes, dtype=torch.uint8, device="cpu")
         with open_regular(info.file) as stream:
             stream.seek(info.begin)
@@ -99,7 +111,30 @@ class Shards:
             raise ValueError(f"{info.file}: {name}: expected {info.bytes} bytes, got {got}: the file is truncated")
         if sha256 is not None and digest(data) != sha256:
             raise ValueError(f"{info.file}: {name}: expected bytes with SHA-256 {sha256}, got others: it is damaged")
-        return data.view(info.dtype).view(info.shape).to(device)
+        return data.view(info.dtype).view(info.shape)[part].to(device)
+
+    def _read_rows(self, name: str, info: TensorInfo, rows: slice, columns: slice) -> torch.Tensor:
+        """Rows of a tensor of one or more dimensions; columns: a slice of its second one."""
+        row_items = math.prod(info.shape[1:])
+        item_bytes = info.dtype.itemsize * math.prod(info.shape[2:])
+        if len(info.shape) == 1:
+            first, length = 0, info.dtype.itemsize
+            shape = (rows.stop - rows.start,)
+        else:
+            first, length = columns.start * item_bytes, (columns.stop - columns.start) * item_bytes
+            shape = (rows.stop - rows.start, columns.stop - columns.start, *info.shape[2:])
+        row_bytes = row_items * info.dtype.itemsize
+        data = torch.empty(max(rows.stop - rows.start, 0), length, dtype=torch.uint8)
+        self.bytes_read += data.numel()
+        begin = info.begin + rows.start * row_bytes
+        with open_regular(info.file) as stream:
+            target = data.numpy()
+            spans = [target.reshape(-1).data] if length == row_bytes else [row.data for row in target]
+            for row, span in enumerate(spans if data.numel() else ()):
+                got = os.preadv(stream.fileno(), [span], begin + row * row_bytes + first)
+                if got != len(span):
+                    raise ValueError(f"{info.file}: {name}: expected {len(span)} bytes, got {got}: it is truncated")
+        return data.view(-1).view(info.dtype).view(shape)
 
     def without_data(self, name: str) -> torch.Tensor:
         """A tensor of the same dtype and shape on the meta device."""
@@ -139,6 +174,20 @@ class Shards:
             if len(found) > len(named):
                 left_out = next(name for name in found if weight_map.get(name) != shard)
                 raise ValueError(f"{file}: {left_out}: expected in this file by {index.name}, too, got another or none")
+
+
+def _slices(part: Any, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
+    """An index as (rows, columns) of a tensor with one dimension or more. None: of one that is read as a whole."""
+    part = part if isinstance(part, tuple) else (part,)
+    if part in ((), (...,)) or not shape or len(part) > 2 or not all(isinstance(index, slice) for index in part):
+        return None
+    if any(index.step not in (None, 1) for index in part) or len(part) > len(shape):
+        return None
+    bounds = [slice(*index.indices(size)) for index, size in zip(part, shape, strict=False)]
+    if any(index.stop < index.start for index in bounds):
+        return None
+    columns = bounds[1] if len(bounds) == 2 else slice(0, shape[1] if len(shape) > 1 else 1)
+    return bounds[0], columns
 
 
 def check_folder(folder: Path) -> None:

@@ -19,6 +19,10 @@ from .config import WeightOnlyConfig
 from .loader import load_model
 from .quantizer import WeightOnlyQuantizer
 
+if find_spec("transformers.distributed") and find_spec("transformers.distributed.parallel_utils"):
+    from . import parallel as _parallel
+
+    _parallel.register()
 if find_spec("peft"):
     from . import peft as _peft
 

@@ -15,10 +15,12 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
 from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
+from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
 from ..layout import TILED
 from ..packing import layout_for_arch
+from ..parallel import ParallelLinear
 from .files import Names, check_complete
 from .modules import Plan
 
@@ -43,6 +45,8 @@ class CheckpointWeights:
         self.tensors: dict[str, Any] = {}
         self._lock = threading.Lock()  # layers are read one after another: the unpacked numbers of one at a time
         self._read: dict[str, dict[str, torch.Tensor]] = {}
+        self._model: PreTrainedModel | None = None
+        self._names: dict[str, str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointWeights:
         return self  # transformers copies configs
@@ -58,6 +62,7 @@ class CheckpointWeights:
         Raises ValueError for a linear layer of the model that the checkpoint does not have.
         """
         names, plan = Names(model), Plan()
+        self._model = model
         found: set[str] = set()
         for layer, shape in self.shapes.items():
             name, pattern = names.of_layer(layer)
@@ -79,6 +84,7 @@ class CheckpointWeights:
         return plan
 
     def _add(self, layer: str, name: str, shape: LayerShape) -> None:
+        self._names[layer] = name
         dtype = {"qweight": torch.uint8, "perm": torch.int32, "codebook": torch.int32}
         inside = ["qweight", "scales"]
         inside += ["zeros"] if shape.symmetric is False else []
@@ -95,14 +101,26 @@ class CheckpointWeights:
                 record = self.checkpoint.read_layer(layer, self._arch)
                 return record.dequantize().t()
             if tensor not in self._read.get(layer, {}):
-                record = self.checkpoint.read_layer(layer, self._arch)
-                self._read[layer] = {
-                    name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()
-                }
+                self._read[layer] = self._tensors(layer)
             value = self._read[layer].pop(tensor)
             if not self._read[layer]:
                 del self._read[layer]
             return value
+
+    def _tensors(self, layer: str) -> dict[str, torch.Tensor]:
+        """The tensors of a layer, or of this rank's part of it."""
+        module = None if self._model is None else self._model.get_submodule(self._names[layer])
+        if not isinstance(module, ParallelLinear):
+            record = self.checkpoint.read_layer(layer, self._arch)
+            return {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
+        part = {}
+        if not module.is_empty:
+            record = read_part(self.checkpoint, layer, self._arch, module.rows, module.ranges)
+            part = {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
+        # Of an empty part nothing was read. Of columns without zero points, beside columns that have some, no zeros.
+        own = [*module.named_parameters(), *module.named_buffers()]
+        rest = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in own if name not in part}
+        return part | rest
 
     def _packed_shape(self, layer: str) -> LayerShape:
         shape = self.checkpoint.exact_shape(layer)
@@ -123,8 +141,12 @@ class _Lazy:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._layer is None:
-            return self._weights.checkpoint.shards.read(self._tensor)[index]
+            return self._weights.checkpoint.shards.read(self._tensor, part=index)
         return self._weights.read(self._layer, self._tensor)[index]
+
+    def get_shape(self) -> list[int]:
+        """Of a tensor that belongs to no packed layer: transformers asks for it to read a part."""
+        return list(self._weights.checkpoint.shards.tensors[self._tensor].shape)
 
     def is_floating_point(self) -> bool:
         """Whether transformers may cast it to the dtype of the model."""

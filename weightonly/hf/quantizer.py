@@ -17,12 +17,15 @@ from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, ungua
 from ..heuristics.arch import ARCHS
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
+from ..layout import stored_shape
 from ..nn import Linear
 from ..packing import code_layout, layout_for_arch
+from ..parallel.linear import DENSE, OWN, PACKED, WHOLE, ParallelLinear
 from ..quantize import WEIGHT_DTYPES
 from .config import WeightOnlyConfig
 from .files import codebooks_of_version_2, plan_of_files
 from .modules import Plan, check_layer, plan_quantization, replace_layers
+from .tensors import CutPart, LayerTensors, converters, whole_state_dict
 
 logger = logging.get_logger(__name__)
 
@@ -45,6 +48,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         self.plan = Plan()
         self.conv1d: set[str] = set()
         """Packed layers that were Conv1D, whose weight is the transpose of that of torch.nn.Linear."""
+        self._is_parallel = False
         self._codebooks: dict[str, torch.Tensor] = {}
         self._unprefixed: set[str] = set()
         """Names of packed layers as files of the base model alone, or of a model with a head, have them."""
@@ -98,6 +102,10 @@ class WeightOnlyQuantizer(HfQuantizer):
             prefix + name for name in self.plan.layers
         }
         self.conv1d = replace_layers(model, self.plan.layers, dtype or torch.get_default_dtype())
+        distributed = getattr(model.config, "distributed_config", None)
+        self._is_parallel = distributed is not None and distributed.tp_size > 1
+        for name in self.plan.layers:
+            model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
             logger.info(f"weightonly leaves {name} dense: {reason}")
 
@@ -115,6 +123,15 @@ class WeightOnlyQuantizer(HfQuantizer):
             return code_layout(config.format, arch)
         return layout_for_arch(80 if arch is None else arch)
 
+    def _reads(self, name: str) -> str:
+        """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""
+        config = self.quantization_config
+        if not self.pre_quantized:
+            return WHOLE if name in self.conv1d else DENSE
+        if config.weights is not None:
+            return OWN
+        return WHOLE if config.format_version != VERSION else PACKED
+
     # --- loading --------------------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -128,16 +145,18 @@ class WeightOnlyQuantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """How tensors of the files find their layer: a dense weight becomes `qweight`."""
+        layers = set(self.plan.layers) | self._unprefixed
         if not self.pre_quantized:
-            converter = _DenseWeights("weight$", "qweight", [_Keep()])
-            converter.layers = set(self.plan.layers) | self._unprefixed
-            return [converter]
-        if self.quantization_config.weights is None and self.quantization_config.format_version != VERSION:
-            return [WeightConverter("qweight$", "qweight", [_AsMatrix()])]
-        return []
+            converter = LayerTensors("weight$", "qweight", [_Keep()])
+            converter.layers, converter.tensor = layers, "weight"
+            return [converter, *(converters(layers, ("bias",)) if self._is_parallel else ())]
+        if self._is_parallel:
+            return converters(layers)
+        return [] if self._reads("") == PACKED else converters(layers, ("qweight",))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name in self.plan.layers:
+            model.get_submodule(name).reads = None
             for parameter in model.get_submodule(name).parameters():
                 parameter.requires_grad_(False)
         for name, codebook in self._codebooks.items():
@@ -162,8 +181,10 @@ class WeightOnlyQuantizer(HfQuantizer):
 
     # --- a loaded model -------------------------------------------------------------------------------------
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
-        """Called by `save_pretrained`: the config then names layers as the files do."""
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """Called by `save_pretrained`: the config then names layers as the files do, and layers are whole."""
         renamings = [
             conversion.reverse_transform()
             for conversion in (model._weight_conversions or [])[::-1]
@@ -177,13 +198,15 @@ class WeightOnlyQuantizer(HfQuantizer):
         shapes = {in_file(name): shape for name, shape in self.plan.layers.items()}
         config.layers = options_of(shapes)["layers"]
         config.modules_to_not_convert = sorted(map(in_file, self.plan.dense))
-        return None, {}
+        return whole_state_dict(model), {}
 
     @torch.no_grad()
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         for name, module in list(model.named_modules()):
             if not isinstance(module, Linear):
                 continue
+            if isinstance(module, ParallelLinear):
+                raise ValueError(f"{name}: expected a whole layer to dequantize, got a part of one, cut for its rank")
             if module.qweight.is_meta:
                 raise ValueError(f"{name}: expected a weight in memory to dequantize, got one that is offloaded")
             w = module.dequantize(dtype)
@@ -216,17 +239,6 @@ class WeightOnlyQuantizer(HfQuantizer):
         return True
 
 
-class _DenseWeights(WeightConverter):
-    """Of the layers that are packed alone: other modules have a `weight`, too. layers: their names."""
-
-    __slots__ = ("layers",)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key.removesuffix(".weight") not in self.layers:
-            return source_key, None
-        return super().rename_source_key(source_key)
-
-
 class _Keep(ConversionOps):
     """The tensor as it is: a converter needs an operation, and the quantization follows it."""
 
@@ -250,28 +262,30 @@ class _Quantize(ConversionOps):
         target = model.get_submodule(name)
         shape = self.hf_quantizer.plan.layers[name]
         weight = weight.t() if name in self.hf_quantizer.conv1d else weight
-        if weight.shape != (shape.n, shape.k):
-            raise ValueError(f"{name}.weight: expected [{shape.n}, {shape.k}], got {list(weight.shape)}")
+        is_cut = isinstance(target, ParallelLinear) and target.comes_cut("qweight")
+        k, n = (target.in_features, target.out_features) if is_cut else (shape.k, shape.n)
+        if weight.shape != (n, k):
+            raise ValueError(f"{name}.weight: expected [{n}, {k}], got {list(weight.shape)}")
+        if not weight.numel():  # this rank has no part of it
+            return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
         recipe = self.hf_quantizer.quantization_config.recipe(target.scales.dtype)
         try:
             packed, scales, zeros = recipe.quantize(weight.t())
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-        inside = {"qweight": packed.data.view(target.qweight.shape), "scales": scales, "zeros": zeros}
+        rows = stored_shape(packed.k_padded, packed.n_padded, packed.bits, packed.layout)
+        inside = {"qweight": packed.data.view(rows), "scales": scales, "zeros": zeros}
+        if isinstance(target, ParallelLinear) and not is_cut:
+            inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return {f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None}
 
 
-class _AsMatrix(ConversionOps):
-    """The one-dimensional bytes of version 2 become the matrix of the layer."""
-
-    def convert(
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        (tensors,) = input_dict.values()
-        data = tensors[0] if isinstance(tensors, list) else tensors
-        return {full_layer_name: data.view(model.get_parameter(full_layer_name).shape)}
+def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
+    """The tensors of a layer that has no elements."""
+    tensors = {"qweight": layer.qweight, "scales": layer.scales, "zeros": layer.zeros}
+    return {name: torch.empty_like(t, device="cpu") for name, t in tensors.items() if t is not None}
 
 
 def _is_of_packed(conversion: Any) -> bool:
     operations = getattr(conversion, "operations", ())
-    return any(isinstance(operation, (_Keep, _AsMatrix)) for operation in operations)
+    return any(isinstance(operation, (_Keep, CutPart)) for operation in operations)

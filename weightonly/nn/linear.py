@@ -42,7 +42,8 @@ class Linear(torch.nn.Module):
         perm      int32 or int64 [K], the act-order permutation, or None
         codebook  int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats
     Plain attributes: in_features, out_features, format, layout, group_size (-1: all of K), symmetric, activation, and
-    layer_name, the name in the model, which errors of `forward` begin with, or None.
+    layer_name, the name in the model, which errors of `forward` begin with, or None; reads, of a layer that is being
+    loaded, for `weightonly.parallel`.
 
     The state dict holds the tensors alone. It loads into a layer that was made with the same arguments, for a GPU of
     the same layout: a state of another layout has another shape and is refused, unless its metadata says what it is.
@@ -120,6 +121,7 @@ class Linear(torch.nn.Module):
         check_activation(activation)
         self.activation = activation
         self.layer_name: str | None = None
+        self.reads: str | None = None
         self._set_operands(weight, scales, zeros, bias, perm)
 
     def _set_operands(

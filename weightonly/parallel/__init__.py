@@ -6,7 +6,7 @@
 Needs PyTorch 2.5 or later, for torch.distributed.tensor.
 """
 
-from .linear import ColwiseLinear, RowwiseLinear
+from .linear import ColwiseLinear, ParallelLinear, RowwiseLinear
 from .styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseLinear", "ColwiseParallel", "RowwiseLinear", "RowwiseParallel"]
+__all__ = ["ColwiseLinear", "ColwiseParallel", "ParallelLinear", "RowwiseLinear", "RowwiseParallel"]

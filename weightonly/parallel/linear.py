@@ -21,9 +21,9 @@ from ..slicing import Operands, cut_weight, rows_of_a_group
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
 
-DENSE, PACKED, OWN = "dense", "packed", "own"
-"""What `ParallelLinear.reads` says of the tensors that a loader brings: those of a dense layer, of a packed one, or
-this rank's part alone."""
+DENSE, PACKED, WHOLE, OWN = "dense", "packed", "whole", "own"
+"""`Linear.reads`: whose tensors a loader cuts while it reads them, by the placements of the DTensors in the state dict:
+those of a dense layer, or of a packed one; or none, as all come whole; or none, as all are this rank's part."""
 
 
 class ParallelLinear(Linear):
@@ -33,7 +33,8 @@ class ParallelLinear(Linear):
     y of `forward` are as the style's layouts say.
 
     in_features, out_features: of this rank's part, 0 for a rank that has none. full_in_features, full_out_features,
-    full_group_size: of the whole weight; full_group_size are the rows that share a scale.
+    full_group_size: of the whole weight; full_group_size are the rows that share a scale. rows, ranges: the rows and
+    columns of this rank; ranges has a pair for each layer that is fused into this one, and none if it has no columns.
 
     The state dict has DTensors of the whole layer where its tensors are cut evenly, as torch.distributed.checkpoint
     saves and loads them. Other tensors have the rank in their names. A state dict of the whole layer, in the same
@@ -43,8 +44,9 @@ class ParallelLinear(Linear):
     full_in_features: int
     full_out_features: int
     full_group_size: int
+    rows: Range
+    ranges: list[Range]
     exchange: Exchange
-    reads: str | None
 
     @property
     def is_empty(self) -> bool:
@@ -93,8 +95,8 @@ class ParallelLinear(Linear):
         """
         if name != "qweight":
             return self._cut_small(name, tensor)
-        if tensor.shape != self._full_shape("qweight"):
-            raise ValueError(f"qweight: expected {list(self._full_shape('qweight'))}, got {list(tensor.shape)}")
+        if tensor.shape != self.full_shape("qweight"):
+            raise ValueError(f"qweight: expected {list(self.full_shape('qweight'))}, got {list(tensor.shape)}")
         if self.is_empty:
             return tensor.new_empty(self.qweight.shape)
         code = (0.0,) * 16 if self.format == "code4" else None
@@ -155,9 +157,10 @@ class ParallelLinear(Linear):
             code = (0.0,) * 16 if self.format == "code4" else None
             bits = format_bits(self.format)
             whole = preprocess(whole, bits, layout=self.layout, format=self.format, code=code).data
-        return whole.view(self._full_shape(name))
+        return whole.view(self.full_shape(name))
 
-    def _full_shape(self, name: str) -> torch.Size:
+    def full_shape(self, name: str) -> torch.Size:
+        """The shape of a tensor of the whole layer."""
         k, n, bits = self.full_in_features, self.full_out_features, format_bits(self.format)
         shapes = {
             "qweight": stored_shape(*padded_shape(k, n, bits, self.layout), bits, self.layout),
@@ -167,7 +170,7 @@ class ParallelLinear(Linear):
         return torch.Size(shapes.get(name, (k // self.full_group_size, n)))
 
     def _as_dtensor(self, name: str, tensor: torch.Tensor, placement: Placement) -> DTensor:
-        shape = self._full_shape(name)
+        shape = self.full_shape(name)
         stride = (1,) if len(shape) == 1 else (shape[1], 1)
         return DTensor.from_local(
             tensor.contiguous(), self.exchange.mesh, [placement], run_check=False, shape=shape, stride=stride
@@ -181,10 +184,10 @@ class ParallelLinear(Linear):
         if METADATA in metadata:
             metadata[METADATA] |= {"k": self.full_in_features, "n": self.full_out_features}
         for name in self._own_tensors():
-            if self.reads == OWN or not self.differs(name):
+            if not self.differs(name):
                 continue
             tensor = destination[f"{prefix}{name}"]
-            placement = self._dense_placement() if (name, self.reads) == ("qweight", DENSE) else self.placement(name)
+            placement = self._placement_in_state(name)
             if placement is not None:
                 destination[f"{prefix}{name}"] = self._as_dtensor(name, tensor, placement)
             elif self.reads is None:
@@ -202,9 +205,18 @@ class ParallelLinear(Linear):
                 state[key] = state.pop(f"{key}{self._suffix}")
             elif isinstance(tensor, DTensor):
                 state[key] = tensor.to_local()
-            elif isinstance(tensor, torch.Tensor) and self.differs(name) and tensor.shape == self._full_shape(name):
+            elif isinstance(tensor, torch.Tensor) and self.differs(name) and tensor.shape == self.full_shape(name):
                 state[key] = self.cut(name, tensor)
         super()._load_from_state_dict(state, prefix, {}, *args)
+
+    def comes_cut(self, name: str) -> bool:
+        """Whether a loader that asks the state dict for placements brings this rank's part of a tensor."""
+        return self.reads == OWN or not self.differs(name) or self._placement_in_state(name) is not None
+
+    def _placement_in_state(self, name: str) -> Placement | None:
+        if self.reads in (WHOLE, OWN):
+            return None
+        return self._dense_placement() if (name, self.reads) == ("qweight", DENSE) else self.placement(name)
 
     def _dense_placement(self) -> Placement | None:
         """How a dense weight [N, K] is cut such that each rank quantizes its part as it would the whole."""
@@ -224,12 +236,8 @@ class ParallelLinear(Linear):
 
 
 class ColwiseLinear(ParallelLinear):
-    """Columns of a weight: y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns]).
+    """Columns of a weight: y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns])."""
 
-    ranges: begin and end of these columns, one pair for each layer that is fused into this one.
-    """
-
-    ranges: list[Range]
     parts: Sequence[int] | None
 
     @classmethod
@@ -243,7 +251,7 @@ class ColwiseLinear(ParallelLinear):
         ranges = columns_of(layer.out_features, parts, ranks, rank)
         part = operands_of(layer).columns(ranges) if ranges else None
         self = _become(layer, cls, exchange)
-        self.ranges, self.parts = ranges, parts
+        self.rows, self.ranges, self.parts = (0, layer.in_features), ranges, parts
         if part is None:
             names = [name for name in self._own_tensors() if self.differs(name)]
             _make_empty(self, {name: 1 if name in ("scales", "zeros") else 0 for name in names})
@@ -267,7 +275,7 @@ class ColwiseLinear(ParallelLinear):
         columns = {TILED: align, INTERLEAVED: 16 // format_bits(self.format)}.get(self.layout)
         if columns is None:
             return None
-        stored = self._full_shape(name)[0]
+        stored = self.full_shape(name)[0]
         return Shard(0) if _cuts_alike(n, align, stored, columns, self.ranks) else None
 
     def _dense_placement(self) -> Placement | None:
@@ -312,6 +320,7 @@ class RowwiseLinear(ParallelLinear):
         part = operands_of(layer).rows(begin, end) if begin < end else None
         perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
+        self.rows, self.ranges = (begin, end), [(0, layer.out_features)]
         if part is None:
             dims = {name: 0 for name in self._own_tensors() if self.differs(name)}
             _make_empty(self, dims | {"qweight": 0 if self.layout == ROW_MAJOR else 1})
@@ -352,7 +361,7 @@ class RowwiseLinear(ParallelLinear):
         if name in ("scales", "zeros"):
             group = self.full_group_size
             return Shard(0) if _cuts_alike(k, group, k // group, group, self.ranks) else None
-        shape = self._full_shape("qweight")
+        shape = self.full_shape("qweight")
         dim = 0 if self.layout == ROW_MAJOR else 1
         blocks = -(-k // K_ALIGN)
         is_alike = self.layout in (TILED, INTERLEAVED, ROW_MAJOR) and _cuts_alike(
@@ -364,7 +373,7 @@ class RowwiseLinear(ParallelLinear):
         return self.placement("scales") and Shard(1) if self.differs("scales") else None
 
     def _cut_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        begin, end = chunk(self.full_in_features, self.ranks, self.rank)
+        begin, end = self.rows
         if name == "perm":
             return tensor[begin:end]
         if not self.differs(name):
@@ -374,7 +383,7 @@ class RowwiseLinear(ParallelLinear):
         return tensor.index_select(0, torch.arange(begin, end, rows, device=tensor.device) // group)
 
     def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
-        return cut_weight(weight, rows=chunk(self.full_in_features, self.ranks, self.rank))
+        return cut_weight(weight, rows=self.rows)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         if name not in ("scales", "zeros"):
@@ -401,7 +410,6 @@ def _become(layer: Linear, kind: type[Any], exchange: Exchange) -> Any:
     layer.full_in_features, layer.full_out_features = layer.in_features, layer.out_features
     layer.full_group_size = layer.in_features // layer.scales.shape[0]
     layer.exchange = exchange
-    layer.reads = getattr(layer, "reads", None)
     return layer
 
 

@@ -1,0 +1,85 @@
+"""The tensors of packed layers between files and models: each rank's part of them, and all parts as one again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..parallel import ParallelLinear
+
+_TENSORS = ("qweight", "scales", "zeros", "perm", "bias")
+
+
+def converters(layers: set[str], names: tuple[str, ...] = _TENSORS) -> list[WeightConverter]:
+    """What cuts the tensors of packed layers that come whole. layers: their names in the files."""
+    found = []
+    for name in names:
+        converter = LayerTensors(f"{name}$", name, [CutPart()])
+        converter.layers, converter.tensor = layers, name
+        found.append(converter)
+    return found
+
+
+class LayerTensors(WeightConverter):
+    """A tensor of the packed layers alone: other modules have one of this name, too.
+
+    layers: names of the layers in the files. tensor: its name inside of them.
+    """
+
+    __slots__ = ("layers", "tensor")
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        layer, _, tensor = source_key.rpartition(".")
+        if layer not in self.layers or tensor != self.tensor:
+            return source_key, None
+        found: tuple[str, str | None] = super().rename_source_key(source_key)
+        return found
+
+
+class CutPart(ConversionOps):
+    """This rank's part of a tensor of a packed layer; as a matrix, where version 2 has bytes in one dimension."""
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        name, _, inside = full_layer_name.rpartition(".")
+        layer = model.get_submodule(name)
+        is_whole = isinstance(layer, ParallelLinear) and not layer.comes_cut(inside)
+        if inside == "qweight" and tensor.dim() == 1:
+            tensor = tensor.view(layer.full_shape("qweight") if is_whole else layer.qweight.shape)
+        return {full_layer_name: (layer.cut(inside, tensor) if is_whole else tensor).contiguous()}
+
+
+def whole_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+    """The state dict of a model with every tensor gathered; None where no layer is parallel. All ranks call it.
+
+    transformers would gather tied tensors one by one, and write them twice.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+    if not layers:
+        return None
+    state: dict[str, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        owner = next((name for name in _owners(key) if name in layers), None)
+        if owner is None:
+            if id(tensor) not in gathered:
+                whole = tensor.detach()
+                gathered[id(tensor)] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+            state[key] = gathered[id(tensor)]
+        elif f"{owner}.qweight" not in state:
+            found = layers[owner].gather().state_dict()
+            state |= {f"{owner}.{name}": value.cpu() for name, value in found.items()}
+    return state
+
+
+def _owners(key: str) -> list[str]:
+    """The modules that a name of a state dict may be in, the innermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
