@@ -109,7 +109,7 @@ def print_search(best: dict[str, list[str]]) -> None:
         found = {name: sentences[i] for name, sentences in best.items()}
         print(f"  {query}")
         if len(set(found.values())) == 1:
-            print(f"    all: {found['fp32']}")
+            print(f"    all three: {found['fp32']}")
         else:
             for name, sentence in found.items():
                 print(f"    {name}: {sentence}")
