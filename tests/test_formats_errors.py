@@ -97,11 +97,11 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "pattern": (GPTQ | {"dynamic": {"+:(": {}}}, r"dynamic: expected regular expressions, got '\+:\('"),
     "ct format": (
         CT | {"format": "float-quantized", "config_groups": {}},
-        "format: expected 'pack-quantized', got 'float",
+        "format: expected 'pack-quantized', .* or 'nvfp4-pack-quantized', got 'float",
     ),
     "ct group": (
-        CT | {"config_groups": {"g": {"format": "nvfp4-pack-quantized"}}},
-        "config_groups.g.format: expected 'pack-quantized', got 'nvfp4-pack-quantized'",
+        CT | {"config_groups": {"g": {"format": "mxfp8-quantized"}}},
+        "config_groups.g.format: expected 'pack-quantized', .* or 'nvfp4-pack-quantized', got 'mxfp8-quantized'",
     ),
     "ct bits": (
         CT | {"config_groups": {"g": {"weights": {"num_bits": 3}}}},

@@ -83,19 +83,22 @@ def test_logits_are_those_of_the_dequantized_weights(
     torch.testing.assert_close(logits(model, tokens).float(), expected, rtol=0, atol=bound)
 
 
-CASES = ("awq", "bnb_nf4", "ct_w4a16", "gptq4", "gptq4_moe", "ct_moe")
+CASES = ("awq", "bnb_nf4", "ct_w4a16", "gptq4", "gptq4_moe", "ct_moe", "ct_mxfp4")
+ON_CPU_ALONE = ("ct_nvfp4", "gptq4_g16")
+"""Groups of 16."""
 
 
 @needs_checkpoints
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ON_CPU_ALONE])
 def test_real_checkpoints(name: str, tmp_path: Path) -> None:
+    arch = None if name in ON_CPU_ALONE else "sm90"
     folder = CHECKPOINTS / name
     model = load_model(folder, dtype=torch.float32)
     expected = logits(dense_model(folder))
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
-    convert(folder, tmp_path / "packed", arch="sm90", progress=False)
+    convert(folder, tmp_path / "packed", arch=arch, progress=False)
     for other in (tmp_path / "packed", folder):
-        again = load_model(other, torch.float32, arch="sm90")
+        again = load_model(other, torch.float32, arch=arch)
         torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(load_model(tmp_path / "packed", torch.float32)), expected, rtol=0, atol=1e-5)
     model.save_pretrained(tmp_path / "saved")
@@ -103,20 +106,27 @@ def test_real_checkpoints(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
-REFUSED = {
-    "ct_nvfp4": "expected 'pack-quantized', got 'nvfp4-pack-quantized'; quantize the original model again",
-    "ct_mxfp4": "expected 'pack-quantized', got 'mxfp4-pack-quantized'; quantize the original model again",
-    "gptq4_g16": "got 16; 14 of 14 layers have such groups.*quantize the model again with group_size 32, 64 or 128",
-}
+@needs_checkpoints
+@pytest.mark.parametrize("name", ON_CPU_ALONE)
+def test_real_checkpoints_that_no_gpu_runs(name: str, tmp_path: Path) -> None:
+    message = r"on a GPU; got 16, .*14 of 14 layers have such groups.*model again with group_size 32, 64 or 128"
+    with pytest.raises(ValueError, match=message):
+        load_model(CHECKPOINTS / name, arch="sm90")
+    with pytest.raises(ValueError, match=message):
+        convert(CHECKPOINTS / name, tmp_path / "packed", arch="sm90")
 
 
 @needs_checkpoints
-@pytest.mark.parametrize("name", REFUSED)
-def test_real_checkpoints_that_cannot_run(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        load_model(CHECKPOINTS / name)
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        convert(CHECKPOINTS / name, tmp_path / "packed")
+def test_scales_that_float16_does_not_hold(tmp_path: Path) -> None:
+    """A checkpoint of bfloat16 with a scale of 2^-47: rounding it to 0 would be silent."""
+    shutil.copytree(CHECKPOINTS / "ct_mxfp4", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight_scale"][0, 0] = 80
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    name = r"model.layers.1.mlp.up_proj: scales: expected powers of two in 2\^-23 .. 2\^13 for mxfp4 in torch.float16"
+    with pytest.raises(Exception, match=name):  # transformers may wrap it
+        load_model(tmp_path / "model", torch.float16)
+    load_model(tmp_path / "model", torch.bfloat16)
 
 
 # --- converted folders --------------------------------------------------------------------------------------
@@ -253,8 +263,8 @@ def test_records_are_layers(arch: str | None, dtype: torch.dtype | None, checkpo
 @needs_checkpoints
 def test_records_that_are_no_layers() -> None:
     record = next(r for r in wo.load_checkpoint(CHECKPOINTS / "gptq4_g16") if isinstance(r, QuantizedLayer))
-    with pytest.raises(ValueError, match=rf"{record.name}: .*group_size must be"):
-        record.to_linear()
+    with pytest.raises(ValueError, match=rf"{record.name}: .*group_size must be .* on a GPU; got 16"):
+        record.to_linear(arch="sm80")
     nf4 = next(r for r in wo.load_checkpoint(CHECKPOINTS / "bnb_nf4") if isinstance(r, QuantizedLayer))
     with pytest.raises(ValueError, match=rf"{nf4.name}: arch: expected .* for nf4"):
         nf4.to_linear(arch="sm80")

@@ -81,7 +81,41 @@ def _bitsandbytes(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors
 
 
-QUANTIZERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "bitsandbytes": _bitsandbytes}
+def _floats(format: str, rows: int, g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": rows}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}
+    codes = torch.randint(0, 256, (N, K // 2), generator=g).to(torch.uint8)
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}, {"weight_packed": codes}
+
+
+def _mxfp4(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    options, tensors = _floats("mxfp4-pack-quantized", 32, g)
+    return options, tensors | {"weight_scale": torch.randint(100, 140, (N, K // 32), generator=g).to(torch.uint8)}
+
+
+def _nvfp4(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    options, tensors = _floats("nvfp4-pack-quantized", 16, g)
+    scale = torch.rand(N, K // 16, generator=g).mul(448).to(torch.float8_e4m3fn)
+    return options, tensors | {"weight_scale": scale, "weight_global_scale": torch.tensor([2000.0])}
+
+
+def _gpt_oss(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    """Two experts; the names of its tensors have an underscore where others have a dot."""
+    blocks = torch.randint(0, 256, (2, N, K // 32, 16), generator=g).to(torch.uint8)
+    scales = torch.randint(100, 140, (2, N, K // 32), generator=g).to(torch.uint8)
+    tensors = {"up_proj_blocks": blocks, "up_proj_scales": scales, "up_proj_bias": torch.rand(2, N, generator=g)}
+    return {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, tensors
+
+
+QUANTIZERS = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
+    "gpt-oss": _gpt_oss,
+}
 
 _NUMBERS = [0, 1, -1, 2, 7, 8, 15, 16, 17, 31, 32, 63, 64, 65, 128, 1 << 16, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 10**40]
 _VALUES: list[Any] = [*_NUMBERS, None, True, False, "", "x", "re:(a+)+$", [], [1], {}, {"a": 1}, 0.5, 1e300, "\ud800"]

@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors and bitsandbytes, read bit-exactly.
+"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes and gpt-oss, read bit-exactly.
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
 is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
@@ -10,6 +10,8 @@ from .bitsandbytes import read_bitsandbytes
 from .checkpoint import Checkpoint, load_checkpoint, open_checkpoint
 from .compressed_tensors import read_compressed_tensors
 from .convert import convert
+from .ct_fp4 import read_compressed_fp4
+from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
@@ -26,6 +28,8 @@ __all__ = [
     "open_checkpoint",
     "read_awq",
     "read_bitsandbytes",
+    "read_compressed_fp4",
     "read_compressed_tensors",
+    "read_gpt_oss",
     "read_gptq",
 ]

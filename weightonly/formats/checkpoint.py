@@ -160,12 +160,12 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, converted), layer by layer.
+    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, converted), layer by layer.
 
     folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
         quant_config.json. Without a config the names of the tensors tell the format, where they can.
     arch: the GPU to pack for (see `weightonly.preprocess`). None: the visible one; a converted checkpoint keeps its
-        layout. Code formats (bitsandbytes) have one layout on every GPU.
+        layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
     device: where tensors are unpacked, packed and returned.
     progress: whether to show a bar, on a terminal.
     verify: compare the bytes of each tensor with the digest that `convert` wrote; a tensor that differs is a ValueError
@@ -215,9 +215,11 @@ def _describe(layer: Layer, shards: Shards) -> LayerShape:
         return layer.format.describe(layer.name, tensors)
     except TensorError as error:
         raise _located(error, layer, shards) from error
+    except MissingTensorError as error:
+        raise ValueError(f"{shards.tensors[error.present].file}: {error}") from error
 
 
 def _located(error: TensorError, layer: Layer, shards: Shards) -> ValueError:
     """The error, naming the file and the full name of the tensor."""
     name = layer.tensors.get(error.tensor) or next(iter(layer.tensors.values()))
-    return ValueError(f"{shards.tensors[name].file}: {layer.name}.{error}")
+    return ValueError(f"{shards.tensors[name].file}: {layer.name}{layer.format.separator}{error}")

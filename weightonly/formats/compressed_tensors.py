@@ -1,4 +1,4 @@
-"""compressed-tensors' "pack-quantized" checkpoints (llm-compressor), 4 and 8 bit.
+"""compressed-tensors' "pack-quantized" checkpoints (llm-compressor), 4 and 8 bit; for 4-bit floats see ct_fp4.py.
 
 weight_packed      int32 [N, ceil(K * bits / 32)]: q + 2^(bits-1), packed along K, lowest bits first
 weight_scale       float [N, groups]; [N, 1]: per channel; [1]: one for all
@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from .ct_schemes import BITS, schemes_of, targeting
+from ..heuristics.problem import FORMAT_GROUPS
+from .ct_fp4 import fp4_shape, read_compressed_fp4
+from .ct_schemes import BITS, PACK_QUANTIZED, Scheme, schemes_of, targeting
 from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
-from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
+from .layers import Axis, LayerFormat, LayerShape, MissingTensorError, Tensors, check_bias
 from .patterns import Steps
-from .plain import IntWeight
+from .plain import CodeWeight, IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
 
 
@@ -62,14 +64,31 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
     """The format that a quantization config describes. Where it is empty, the shapes of the tensors tell the bits.
 
     A layer has to be as some group of the config says that can mean it (see ct_schemes.py). Raises ValueError for a
-    format other than pack-quantized, and for groups of other bits than 4 and 8.
+    format other than pack-quantized and those of 4-bit floats, and for groups of other bits than 4 and 8.
     """
     schemes = list(schemes_of(options))
     steps = Steps()
 
+    def of_format(layer: str, format: str) -> list[Scheme]:
+        """The groups that can mean a layer whose tensors are in this format.
+
+        Raises TensorError where all that can mean it say another.
+        """
+        targets = targeting(layer, schemes, steps)
+        fitting = [scheme for scheme in targets if scheme.format == format]
+        if targets and not fitting:
+            expected = " or ".join(sorted({scheme.format for scheme in targets}))
+            raise TensorError("weight_packed", f"expected {expected} as the config says, got tensors of {format}")
+        return fitting
+
     def bits_of(layer: str, tensors: Tensors) -> int:
         """Bits of one layer, from its shapes."""
-        bits_of_groups = sorted({scheme.bits for scheme in targeting(layer, schemes, steps)}) or BITS
+        bits_of_groups = sorted({scheme.bits for scheme in of_format(layer, PACK_QUANTIZED)}) or BITS
+        if "weight_shape" not in tensors:
+            raise MissingTensorError(f"{layer}.weight_shape", f"{layer}.weight_packed")
+        for name in ("weight_global_scale", "input_global_scale"):
+            if name in tensors:
+                raise TensorError(name, f"expected none for {PACK_QUANTIZED}, got one")
         k = _sizes(tensors["weight_shape"])[1]
         packed = tensors["weight_packed"]
         fitting = [b for b in bits_of_groups if packed.dim() == 2 and packed.shape[1] == words_for(k, b)]
@@ -78,14 +97,31 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
             raise TensorError("weight_packed", f"expected int32 [N, {wanted}] for K = {k}, got {list(packed.shape)}")
         return fitting[0]
 
+    def describe_floats(layer: str, tensors: Tensors) -> LayerShape:
+        scale = tensors["weight_scale"]
+        format, k, n = fp4_shape(tensors["weight_packed"], scale, tensors.get("weight_global_scale"))
+        for scheme in of_format(layer, f"{format}-{PACK_QUANTIZED}"):
+            if scheme.scale_dtype not in (None, str(scale.dtype)):
+                expected = f"{scheme.scale_dtype} as the config says"
+                raise TensorError("weight_scale", f"expected {expected}, got {scale.dtype}")
+        for name in ("weight_shape", "weight_zero_point", "weight_g_idx"):
+            if name in tensors:
+                raise TensorError(name, f"expected none for {format}-{PACK_QUANTIZED}, got one")
+        if "input_global_scale" in tensors:
+            expect("input_global_scale", tensors["input_global_scale"], torch.float32, [1])
+        check_bias(tensors, n)
+        return LayerShape(format, k, n, FORMAT_GROUPS[format], symmetric=True, act_order=False)
+
     def describe(layer: str, tensors: Tensors) -> LayerShape:
+        if is_floats(tensors):
+            return describe_floats(layer, tensors)
         bits = bits_of(layer, tensors)
         g_idx, zero_point = tensors.get("weight_g_idx"), tensors.get("weight_zero_point")
         k, n, groups = _shape(
             tensors["weight_packed"], tensors["weight_scale"], tensors["weight_shape"], zero_point, g_idx, bits
         )
         check_bias(tensors, n)
-        possible = [scheme for scheme in targeting(layer, schemes, steps) if scheme.bits == bits]
+        possible = [scheme for scheme in of_format(layer, PACK_QUANTIZED) if scheme.bits == bits]
         problems = [scheme.problem(tensors, k, groups) for scheme in possible]
         if problems and None not in problems:
             assert problems[0] is not None
@@ -97,7 +133,11 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         bits = next(bits for bits in BITS if words_for(n, bits) == zero_point.shape[0])
         return bool(to_signed(unpack_words(zero_point, bits, dim=0)[:n], bits).any())
 
-    def read(layer: str, tensors: Tensors) -> IntWeight:
+    def read(layer: str, tensors: Tensors) -> IntWeight | CodeWeight:
+        if is_floats(tensors):
+            return read_compressed_fp4(
+                tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_global_scale")
+            )
         bits = bits_of(layer, tensors)
         weight = read_compressed_tensors(
             tensors["weight_packed"],
@@ -107,7 +147,7 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
             tensors.get("weight_g_idx"),
             bits=bits,
         )
-        symmetric = {scheme.symmetric for scheme in targeting(layer, schemes, steps) if scheme.bits == bits}
+        symmetric = {scheme.symmetric for scheme in of_format(layer, PACK_QUANTIZED) if scheme.bits == bits}
         if weight.zeros is not None and symmetric == {True}:
             raise TensorError("weight_zero_point", "expected zeros, as the config says symmetric, got others")
         return weight
@@ -115,9 +155,16 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
     return LayerFormat(
         name="compressed-tensors",
         anchors=("weight_packed",),
-        required=("weight_scale", "weight_shape"),
-        optional=("weight_zero_point", "weight_g_idx", "bias"),
-        owned=("weight_shape", "weight_g_idx"),
+        required=("weight_scale",),
+        optional=(
+            "weight_shape",
+            "weight_zero_point",
+            "weight_g_idx",
+            "weight_global_scale",
+            "input_global_scale",
+            "bias",
+        ),
+        owned=("weight_shape", "weight_g_idx", "weight_global_scale"),
         small=("weight_shape", "weight_g_idx"),
         describe=describe,
         read=read,
@@ -131,6 +178,11 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
             "bias": (Axis("n"),),
         },
     )
+
+
+def is_floats(tensors: Tensors) -> bool:
+    """Whether a layer is one of ct_fp4.py: bytes instead of words."""
+    return tensors["weight_packed"].dtype == torch.uint8
 
 
 def _sizes(weight_shape: torch.Tensor) -> tuple[int, int]:

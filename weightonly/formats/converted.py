@@ -6,6 +6,8 @@ x.bias             [N]
 x.perm             int32 [K]
 x.codebook         int32 [16], the bits of the fp32 numbers of a codebook; "code4" alone
 
+Of stacked experts they are what `nn.GroupedLinear` holds: all but the codebook have a dimension [E] before their own.
+
 In version 2 of the format qweight has one dimension, and the files of `weightonly.save` say in their metadata what it
 is; there is no codebook.
 """
@@ -23,7 +25,7 @@ from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
 from .expect import FLOATS, TensorError, expect, option
-from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .layers import LayerFormat, LayerShape, Tensors
 from .packed_config import METHOD, READ_VERSIONS, fields_of
 from .records import PlainTensor, QuantizedLayer, Record
 from .shards import Shards
@@ -70,15 +72,16 @@ def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping
             symmetric="zeros" not in tensors,
             act_order="perm" in tensors,
             layout=weight.layout,
+            experts=weight.experts,
         )
 
     def read(layer: str, tensors: Tensors) -> QuantizedLayer:
         weight = packed(layer, tensors)
-        perm = tensors.get("perm")
-        if perm is not None and not torch.equal(perm.sort().values, torch.arange(weight.k, device=perm.device)):
+        scales, zeros, perm = tensors["scales"], tensors.get("zeros"), tensors.get("perm")
+        order = torch.arange(weight.k, device=scales.device)
+        if perm is not None and not torch.equal(perm.sort().values, order.expand_as(perm)):
             raise TensorError("perm", f"expected a permutation of 0..{weight.k - 1}, got another set of numbers")
-        scales, zeros = tensors["scales"], tensors.get("zeros")
-        weight = weight.expecting(weight.k // len(scales), zeros is not None, perm is not None)
+        weight = weight.expecting(weight.k // scales.shape[-2], zeros is not None, perm is not None)
         return QuantizedLayer(layer, weight, scales, zeros, tensors.get("bias"), perm)
 
     return LayerFormat(
@@ -99,8 +102,9 @@ def tensors_of(record: Record) -> dict[str, torch.Tensor]:
         return {record.name: record.tensor}
     weight = record.weight
     rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
+    stack = () if weight.experts is None else (weight.experts,)
     inside: dict[str, torch.Tensor | None] = {
-        "qweight": weight.data.view(rows),
+        "qweight": weight.data.view(*stack, *rows),
         "scales": record.scales,
         "zeros": record.zeros,
         "bias": record.bias,
@@ -118,15 +122,18 @@ def codebook_bits(code: Sequence[float] | None) -> torch.Tensor:
 def shape_of(record: QuantizedLayer) -> LayerShape:
     """The shape of a layer that has been read."""
     weight = record.weight
-    group_size = weight.k // len(record.scales)
+    group_size = weight.k // record.scales.shape[-2]
     symmetric, act_order = record.zeros is None, record.perm is not None
-    return LayerShape(weight.format, weight.k, weight.n, group_size, symmetric, act_order, weight.layout)
+    return LayerShape(
+        weight.format, weight.k, weight.n, group_size, symmetric, act_order, weight.layout, weight.experts
+    )
 
 
 def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
     """The weight that the config describes. Raises TensorError for tensors that contradict it."""
-    expect("scales", tensors["scales"], FLOATS, ["groups", "N"])
-    groups, n = tensors["scales"].shape
+    stack = ["E"] if qweight.dim() == 3 else []
+    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", "N"])
+    *experts, groups, n = tensors["scales"].shape
     k = groups * fields["group_size"]
     for name, field, is_there in (("zeros", "symmetric", False), ("perm", "act_order", True)):
         if (name in tensors) != (fields[field] is is_there):
@@ -134,14 +141,15 @@ def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, A
             raise TensorError(name, f"expected what the config says ({field}: {fields[field]}), got {there}")
     bits = format_bits(fields["format"])
     rows = stored_shape(*padded_shape(k, n, bits, fields["layout"]), bits, fields["layout"])
-    expect("qweight", qweight, torch.uint8, rows)
+    expect("qweight", qweight, torch.uint8, [*experts, *rows])
     code = None
     if fields["format"] == "code4":
         if "codebook" not in tensors:
             raise TensorError("qweight", "expected a codebook beside it for code4, got none")
         expect("codebook", tensors["codebook"], torch.int32, [16])
         code = tensors["codebook"].view(torch.float32)
-    return PackedWeight(qweight.reshape(-1), k, n, fields["format"], fields["layout"], code)
+    count = experts[0] if experts else None
+    return PackedWeight(qweight.reshape(-1), k, n, fields["format"], fields["layout"], code, experts=count)
 
 
 def digests_of(shards: Shards) -> dict[str, str]:
@@ -170,19 +178,19 @@ def _packed_fields(file: Path, texts: Mapping[str, str]) -> dict[str, Mapping[st
 
 def _check(weight: PackedWeight, tensors: Tensors) -> int:
     """The number of groups. Raises TensorError for tensors that do not fit the weight."""
-    if weight.experts is not None:
-        raise TensorError("qweight", f"expected one weight [K, N], got {weight.experts} stacked experts")
-    expect("scales", tensors["scales"], FLOATS, ["groups", weight.n])
-    groups = tensors["scales"].shape[0]
+    stack = [] if weight.experts is None else [weight.experts]
+    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", weight.n])
+    groups = tensors["scales"].shape[-2]
     if weight.k % groups:
         raise TensorError("scales", f"expected a number of groups that divides K = {weight.k}, got {groups}")
     if "zeros" in tensors:
         if weight.code is not None:
             raise TensorError("zeros", f"expected none for a weight of format {weight.format}, got it")
-        expect("zeros", tensors["zeros"], tensors["scales"].dtype, [groups, weight.n])
+        expect("zeros", tensors["zeros"], tensors["scales"].dtype, [*stack, groups, weight.n])
     if "perm" in tensors:
-        expect("perm", tensors["perm"], torch.int32, [weight.k])
-    check_bias(tensors, weight.n)
+        expect("perm", tensors["perm"], torch.int32, [*stack, weight.k])
+    if "bias" in tensors:
+        expect("bias", tensors["bias"], FLOATS, [*stack, weight.n])
     try:
         weight.expecting(weight.k // groups, "zeros" in tensors, "perm" in tensors)
     except ValueError as error:

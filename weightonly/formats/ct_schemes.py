@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 
+from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
 from .patterns import Pattern, PatternError, Steps
 
 PACK_QUANTIZED = "pack-quantized"
+FLOAT_GROUPS = {f"{name}-{PACK_QUANTIZED}": rows for name, rows in FORMAT_GROUPS.items()}
+"""Format of 4-bit floats -> its group size."""
+
+_FORMATS = (PACK_QUANTIZED, *FLOAT_GROUPS)
 _CURE = "; quantize the original model again, to int4 or int8 with groups (W4A16, W8A16), or to nf4"
 BITS = (4, 8)
 
@@ -20,9 +25,11 @@ BITS = (4, 8)
 class Scheme:
     """What a group of the config says. None: it does not say.
 
+    format: "pack-quantized", or one of FLOAT_GROUPS.
     names: of layers and classes of modules. patterns: of names of layers.
     symmetric: whether there are no zero points. act_order: whether each row of K has a group of its own in g_idx.
     rows: of a group of K; -1: all of K, and one scale for each column or for all.
+    scale_dtype: "torch.uint8", for one; of 4-bit floats alone.
     """
 
     names: frozenset[str]
@@ -31,6 +38,8 @@ class Scheme:
     symmetric: bool | None
     rows: int | None
     act_order: bool | None
+    format: str = PACK_QUANTIZED
+    scale_dtype: str | None = None
 
     @property
     def may_name_a_class(self) -> bool:
@@ -89,21 +98,41 @@ def schemes_of(options: Mapping[str, Any]) -> Iterator[Scheme]:
         if not isinstance(group, dict):
             raise ValueError(f"config_groups.{name}: expected an object, got {group!r:.200}")
         form = option(group, "format", str, whole)
-        if form != PACK_QUANTIZED:
-            raise ValueError(f"config_groups.{name}.format: expected {PACK_QUANTIZED!r}, got {form!r}{_CURE}")
+        if form not in _FORMATS:
+            raise ValueError(f"config_groups.{name}.format: expected {_one_of(_FORMATS)}, got {form!r}{_CURE}")
         weights = option(group, "weights", dict, {})
         kind, bits = option(weights, "type", str, "int"), option(weights, "num_bits", int)
-        if kind != "int" or bits not in BITS:
-            raise ValueError(f"config_groups.{name}.weights: expected int of 4 or 8 bits, got {kind} of {bits}")
+        allowed, expected = (BITS, "int of 4 or 8 bits") if form == PACK_QUANTIZED else ((4,), "float of 4 bits")
+        if kind != expected.split()[0] or bits not in allowed:
+            raise ValueError(f"config_groups.{name}.weights: expected {expected}, got {kind} of {bits}")
         try:
-            yield _scheme(group, weights, bits)
+            scheme = _scheme(group, weights, bits, form)
+            _check_floats(scheme)
+            yield scheme
         except ValueError as error:
             raise ValueError(f"config_groups.{name}: {error}") from error
-    if whole not in (PACK_QUANTIZED, "mixed-precision"):  # the latter: each group has a format of its own
-        raise ValueError(f"format: expected {PACK_QUANTIZED!r}, got {whole!r}{_CURE}")
+    if whole not in (*_FORMATS, "mixed-precision"):  # the latter: each group has a format of its own
+        raise ValueError(f"format: expected {_one_of(_FORMATS)}, got {whole!r}{_CURE}")
 
 
-def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int) -> Scheme:
+def _one_of(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:-1])) + f" or {names[-1]!r}"
+
+
+def _check_floats(scheme: Scheme) -> None:
+    """Raises ValueError for 4-bit floats with other groups than the format has, zero points, or act-order."""
+    rows = FLOAT_GROUPS.get(scheme.format)
+    if rows is None:
+        return
+    if scheme.rows not in (None, rows):
+        raise ValueError(f"weights.group_size: expected {rows} for {scheme.format}, got {scheme.rows}")
+    if scheme.symmetric is False:
+        raise ValueError(f"weights.symmetric: expected true for {scheme.format}, got false")
+    if scheme.act_order:
+        raise ValueError(f"weights.actorder: expected none for {scheme.format}, got group")
+
+
+def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, form: str) -> Scheme:
     """Raises ValueError for targets that are no names and patterns, and for values of another kind."""
     names: set[str] = set()
     patterns: list[Pattern] = []
@@ -125,4 +154,6 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int) -> 
     act_order = option(weights, "actorder", (str, bool), False) if "actorder" in weights else None
     if isinstance(act_order, str):
         act_order = act_order.lower() in ("group", "dynamic")
-    return Scheme(frozenset(names), tuple(patterns), bits, option(weights, "symmetric", bool), rows, act_order)
+    symmetric = option(weights, "symmetric", bool)
+    scale_dtype = None if form == PACK_QUANTIZED else option(weights, "scale_dtype", str)
+    return Scheme(frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype)

@@ -51,7 +51,7 @@ def _row(shape: LayerShape, count: int, size_bytes: int) -> tuple[str, ...]:
     group = "per channel" if shape.group_size == shape.k else str(shape.group_size)
     zeros = {True: "none", False: "yes", None: "unknown"}[shape.symmetric]
     order = "yes" if shape.act_order else "no"
-    size = f"{shape.k} x {shape.n}"
+    size = f"{shape.k} x {shape.n}" if shape.experts is None else f"{shape.experts} x {shape.k} x {shape.n}"
     return str(count), shape.format, group, zeros, order, size, shape.layout or "-", readable(size_bytes)
 
 

@@ -20,11 +20,12 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 class LayerShape:
     """What is known of a layer without reading its weight.
 
-    format: "int4", "int8", "nf4", "fp4", "code4".
+    format: one of those of `PackedWeight`.
     group_size: rows of K that share a scale.
     symmetric: whether there are no zero points; None: only the tensor of zero points would tell.
     act_order: whether rows are sorted by group, and x is to be permuted.
     layout: of a converted layer; None for others.
+    experts: how many weights [K, N] are stacked; None: a single one.
     """
 
     format: str
@@ -34,6 +35,7 @@ class LayerShape:
     symmetric: bool | None
     act_order: bool
     layout: str | None = None
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class LayerFormat:
     zeros: suffix of the tensor of zero points, where `describe` does not tell whether any is not 0.
     has_zeros: (layer, that tensor, N) -> whether one is.
     axes: bits -> suffix of a tensor -> its dimensions, for reading a part of a layer (parts.py). A tensor that is not
-        named there is read as a whole. None: every layer is.
+        named there is read as a whole. None: every layer is, as are codes in any case.
+    separator: between the name of a layer and a suffix.
     """
 
     name: str
@@ -73,6 +76,7 @@ class LayerFormat:
     zeros: str | None = None
     has_zeros: Callable[[str, torch.Tensor, int], bool] | None = None
     axes: Callable[[int], Mapping[str, tuple[Axis, ...]]] | None = None
+    separator: str = "."
 
 
 class MissingTensorError(ValueError):
@@ -102,30 +106,31 @@ def find_layers(names: Collection[str], formats: Iterable[LayerFormat]) -> dict[
     layers: dict[str, Layer] = {}
     for form in formats:
         for name in names:
-            layer, anchor = split_name(name, form.anchors)
+            layer, anchor = split_name(name, form.anchors, form.separator)
             if anchor:
                 layers[layer] = _collect(layer, anchor, form, known)
         for name in names:
-            layer, owned = split_name(name, form.owned)
+            layer, owned = split_name(name, form.owned, form.separator)
             if owned and layer not in layers:
-                raise MissingTensorError(f"{layer}.{form.anchors[0]}", name)
+                raise MissingTensorError(f"{layer}{form.separator}{form.anchors[0]}", name)
     return layers
 
 
-def split_name(name: str, suffixes: Iterable[str]) -> tuple[str, str]:
+def split_name(name: str, suffixes: Iterable[str], separator: str = ".") -> tuple[str, str]:
     """("x", "weight.absmax") for "x.weight.absmax" if that suffix is among them, else ("", "")."""
     for suffix in suffixes:
-        if name.endswith(f".{suffix}") and len(name) > len(suffix) + 1:
+        if name.endswith(f"{separator}{suffix}") and len(name) > len(suffix) + 1:
             return name[: -len(suffix) - 1], suffix
     return "", ""
 
 
 def _collect(layer: str, anchor: str, form: LayerFormat, known: set[str]) -> Layer:
+    prefix = f"{layer}{form.separator}"
     for suffix in form.required:
-        if f"{layer}.{suffix}" not in known:
-            raise MissingTensorError(f"{layer}.{suffix}", f"{layer}.{anchor}")
-    present = [s for s in (anchor, *form.required, *form.optional) if f"{layer}.{s}" in known]
-    return Layer(layer, form, {suffix: f"{layer}.{suffix}" for suffix in present})
+        if prefix + suffix not in known:
+            raise MissingTensorError(prefix + suffix, prefix + anchor)
+    present = [s for s in (anchor, *form.required, *form.optional) if prefix + s in known]
+    return Layer(layer, form, {suffix: prefix + suffix for suffix in present})
 
 
 def check_bias(tensors: Tensors, n: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..heuristics.arch import Arch
-from ..heuristics.problem import FORMATS
+from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..layout import Range
 from ..slicing import Operands
 from .checkpoint import Checkpoint, Part
@@ -46,7 +46,7 @@ def read_part(
 
 def _wider(layer: Layer, shape: LayerShape, rows: Range, columns: Range) -> tuple[Range, Range] | None:
     """Rows and columns at whole groups and words around these. None: the layer has to be read as a whole."""
-    if layer.format.axes is None:
+    if layer.format.axes is None or shape.format in CODE_FORMATS:
         return None
     axes = layer.format.axes(FORMATS[shape.format])
     of = {kind: [axis.values for found in axes.values() for axis in found if axis.kind == kind] for kind in "kn"}

@@ -32,11 +32,12 @@ class IntWeight:
 class CodeWeight:
     """w[k, n] = scales[k // g, n] * table[codes[k, n]]
 
-    codes: uint8 [K, N], values 0..15.
+    codes: uint8 [K, N], values 0..15; of stacked experts [E, K, N].
     table: fp32 [16], the codebook.
-    scales: fp32 [groups, N]; g = K / groups.
-    format: "nf4", "fp4", or "code4" for any other codebook.
-    dtype: of the weight before it was quantized; `dequantize` returns it unless asked for another.
+    scales: fp32, or bfloat16 where they are exact in it, [groups, N] or [E, groups, N]; g = K / groups.
+    format: one of CODE_FORMATS; "code4" for a codebook that has no name.
+    dtype: of the weight before it was quantized, as far as that is known; `dequantize` returns it unless asked for
+        another.
     """
 
     codes: torch.Tensor
@@ -46,20 +47,20 @@ class CodeWeight:
     dtype: torch.dtype
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """w [K, N]: computed in fp32 and rounded once."""
+        """w [K, N], or [E, K, N]: computed in fp32 and rounded once."""
         w = scale_rows(self.table[self.codes.int()], self.scales, None)
         return w.to(self.dtype if dtype is None else dtype)
 
 
 def scale_rows(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-    """scales * (q - zeros) in fp32, in place where q is fp32: q [K, N], scales and zeros [groups, N] -> [K, N].
+    """scales * (q - zeros) in fp32, in place where q is fp32: q [..., K, N], scales, zeros [..., groups, N] -> like q.
 
     Exact for 16-bit scales and whole zeros: a mantissa of 11 bits times a number of 9 bits fits into fp32's 24.
     """
-    w = q.to(torch.float32).unflatten(0, (scales.shape[0], -1))  # (groups, g, N)
+    w = q.to(torch.float32).unflatten(-2, (scales.shape[-2], -1))  # (..., groups, g, N)
     if zeros is not None:
-        w -= zeros.float().unsqueeze(1)
-    return w.mul_(scales.float().unsqueeze(1)).flatten(0, 1)
+        w -= zeros.float().unsqueeze(-2)
+    return w.mul_(scales.float().unsqueeze(-2)).flatten(-3, -2)
 
 
 def unsort_rows(w: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,8 @@ from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
+from .gpt_oss import METHOD as GPT_OSS
+from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
@@ -21,7 +23,7 @@ CONFIG = "config.json"
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
 
-METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", METHOD)
+METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", GPT_OSS, METHOD)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
@@ -63,7 +65,9 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
     anchors = (*ANCHORS, "qweight", "weight_packed")
-    return not quantization_config(shards)[0] and not any(split_name(name, anchors)[0] for name in shards.tensors)
+    if quantization_config(shards)[0]:
+        return False
+    return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
 
 
 def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tuple[LayerFormat, ...]:
@@ -75,6 +79,8 @@ def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tup
         return (compressed_tensors_format(options),)
     if method == "bitsandbytes":
         return (bitsandbytes_format(options),)
+    if method == GPT_OSS:
+        return (gpt_oss_format(options),)
     if method == METHOD:
         return (converted_format(options, shards.metadata),)
     raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
@@ -87,6 +93,8 @@ def _from_tensors(shards: Shards) -> LayerFormat:
             return bitsandbytes_format({})
         if name.endswith(".weight_packed"):
             return compressed_tensors_format({})
+        if split_name(name, ["blocks"], "_")[0] and len(info.shape) == 4:
+            return gpt_oss_format({})
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from .. import packing
+from ..args import check_single
 from ..gemm import gemm
 from ..heuristics.arch import Arch
+from ..heuristics.problem import check_kernel_group_size
 from ..layout import TILED
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import preprocess
+from ..quantize_codes import check_scales_as
 from .expect import FLOATS, dtype_name
 from .plain import CodeWeight, IntWeight, unsort_rows
 
@@ -26,8 +29,10 @@ class QuantizedLayer:
     """A linear layer: y = x[..., perm] @ w + bias, with w as `weightonly.gemm` defines it.
 
     name: of the module, such as "model.layers.0.mlp.up_proj".
-    weight: the packed [K, N] weight.
-    scales, zeros: [groups, N] in the dtype of the file, fp32 for bitsandbytes. zeros: None if symmetric or for codes.
+    weight: the packed [K, N] weight; of gpt-oss those of all experts, stacked, and then all below has a dimension [E]
+        before its own, and `weightonly.grouped_gemm` multiplies.
+    scales, zeros: [groups, N] in the dtype of the file; fp32 for bitsandbytes and nvfp4, bfloat16 for mxfp4. zeros:
+        None if symmetric or for codes.
     bias: [N] in the dtype of the file, or None.
     perm: int32 [K], the act-order permutation of the columns of x, or None.
     """
@@ -40,7 +45,7 @@ class QuantizedLayer:
     perm: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight [K, N], its rows in the order of x: computed in fp32 and rounded once."""
+        """The weight [K, N], or [E, K, N], its rows in the order of x: computed in fp32 and rounded once."""
         zeros = None if self.zeros is None else self.zeros.float()
         return unsort_rows(dequantize(self.weight, self.scales.float(), zeros), self.perm).to(dtype)
 
@@ -51,14 +56,18 @@ class QuantizedLayer:
         arch: the GPU to pack for; None: the layout that the weight has.
 
         Raises ValueError, naming the layer, for groups that `gemm` does not take, codes and an arch whose GPU does not
-        read them, and another dtype.
+        read them, another dtype, one that scales of mxfp4 do not fit exactly, and stacked experts.
         """
         from ..nn import Linear  # nn reads records itself
 
         if dtype not in (None, *FLOATS):
             raise ValueError(f"dtype: expected {', '.join(map(dtype_name, FLOATS))} or None, got {dtype_name(dtype)}")
         try:
-            weight = self.weight if arch is None else packing.repack(self.weight, arch)
+            weight = self.weight
+            if arch is not None:
+                check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k)
+                weight = packing.repack(weight, arch)
+            check_single("weight", weight)
             layer = Linear.from_quantized(weight, *self._operands(dtype or self.scales.dtype), perm=self.perm)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
@@ -71,6 +80,7 @@ class QuantizedLayer:
         return gemm(x, self.weight, scales, zeros=zeros, bias=bias, perm=self.perm)
 
     def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        check_scales_as(self.scales, dtype, self.weight.format)
         zeros, bias = (None if t is None else t.to(dtype) for t in (self.zeros, self.bias))
         return self.scales.to(dtype), zeros, bias
 
@@ -98,7 +108,7 @@ def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, a
             layout=TILED,
             format=weight.format,
             code=code,
-            group_size=len(weight.codes) // len(weight.scales),
+            group_size=weight.codes.shape[-2] // weight.scales.shape[-2],
             zeros=False,
             perm=False,
         )

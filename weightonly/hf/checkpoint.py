@@ -21,6 +21,7 @@ from ..heuristics.problem import CODE_FORMATS
 from ..layout import TILED
 from ..packing import layout_for_arch
 from ..parallel import ParallelLinear
+from ..quantize_codes import check_scales_as
 from .files import Names, check_complete
 from .modules import Plan
 
@@ -34,6 +35,9 @@ class CheckpointWeights:
 
     Raises ValueError for layers that no kernel of `arch` computes.
     """
+
+    dtype: torch.dtype | None = None
+    """Of the model, once it is known: transformers casts scales to it."""
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch | None) -> None:
         check_runs(checkpoint.shapes, arch)
@@ -61,6 +65,7 @@ class CheckpointWeights:
 
         Raises ValueError for a linear layer of the model that the checkpoint does not have.
         """
+        self.dtype = model.dtype
         names, plan = Names(model), Plan()
         self._model = model
         found: set[str] = set()
@@ -142,7 +147,14 @@ class _Lazy:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._layer is None:
             return self._weights.checkpoint.shards.read(self._tensor, part=index)
-        return self._weights.read(self._layer, self._tensor)[index]
+        value = self._weights.read(self._layer, self._tensor)
+        shape, dtype = self._weights.shapes.get(self._layer), self._weights.dtype
+        if self._tensor == "scales" and shape is not None and dtype is not None:
+            try:
+                check_scales_as(value, dtype, shape.format)
+            except ValueError as error:
+                raise ValueError(f"{self._layer}: {error}") from error
+        return value[index]
 
     def get_shape(self) -> list[int]:
         """Of a tensor that belongs to no packed layer: transformers asks for it to read a part."""
