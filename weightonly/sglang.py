@@ -1,0 +1,107 @@
+"""The plug-in for SGLang, entry point group `sglang.srt.plugins`: linear layers of GPTQ, AWQ and compressed-tensors.
+
+Layers that SGLang would give to Marlin are ours where our kernels compute them. They are packed when their weights have
+been loaded; others stay with Marlin. Importing this module imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .device import device_arch
+from .formats import IntWeight, read_awq, read_compressed_tensors, read_gptq
+from .gemm import gemm
+from .kernels import arch_runs_on, built_archs
+from .packed import PackedWeight
+from .packing import preprocess
+from .vllm.support import why_not
+
+logger = logging.getLogger(__name__)
+
+_KERNELS = "sglang.srt.hardware_backend.gpu.quantization"
+_SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
+
+_PARTS = ("packed", "scales", "zeros", "perm")
+"""Parameters of a packed layer, after "weightonly_"."""
+
+Read = Callable[[Any, Any], IntWeight]
+"""(SGLang's kernel, layer with loaded weights) -> the weight [K, N] of this rank"""
+
+
+def register() -> None:
+    """Hooks three classes of SGLang, in processes of an installation that has kernels."""
+    if not built_archs():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, apply, read in (
+        (f"{_KERNELS}.gptq_kernels.GPTQMarlinLinearKernel", "apply", _gptq),
+        (f"{_KERNELS}.awq_kernels.AWQMarlinLinearKernel", "apply", _awq),
+        (f"{_SCHEMES}.CompressedTensorsWNA16", "apply_weights", _compressed_tensors),
+    ):
+        HookRegistry.register(f"{target}.process_weights_after_loading", _packing(read), HookType.AROUND)
+        HookRegistry.register(f"{target}.{apply}", _multiply, HookType.AROUND)
+
+
+def _packing(read: Read) -> Callable[..., None]:
+    def pack(original: Callable[..., None], kernel: Any, layer: Any) -> None:
+        weight = read(kernel, layer)
+        (k, n), format = weight.q.shape, f"int{weight.bits}"
+        group_size = k // len(weight.scales)
+        reason = why_not(k, n, format, group_size, weight.zeros is not None, weight.scales.dtype)
+        if weight.q.is_cuda and not any(arch_runs_on(a, device_arch(weight.q.device.index)) for a in built_archs()):
+            reason = "weightonly has no kernels for this GPU"
+        if reason is not None:
+            logger.info("A layer is left to SGLang's kernels: %s", reason)
+            original(kernel, layer)
+            return
+        packed = preprocess(weight.q, weight.bits)
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)  # what was loaded: the packed weight takes its place
+        for name, tensor in zip(_PARTS, (packed.data, weight.scales, weight.zeros, weight.perm), strict=True):
+            parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+            layer.register_parameter(f"weightonly_{name}", parameter)
+        layer.weightonly = packed.fields
+
+    return pack
+
+
+def _multiply(
+    original: Callable[..., torch.Tensor], kernel: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] -> [..., N]"""
+    fields = getattr(layer, "weightonly", None)
+    if fields is None:
+        return original(kernel, layer, x, bias)
+    data, scales, zeros, perm = (getattr(layer, f"weightonly_{name}") for name in _PARTS)
+    return gemm(x, PackedWeight(data.data, **fields), scales, zeros=zeros, bias=bias, perm=perm)
+
+
+def _gptq(kernel: Any, layer: Any) -> IntWeight:
+    c = kernel.kernel_config
+    g_idx = layer.g_idx.data if c.has_g_idx else None
+    size = None if c.has_g_idx else c.group_size
+    tensors = (layer.qweight.data, layer.scales.data, layer.qzeros.data, g_idx)
+    return read_gptq(*tensors, bits=kernel.quant_config.weight_bits, group_size=size, symmetric=True)
+
+
+def _awq(kernel: Any, layer: Any) -> IntWeight:
+    return read_awq(layer.qweight.data, layer.scales.data, layer.qzeros.data)
+
+
+def _compressed_tensors(scheme: Any, layer: Any) -> IntWeight:
+    c = scheme.kernel_config
+    k, n = c.partition_weight_shape
+    zeros, g_idx = (getattr(layer, f"weight_{name}", None) for name in ("zero_point", "g_idx"))
+    return read_compressed_tensors(
+        layer.weight_packed.data,
+        layer.weight_scale.data,
+        torch.tensor([n, k]),
+        None if zeros is None else zeros.data,
+        None if g_idx is None else g_idx.data,
+        bits=32 // scheme.pack_factor,
+    )
