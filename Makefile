@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
+# make demo | test | test-vllm | test-sglang | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
 PYTHON ?= python3# the interpreter that the environment is made from, and that `make binding` compiles for
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ HASHED := --require-hashes --only-binary=:all: -r kernels/weightonly_build/requi
 BUILD = PYTHONPATH=kernels $(PY) -m weightonly_build
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-vllm lint docs mypy kernels binding wheel clean
+.PHONY: demo test test-vllm test-sglang lint docs mypy kernels binding wheel clean
 
 demo: $(VENV)/demo.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
@@ -35,6 +35,19 @@ test-vllm: .venv-vllm/made.stamp
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet -r tests/vllm_requirements.txt
 	WEIGHTONLY_CUDA=off .venv-vllm/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# The plug-in in SGLang's own linear layers, on the CPU: 2 GB in .venv-sglang.
+SGLANG_VERSION ?= 0.5.23
+test-sglang: .venv-sglang/made.stamp
+	.venv-sglang/bin/pip install --quiet --no-deps "sglang==$(SGLANG_VERSION)"
+	.venv-sglang/bin/python -m pytest $(PYTEST_ARGS) tests/test_sglang.py
+
+.venv-sglang/made.stamp: tests/vllm_requirements.txt tests/sglang_requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet -r tests/vllm_requirements.txt
+	.venv-sglang/bin/pip install --quiet --no-deps -r tests/sglang_requirements.txt
+	WEIGHTONLY_CUDA=off .venv-sglang/bin/pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 lint: $(VENV)/dev.stamp mypy
