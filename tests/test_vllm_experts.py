@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from typing import Any
 
@@ -16,6 +17,11 @@ import vllm_cases as cases
 import vllm_experts as moe
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -37,6 +43,12 @@ METHODS = [
     pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
 ]
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+needs_cpu_experts = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is None,
+    reason="experts and routers of this vLLM need its compiled operators",
+)
 
 
 def near(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -79,10 +91,7 @@ def test_layer_of_each_method(
     assert held == sum(s[0].data.numel() for s in stacks) + scales, "the weights are held twice"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is None,
-    reason="the routers of this vLLM need its compiled operators",
-)
+@needs_cpu_experts
 @pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "as they are"])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid in groups"])
 def test_routers_of_vllm(
@@ -215,6 +224,7 @@ def test_refused(changes: dict[str, Any], group: int, reason: str, monkeypatch: 
             WeightOnlyExpertsMethod("a layer", layer, of_rows("int4", group, group, False))
 
 
+@needs_cpu_experts
 def test_refused_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the plug-in was not there."""
     moe.take_ours(monkeypatch)
@@ -288,7 +298,7 @@ def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(after["gptq"], before["gptq"]) and after["gptq"].get_name() == before["gptq"].get_name()
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("asked", [pytest.param(False, id="off", marks=needs_cpu_experts), pytest.param(True, id="on")])
 def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that our kernels are built for."""
     platform = type(current_platform)
@@ -305,3 +315,19 @@ def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with cases.serving():
         layer = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER).routed_experts
     assert isinstance(layer.quant_method, WeightOnlyExpertsMethod) == asked
+
+
+def test_signatures() -> None:
+    """What the plug-in relies on."""
+    arguments = inspect.signature(FusedMoEMethodBase.apply).parameters
+    assert list(arguments)[:5] == ["self", "layer", "x", "topk_weights", "topk_ids"]
+    assert list(inspect.signature(WeightOnlyExpertsMethod.apply).parameters) == list(arguments)
+    assert FusedMoEMethodBase.__abstractmethods__ == {"create_weights", "get_fused_moe_quant_config"}
+    loader = inspect.signature(RoutedExperts.weight_loader).parameters
+    assert list(inspect.signature(WeightOnlyExpertsMethod.load).parameters) == list(loader)
+    config = {"hidden_dim", "intermediate_size_per_partition", "moe_parallel_config", "activation", "in_dtype"}
+    assert config | {"swiglu_limit", "is_lora_enabled", "num_experts"} <= set(FusedMoEConfig.__dataclass_fields__)
+    assert {"tp_size", "tp_rank", "enable_eplb"} <= set(FusedMoEParallelConfig.__dataclass_fields__)
+    assert callable(CompressedTensorsConfig._add_fused_moe_to_target_scheme_map)
+    for cls in (AutoGPTQConfig, AutoAWQConfig, CompressedTensorsConfig):
+        assert list(inspect.signature(cls.get_quant_method).parameters) == ["self", "layer", "prefix"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
+import vllm
 import vllm_cases as cases
 from vllm import envs
 from vllm.model_executor.kernels.linear import (
@@ -23,6 +25,7 @@ from vllm.model_executor.kernels.linear import (
     choose_mp_linear_kernel,
     register_linear_kernel,
 )
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.scalar_type import scalar_types
@@ -258,6 +261,25 @@ def test_register_is_silent_on_a_cpu() -> None:
     before = {platform: list(kernels) for platform, kernels in _POSSIBLE_KERNELS.items()}
     register()
     assert before == _POSSIBLE_KERNELS
+
+
+def test_another_version_of_vllm(
+    cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that lacks what a part of the plug-in needs: the log says so, the rest works, vLLM is as before."""
+    monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
+    monkeypatch.delitem(sys.modules, "weightonly.vllm.linear_kernel")
+    monkeypatch.delattr("vllm.model_executor.kernels.linear.MPLinearLayerConfig")
+    others = list(cuda)
+    logger = logging.getLogger("vllm.weightonly")
+    logger.addHandler(caplog.handler)
+    try:
+        register()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert cuda == others
+    assert f"weightonly has no linear kernel for vLLM {vllm.__version__}" in caplog.text
+    assert "weightonly" in QUANTIZATION_METHODS
 
 
 def test_entry_point() -> None:

@@ -5,8 +5,13 @@ Importing this package imports nothing of vLLM.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from ..kernels import arch_runs_on, built_archs
 from .support import experts_wanted
+
+logger = logging.getLogger("vllm.weightonly")
 
 
 def register() -> None:
@@ -14,10 +19,27 @@ def register() -> None:
 
     The kernel is for GPUs that our kernels are built for; on others nothing is put before vLLM's own. There, and where
     WEIGHTONLY_VLLM_EXPERTS is on, experts are taken, too. Calls after the first one change nothing.
+
+    A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """
+    import vllm
+
+    wanted = experts_wanted()
+    parts: dict[str, Callable[[], None]] = {"quantization method": _register_method}
+    if _runs_here():
+        parts["linear kernel"] = _register_kernel
+        if wanted:
+            parts["experts"] = _register_experts
+    for name, part in parts.items():
+        try:
+            part()
+        except (ImportError, AttributeError) as error:
+            logger.warning("weightonly has no %s for vLLM %s: %s", name, vllm.__version__, error)
+
+
+def _register_method() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
-    from vllm.platforms import current_platform
 
     from .folders import METHOD, WeightOnlyConfig, WeightOnlyLoader
 
@@ -25,11 +47,18 @@ def register() -> None:
         register_quantization_config(METHOD)(WeightOnlyConfig)
         register_model_loader(METHOD)(WeightOnlyLoader)
 
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if capability is None or not any(arch_runs_on(arch, capability.to_int()) for arch in built_archs()):
-        return
 
+def _runs_here() -> bool:
+    """Whether the GPU is one that our kernels are built for. vLLM asks the driver, so CUDA is not initialized."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return capability is not None and any(arch_runs_on(arch, capability.to_int()) for arch in built_archs())
+
+
+def _register_kernel() -> None:
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+    from vllm.platforms import current_platform
 
     from .linear_kernel import WeightOnlyLinearKernel
 
@@ -37,7 +66,9 @@ def register() -> None:
     kernels = _POSSIBLE_KERNELS.setdefault(current_platform._enum, [])
     if WeightOnlyLinearKernel not in kernels:
         kernels.insert(0, WeightOnlyLinearKernel)
-    if experts_wanted():
-        from .experts import take_experts
 
-        take_experts()
+
+def _register_experts() -> None:
+    from .experts import take_experts
+
+    take_experts()

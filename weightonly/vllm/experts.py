@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from ..experts import fused_experts
 from ..formats.groups import group_rows
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_kernel_group_size
 from ..layout import TILED
 from ..packed import PackedWeight
 from ..packing import preprocess
@@ -114,7 +114,7 @@ class Shard:
         self.first_row, self.first_column = (0, int(begin)) if is_first else (int(begin), 0)
         size = tensors.first_group if is_first else tensors.down_group
         size = self.full_k if size == -1 else size
-        check_group_size(size, self.full_k)
+        check_kernel_group_size(size, self.full_k)
         end = self.first_row + self.k
         self.groups = range(self.first_row // size, -(-end // size))
         self.source: torch.Tensor | None = None
@@ -122,7 +122,7 @@ class Shard:
         if len(self.groups) > 1:
             rows = torch.arange(self.first_row, end) // size - self.groups.start
             grouping = group_rows(rows, len(self.groups))
-            check_group_size(grouping.rows, self.k)
+            check_kernel_group_size(grouping.rows, self.k)
             self.group_size, self.source = grouping.rows, grouping.source
 
 
