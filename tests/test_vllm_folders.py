@@ -208,9 +208,7 @@ def shard_of(
     config = get_quantization_config("weightonly").from_config({})
     config.maybe_update_config(str(folder))
     layer = RowParallelLinear.__new__(RowParallelLinear)
-    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
-        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: rank)
-        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: ranks)
+    cases.rank_of(monkeypatch, rank, ranks)
     RowParallelLinear.__init__(layer, k, n, bias=False, reduce_results=False, quant_config=config, prefix="down")
     parameters = dict(layer.named_parameters())
     checkpoint = open_checkpoint(folder)

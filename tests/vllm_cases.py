@@ -26,7 +26,19 @@ from vllm.scalar_type import scalar_types
 
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
-__all__ = ["Weight", "beside", "build", "config", "finish", "load", "serving", "take_first", "tensors", "weight"]
+__all__ = [
+    "Weight",
+    "beside",
+    "build",
+    "config",
+    "finish",
+    "load",
+    "rank_of",
+    "serving",
+    "take_first",
+    "tensors",
+    "weight",
+]
 
 
 @contextmanager
@@ -54,10 +66,24 @@ def take_first(monkeypatch: pytest.MonkeyPatch, arch: str | None = None) -> None
     monkeypatch.setattr(marlin_utils, "_query_cpu_marlin_supported_quant_types", lambda has_zp, _: types[has_zp])
 
 
-def build(method: str, options: dict[str, Any], k: int, n: int, bias: bool = False) -> LinearBase:
+def rank_of(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    """Layers that are built from here on are those of one rank of tensor parallelism."""
+    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: ranks)
+
+
+def build(
+    method: str,
+    options: dict[str, Any],
+    k: int,
+    n: int,
+    bias: bool = False,
+    kind: type[LinearBase] = ColumnParallelLinear,
+) -> LinearBase:
     """A linear layer of vLLM with the quantization method of `options`, its tensors not yet loaded."""
     quantization = get_quantization_config(method).from_config(options)
-    return ColumnParallelLinear(k, n, bias=bias, quant_config=quantization, prefix="model.layers.0.mlp.up_proj")
+    return kind(k, n, bias=bias, quant_config=quantization, prefix="model.layers.0.mlp.up_proj")
 
 
 def load(layer: LinearBase, stored: dict[str, torch.Tensor]) -> None:

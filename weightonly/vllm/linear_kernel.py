@@ -74,13 +74,21 @@ class WeightOnlyLinearKernel(MPLinearKernel):
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight of `layer`, in place of the one that was loaded. Raises ValueError for bad groups."""
+        """Packs the weight of `layer`, in place of the one that was loaded.
+
+        Raises ValueError for bad groups, and where vLLM has loaded no scales.
+        """
         c = self.config
         k, n = c.partition_weight_shape
         bits = c.weight_type.size_bits
         words = _as_input_by_output(getattr(layer, self.w_q_name), packed_dim=0)
         q = to_signed(unpack_words(words, bits, dim=0)[:k], bits)
         scales = _as_input_by_output(getattr(layer, self.w_s_name)).to(c.act_type)
+        if len(scales) == 0:
+            raise ValueError(
+                f"{self.w_s_name}: expected scales for K = {k} of {c.full_weight_shape[0]}, got none: "
+                "this method of vLLM does not cut weights along K whose scales are per channel"
+            )
         zeros = None
         if c.zero_points:
             words = _as_input_by_output(getattr(layer, self.w_zp_name or ""), packed_dim=1)
