@@ -336,6 +336,17 @@ def test_the_command_refuses_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cpu_is_measured_only_where_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["model", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: model needs a CUDA GPU: none is visible here\n"
+    with pytest.raises(RuntimeError, match="model needs a CUDA GPU"):
+        measure(["tiny"], tmp_path / "out", SMALL, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"bench model needs the package transformers: pip install '\.\[bench,hf\]'"):

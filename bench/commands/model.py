@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def needs_gpu(options: argparse.Namespace) -> bool:
-    return False
+    return options.device is None and options.files is None  # a CPU is measured where it is named
 
 
 def run(options: argparse.Namespace) -> int:

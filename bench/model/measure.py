@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from weightonly.device import gpu_state
 
-from ..devices import default_device
+from ..devices import default_device, require_gpu
 from ..providers import choose
 from ..report.facts import machine_facts
 from ..report.results import Results, join, read_rows
@@ -65,15 +65,16 @@ def measure(
     """Measures models, and writes out/results.csv after each row; rows that are there already are not measured again.
 
     shapes: names of shapes.LLAMAS. providers: names of `MODEL_PROVIDERS`, or "all" for those that run here. measures:
-    some of `MEASURES`; None: all, on a CPU all but overlap. layers: of each model; None: all that it has. dtype: of
-    activations and dense weights. compile: the decode step; None: on a GPU. budget_ms: device time of a measurement.
-    time_budget_s: no row is begun after so many seconds. facts: more of them for the file. A row without times says
-    why in `note`. What failed is tried again by the next run; what did not fit in memory is not.
+    some of `MEASURES`; None: all, on a CPU all but overlap. device: None: the GPU; a CPU is measured where it is named.
+    layers: of each model; None: all that it has. dtype: of activations and dense weights. compile: the decode step;
+    None: on a GPU. budget_ms: device time of a measurement. time_budget_s: no row is begun after so many seconds.
+    facts: more of them for the file. A row without times says why in `note`. What failed is tried again by the next
+    run; what did not fit in memory is not.
 
-    Raises ValueError naming the argument; for a file of another machine, too. Raises ImportError without transformers,
-    and, for `train`, without PEFT.
+    Raises ValueError naming the argument; for a file of another machine, too. Raises RuntimeError without a GPU. Raises
+    ImportError without transformers, and, for `train`, without PEFT.
     """
-    where = default_device(device)
+    where = require_gpu("model") if device is None else default_device(device)
     measures = _measures(measures, where)
     for name in shapes:
         if name not in LLAMAS:
