@@ -19,6 +19,7 @@ import weightonly as wo
 sys.path.insert(0, str(ROOT / "kernels"))
 from weightonly_build import library, target, wheels
 
+LINUX = "manylinux_2_34_x86_64"
 FILES = {
     "weightonly/lib/a.so": b"\x7fELF",
     "weightonly/__init__.py": b"",
@@ -27,9 +28,7 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What auditwheel would say."""
-    monkeypatch.setattr(wheels, "manylinux", lambda wheel: "manylinux_2_34_x86_64")
+def no_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
 
 
@@ -37,7 +36,7 @@ def test_two_wheels_of_the_same_files_are_equal(tmp_path: Path) -> None:
     written = []
     for name, files in (("a", FILES), ("b", dict(reversed(FILES.items())))):
         (folder := tmp_path / name).mkdir()
-        written.append(wheels.write(folder, "weightonly-1.0", files))
+        written.append(wheels.write(folder, files, LINUX))
         assert list(folder.iterdir()) == [written[-1]]
     assert [wheel.name for wheel in written] == ["weightonly-1.0-py3-none-manylinux_2_34_x86_64.whl"] * 2
     assert written[0].read_bytes() == written[1].read_bytes()
@@ -45,13 +44,13 @@ def test_two_wheels_of_the_same_files_are_equal(tmp_path: Path) -> None:
 
 def test_the_date_is_source_date_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
-    with zipfile.ZipFile(wheels.write(tmp_path, "weightonly-1.0", FILES)) as wheel:
+    with zipfile.ZipFile(wheels.write(tmp_path, FILES, LINUX)) as wheel:
         assert {entry.date_time for entry in wheel.infolist()} == {(2001, 9, 9, 1, 46, 40)}
 
 
 def test_a_wheel_records_what_is_in_it(tmp_path: Path) -> None:
     stale = {**FILES, "weightonly-1.0.dist-info/RECORD": b"of another wheel", "weightonly-1.0.dist-info/WHEEL": b"too"}
-    with zipfile.ZipFile(wheels.write(tmp_path, "weightonly-1.0", stale)) as wheel:
+    with zipfile.ZipFile(wheels.write(tmp_path, stale, LINUX)) as wheel:
         contents = {name: wheel.read(name) for name in wheel.namelist()}
         assert wheel.getinfo("weightonly/lib/a.so").external_attr >> 16 == 0o100755
     record = "weightonly-1.0.dist-info/RECORD"
@@ -67,7 +66,7 @@ def test_a_wheel_records_what_is_in_it(tmp_path: Path) -> None:
 
 def test_later_builds_of_a_version_have_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "project_version", lambda: ("1.0", 3))
-    path = wheels.write(tmp_path, "weightonly-1.0", FILES)
+    path = wheels.write(tmp_path, FILES, LINUX)
     assert path.name == "weightonly-1.0-3-py3-none-manylinux_2_34_x86_64.whl"
     with zipfile.ZipFile(path) as wheel:
         assert b"\nBuild: 3\n" in wheel.read("weightonly-1.0.dist-info/WHEEL")
@@ -89,7 +88,7 @@ def test_the_wheel_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     decision = target.Decision(Path("nvcc"), "a wheel")
     built = {"archs": ["80", "120+PTX"], "nvcc": "13.0.88", "cutlass": "4.2.0", "kernels": 2, "spills": []}
     library.write_metadata(library.KERNELS_RECORD, decision, **built, build_seconds=1.5)
-    path = wheels._write_kernels(tmp_path)
+    path = wheels.write(tmp_path, wheels.kernels_files(), LINUX)
     version = wo.__version__
     assert path.name == f"weightonly_kernels-{version}+cu130-py3-none-manylinux_2_34_x86_64.whl"
     with zipfile.ZipFile(path) as wheel:

@@ -51,7 +51,10 @@ def build(env: Mapping[str, str] = os.environ) -> list[Path]:
     modules = [library.build_binding(python) for python in interpreters]
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
-    wheels = [_write_package(dist, modules), _write_kernels(dist)]
+    package, kernels = package_files(modules), kernels_files()
+    # Of both: the modules need the library.
+    platform = manylinux(package | kernels)
+    wheels = [write(dist, files, platform) for files in (package, kernels)]
     for wheel in wheels:
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.2f} MB")
     return wheels
@@ -72,8 +75,8 @@ def find_pythons(env: Mapping[str, str] = os.environ) -> list[Path]:
     return [Path(path) for path in found.values() if path is not None]
 
 
-def _write_package(dist: Path, modules: list[Path]) -> Path:
-    """What `pip wheel` makes without CUDA, and the modules."""
+def package_files(modules: list[Path]) -> Files:
+    """The wheel weightonly: what `pip wheel` makes without CUDA, and the modules."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
         env = {**os.environ, "WEIGHTONLY_CUDA": "off"}
@@ -86,13 +89,11 @@ def _write_package(dist: Path, modules: list[Path]) -> Path:
     version, number = library.project_version()
     record = {"version": version, "build": number, "cuda": False}
     record["reason"] = "the wheel weightonly-kernels is not installed"
-    files["weightonly/_build.json"] = _json(record)
-    (info,) = {name.partition("/")[0] for name in files if ".dist-info/" in name}
-    return write(dist, info.removesuffix(".dist-info"), files)
+    return files | {"weightonly/_build.json": _json(record)}
 
 
-def _write_kernels(dist: Path) -> Path:
-    """The library and the record of it, which says nothing of when and where it was built."""
+def kernels_files() -> Files:
+    """The wheel weightonly-kernels: the library and the record of it, which does not say how long it took."""
     record = json.loads(library.KERNELS_RECORD.read_text())
     del record["build_seconds"]
     cuda = "".join(record["nvcc"].split(".")[:2])
@@ -107,64 +108,66 @@ License-File: LICENSE
 Requires-Python: >=3.10
 Requires-Dist: weightonly=={record["version"]}
 """
-    files = {
+    return {
         f"weightonly/lib/{library.LIBRARY.name}": library.LIBRARY.read_bytes(),
         f"weightonly/lib/{library.KERNELS_RECORD.name}": _json(record),
         f"{name}.dist-info/METADATA": metadata.encode(),
         f"{name}.dist-info/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
     }
-    return write(dist, name, files)
 
 
-def write(dist: Path, name: str, files: Files) -> Path:
-    """Writes a wheel for the oldest manylinux that its binaries allow, and BUILD of version.py in its name.
+def write(dist: Path, files: Files, platform: str) -> Path:
+    """Writes a wheel for every Python and one platform, with BUILD of version.py in its name.
 
-    name    distribution and version, as in "weightonly-0.1.0"
-    files   all but WHEEL and RECORD of its dist-info
+    files   WHEEL and RECORD of its dist-info are made anew
     """
+    (info,) = {name.partition("/")[0] for name in files if ".dist-info/" in name}
     number = library.project_version()[1]
-    plain = dist / f"{name}-py3-none-linux_x86_64.whl"
-    _zip(plain, name, files, number, "py3-none-linux_x86_64")
-    tag = f"py3-none-{manylinux(plain)}"
-    plain.unlink()
-    wheel = dist / "-".join([name, *([str(number)] if number else []), tag + ".whl"])
-    _zip(wheel, name, files, number, tag)
+    parts = [info.removesuffix(".dist-info"), *([str(number)] if number else []), "py3", "none", platform]
+    build = f"Build: {number}\n" if number else ""
+    about = (
+        f"Wheel-Version: 1.0\nGenerator: weightonly_build\nRoot-Is-Purelib: false\n{build}Tag: py3-none-{platform}\n"
+    )
+    files = files | {f"{info}/WHEEL": about.encode()}
+    files.pop(f"{info}/RECORD", None)
+    # dist-info comes last, as wheels have it.
+    ordered = sorted(files.items(), key=lambda file: (file[0].startswith(info), file[0]))
+    files = dict(ordered) | {f"{info}/RECORD": _record(files, f"{info}/RECORD")}
+    wheel = dist / f"{'-'.join(parts)}.whl"
+    date = time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or _DATE))[:6]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name, date)
+            entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED, 9)
     return wheel
 
 
-def manylinux(wheel: Path) -> str:
-    """The platform tag that auditwheel finds for a wheel, such as "manylinux_2_34_x86_64".
+def manylinux(files: Files) -> str:
+    """The platform that auditwheel finds for the binaries among the files, such as "manylinux_2_34_x86_64".
 
-    Raises RuntimeError for a wheel that runs on this machine's Linux alone.
+    Raises RuntimeError for those that need a library of this machine.
     """
-    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r'following platform tag:\s+"(manylinux_\w+)"', done.stdout)
+    info = {"binaries-0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: binaries\nVersion: 0\n"}
+    binaries = {name: content for name, content in files.items() if name.endswith(".so")}
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = write(Path(folder), binaries | info, "linux_x86_64")
+        command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r'following\s+platform\s+tag:\s+"(manylinux_\w+)"', done.stdout)
     if found is None:
-        raise RuntimeError(f"auditwheel finds no manylinux tag for {wheel.name}: {done.stdout}{done.stderr}")
+        raise RuntimeError(f"auditwheel finds no manylinux for {', '.join(binaries)}: {done.stdout}{done.stderr}")
     return found[1]
 
 
-def _zip(path: Path, name: str, files: Files, number: int, tag: str) -> None:
-    info = f"{name}.dist-info"
-    build = f"Build: {number}\n" if number else ""
-    wheel = f"Wheel-Version: 1.0\nGenerator: weightonly_build\nRoot-Is-Purelib: false\n{build}Tag: {tag}\n"
-    files = {**files, f"{info}/WHEEL": wheel.encode()}
-    files.pop(f"{info}/RECORD", None)
+def _record(files: Files, itself: str) -> bytes:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    for file, content in sorted(files.items()):
+    for name, content in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        rows.writerow((file, f"sha256={digest}", len(content)))
-    rows.writerow((f"{info}/RECORD", "", ""))
-    # dist-info comes last, as wheels have it.
-    ordered = sorted(files.items(), key=lambda file: (file[0].startswith(info), file[0]))
-    date = time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or _DATE))[:6]
-    with zipfile.ZipFile(path, "w") as wheel_file:
-        for file, content in [*ordered, (f"{info}/RECORD", text.getvalue().encode())]:
-            entry = zipfile.ZipInfo(file, date)
-            entry.external_attr = (0o100755 if file.endswith(".so") else 0o100644) << 16
-            wheel_file.writestr(entry, content, zipfile.ZIP_DEFLATED, 9)
+        rows.writerow((name, f"sha256={digest}", len(content)))
+    rows.writerow((itself, "", ""))
+    return text.getvalue().encode()
 
 
 def _json(record: dict[str, object]) -> bytes:
