@@ -76,6 +76,14 @@ def test_the_command_runs_from_a_checkout(tmp_path: Path) -> None:
     assert result.returncode == 0 and result.stdout.startswith("weightonly "), result.stderr
 
 
+def test_what_lies_beside_an_installed_package_is_none_of_it(tmp_path: Path) -> None:
+    site = installed(tmp_path / "site")
+    (site / "stranger.py").write_text(TRAP)
+    result = run(["-c", "import weightonly.stranger"], tmp_path, site)
+    assert "No module named 'weightonly.stranger'" in result.stderr
+    assert not (site / "RAN").exists()
+
+
 @pytest.mark.parametrize("where", ["checkout", "install"])
 def test_a_strangers_kernels_are_not_imported(where: str, tmp_path: Path) -> None:
     """A `_C.py` beside the package, where __path__ of a checkout leads."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import mutate
@@ -52,30 +49,17 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["harmless", "fault", "no code", "endless"],
 )
-def test_what_becomes_of_a_fault(change: str, result: str, tmp_path: Path) -> None:
+def test_what_becomes_of_a_fault(change: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     tree = tmp_path / "tree"
     (tree / "tests").mkdir(parents=True)
     (tree / "planted_code.py").write_text(f"def more(x):\n    {change}\n")
     test = "from planted_code import more\n\n\ndef test_more():\n    assert more(1) == 2\n"
     (tree / "tests" / "test_planted.py").write_text(test)
-    assert run_tests(tree, "tests/test_planted.py", 5 if result == "timeout" else 120) == result
+    seconds = 5 if result == "timeout" else 120
+    assert mutate.run_tests(tree, ["tests/test_planted.py"], tmp_path / "log", seconds) == result
 
 
 def test_no_tests_are_no_answer(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text("x = 1\n")
-    assert run_tests(tmp_path, "test_nothing.py", 120) == "broken"
-
-
-def run_tests(tree: Path, file: str, seconds: float) -> str:
-    """`mutate.run_tests` in a process of its own: it forks, which this one, full of threads, had better not."""
-    call = f"import mutate, pathlib; print(mutate.run_tests(pathlib.Path({str(tree)!r}), [{file!r}], "
-    call += f"pathlib.Path({str(tree.parent / 'log')!r}), {seconds}))"
-    done = subprocess.run(
-        [sys.executable, "-c", call],
-        cwd=ROOT / "tests",
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    assert mutate.run_tests(tmp_path, ["test_nothing.py"], tmp_path / "log", 120) == "broken"
