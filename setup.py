@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "kernels"))
-from weightonly_build import library, target  # noqa: E402  (found through the line above)
+from weightonly_build import cpu, library, target  # noqa: E402  (found through the line above)
 
 DECISION = target.decide_here()
 MAPPED = ("heuristics", "bench")  # top-level folders that are installed below weightonly
@@ -25,7 +25,7 @@ class PlatformDistribution(Distribution):
     """A wheel with kernels in it serves one platform and one Python."""
 
     def has_ext_modules(self) -> bool:
-        return DECISION.cuda
+        return DECISION.cuda or cpu.find_compiler() is not None
 
 
 class BuildPy(build_py):
@@ -40,7 +40,7 @@ class BuildPy(build_py):
 class BuildKernels(Command):
     """Builds the kernels into weightonly/ (build/ keeps the objects), and copies them into a wheel."""
 
-    description = "build the CUDA kernels and the build metadata"
+    description = "build the kernels and the build metadata"
     user_options: list[tuple[str, str, str]] = []  # noqa: RUF012  (setuptools' own form)
     editable_mode = False
 
@@ -53,6 +53,8 @@ class BuildKernels(Command):
     def run(self) -> None:
         if DECISION.cuda or self.editable_mode:
             library.build_in_tree(DECISION)
+        else:
+            cpu.build()
         if self.editable_mode:
             return
         for source, copy in self.copied().items():
@@ -66,6 +68,7 @@ class BuildKernels(Command):
     def copied(self) -> dict[Path, Path]:
         """Built file -> its place in the wheel."""
         sources = [library.LIBRARY, library.MODULE, library.KERNELS_RECORD] if DECISION.cuda else []
+        sources += [cpu.LIBRARY] if cpu.LIBRARY.is_file() else []
         return {source: Path(str(self.build_lib)) / source.relative_to(ROOT) for source in sources}
 
     # setuptools asks a build step for these to make an editable install.

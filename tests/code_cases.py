@@ -25,8 +25,8 @@ def own(format: str) -> tuple[float, ...] | None:
     return OWN if format == "code4" else None
 
 
-def packed(codes: torch.Tensor, format: str) -> wo.PackedWeight:
-    return wo.preprocess(codes, format=format, code=own(format))
+def packed(codes: torch.Tensor, format: str, layout: str | None = None) -> wo.PackedWeight:
+    return wo.preprocess(codes, format=format, code=own(format), layout=layout)
 
 
 def codebook_of(format: str) -> torch.Tensor:

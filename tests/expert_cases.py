@@ -11,8 +11,8 @@ from packed_cases import random_q
 
 import weightonly as wo
 
-KINDS = [(f"int{bits}", layout) for bits in (4, 8) for layout in ("row_major", "interleaved", "tiled")]
-KINDS += [(format, "tiled") for format in ("nf4", "fp4", "code4")]
+KINDS = [(f"int{bits}", layout) for bits in (4, 8) for layout in ("row_major", "interleaved", "tiled", "cpu")]
+KINDS += [(format, layout) for format in ("nf4", "fp4", "code4") for layout in ("tiled", "cpu")]
 
 kinds = pytest.mark.parametrize(("format", "layout"), KINDS, ids=lambda value: value)
 

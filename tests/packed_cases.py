@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-LAYOUTS = ["row_major", "interleaved", "tiled"]
+LAYOUTS = ["row_major", "interleaved", "tiled", "cpu"]
 
 bits_4_and_8 = pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 

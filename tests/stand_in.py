@@ -63,7 +63,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Module:
     monkeypatch.setattr(kernel, "_C", stand_in)
     monkeypatch.setattr(kernel, "kernel_numbers", lambda: numbers)
     monkeypatch.setattr(kernel, "_current_stream", lambda device: STREAM)
-    monkeypatch.setattr(choose, "ReferencePlan", plan_of_an_h200)
+    monkeypatch.setattr(choose, "CpuPlan", plan_of_an_h200)
     return stand_in
 
 

@@ -34,7 +34,7 @@ def test_copies_have_the_codebook(
 
 
 def test_repr(generator: torch.Generator) -> None:
-    weight = packed(random_codes(65, 64, generator), "nf4")
+    weight = packed(random_codes(65, 64, generator), "nf4", "tiled")
     assert repr(weight) == "PackedWeight(nf4 [65, 64], layout='tiled', 4096 bytes on cpu)"
 
 
@@ -47,7 +47,7 @@ GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "code4
     [
         (
             {"layout": "interleaved"},
-            "layout: expected 'tiled', the only one for codes of a codebook, got 'interleaved'",
+            "layout: expected 'tiled', or 'cpu', for codes of a codebook, got 'interleaved'",
         ),
         ({"code": None}, "code: expected the codebook of a code4 weight, got None"),
         ({"format": "fp4"}, "code: expected None for fp4, got a codebook; only code4 takes one"),

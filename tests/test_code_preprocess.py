@@ -20,11 +20,14 @@ import weightonly as wo
     n=st.integers(1, 300),
     format=st.sampled_from(FORMATS),
     dtype=st.sampled_from([torch.int8, torch.uint8]),
+    layout=st.sampled_from(["tiled", "cpu"]),
 )
-def test_unpack_is_the_inverse_of_preprocess(seed: int, k: int, n: int, format: str, dtype: torch.dtype) -> None:
+def test_unpack_is_the_inverse_of_preprocess(
+    seed: int, k: int, n: int, format: str, dtype: torch.dtype, layout: str
+) -> None:
     codes = random_codes(k, n, torch.Generator().manual_seed(seed))
-    weight = packed(codes.to(dtype), format)
-    assert (weight.k, weight.n, weight.format, weight.layout, weight.bits) == (k, n, format, "tiled", 4)
+    weight = packed(codes.to(dtype), format, layout)
+    assert (weight.k, weight.n, weight.format, weight.layout, weight.bits) == (k, n, format, layout, 4)
     assert weight.code == tuple(codebook_of(format).tolist())
     assert weight.data.shape == (-(-k // 64) * -(-n // 64) * 2048,)
     unpacked = wo.unpack(weight)
@@ -47,18 +50,21 @@ def test_padding_is_code_0(format: str, generator: torch.Generator) -> None:
     k=st.integers(1, 300),
     n=st.integers(1, 300),
     format=st.sampled_from(FORMATS),
+    layout=st.sampled_from(["tiled", "cpu"]),
     data=st.data(),
 )
-def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, format: str, data: st.DataObject) -> None:
+def test_a_slice_is_the_weight_packed_alone(
+    seed: int, k: int, n: int, format: str, layout: str, data: st.DataObject
+) -> None:
     codes = random_codes(k, n, torch.Generator().manual_seed(seed))
-    weight = packed(codes, format)
+    weight = packed(codes, format, layout)
     for size, cut, part in (
         (n, weight.slice_n, lambda b, e: codes[:, b:e]),
         (k, weight.slice_k, lambda b, e: codes[b:e]),
     ):
         begin = data.draw(st.integers(0, (size - 1) // 64)) * 64
         end = data.draw(st.sampled_from([size, *range(begin + 64, size, 64)]))
-        got, expected = cut(begin, end), packed(part(begin, end), format)
+        got, expected = cut(begin, end), packed(part(begin, end), format, layout)
         assert got.fields == expected.fields and got.code == expected.code
         assert torch.equal(got.data, expected.data)
 
@@ -66,7 +72,7 @@ def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, format: s
 @pytest.mark.parametrize("arch", ["sm90", "sm_90a", 90])
 def test_packed_for_hopper(arch: str | int, generator: torch.Generator) -> None:
     codes = random_codes(64, 64, generator)
-    assert torch.equal(wo.preprocess(codes, arch=arch, format="nf4").data, packed(codes, "nf4").data)
+    assert torch.equal(wo.preprocess(codes, arch=arch, format="nf4").data, packed(codes, "nf4", "tiled").data)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0), (10, 0)], ids=str)
@@ -76,6 +82,17 @@ def test_one_layout_whatever_gpu_is_visible(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert packed(random_codes(64, 64, generator), "fp4").layout == "tiled"
+
+
+def test_packed_for_cpus_where_no_gpu_is_visible(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    codes = random_codes(64, 64, generator)
+    weight = packed(codes, "nf4")
+    assert weight.layout == "cpu"
+    for arch in ("sm90", "cpu"):
+        other = wo.repack(weight, arch)
+        assert torch.equal(other.data, wo.preprocess(codes, format="nf4", arch=arch).data)
+        assert torch.equal(wo.repack(other, "cpu").data, weight.data)
 
 
 CODES = torch.zeros(64, 64, dtype=torch.uint8)
@@ -111,7 +128,7 @@ def test_preprocess_rejects(case: str) -> None:
 @formats
 def test_packed_and_dequantized_on_the_gpu(format: str, cuda_device: torch.device, generator: torch.Generator) -> None:
     codes = random_codes(200, 130, generator)
-    weight = packed(codes, format)
+    weight = packed(codes, format, "tiled")
     there = packed(codes.to(cuda_device), format)
     assert there.device == cuda_device and there.fields == weight.fields
     assert torch.equal(there.data.cpu(), weight.data)

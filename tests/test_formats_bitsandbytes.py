@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import weightonly as wo
 from weightonly.formats import read_bitsandbytes
 from weightonly.formats.records import pack
+from weightonly.packing import record_code_layout
 
 bnb = pytest.importorskip("bitsandbytes")
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -96,7 +97,8 @@ def test_weight_is_that_of_the_package(
     assert torch.equal(weight.dequantize(), dense(data, state, dtype))
 
     packed = pack("layer", weight, None, None)
-    assert (packed.weight.format, packed.weight.layout) == (quant_type, "tiled")
+    assert (packed.weight.format, packed.weight.layout) == (quant_type, record_code_layout(None))
+    assert pack("layer", weight, None, "sm80").weight.layout == "tiled"
     assert packed.zeros is None and packed.perm is None
     assert torch.equal(packed.scales, weight.scales)
     assert torch.equal(packed.dequantize(), dense(data, state, torch.float32))

@@ -32,6 +32,7 @@ from weightonly import __main__ as command
 from weightonly.formats import QuantizedLayer, convert, open_checkpoint
 from weightonly.formats.converted import INCOMPLETE
 from weightonly.formats.describe import readable
+from weightonly.packing import record_code_layout
 
 ROOT = Path(__file__).parents[1]
 
@@ -180,8 +181,8 @@ def test_codes_are_converted_exactly(
     convert(source, tmp_path / "packed", arch=arch)
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert checkpoint.methods == ("weightonly",)
-    assert {shape.layout for shape in checkpoint.shapes.values()} == {"tiled"}
-    first = {r.name: r for r in wo.load_checkpoint(source)}
+    assert {shape.layout for shape in checkpoint.shapes.values()} == {record_code_layout(arch)}
+    first = {r.name: r for r in wo.load_checkpoint(source, arch="sm80")}
     layers = [r for r in wo.load_checkpoint(tmp_path / "packed", arch="sm80") if isinstance(r, QuantizedLayer)]
     assert len(layers) == 2
     for record in layers:

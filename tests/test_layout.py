@@ -32,6 +32,8 @@ def brute_force(q: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """The bytes of `q` in layout `name`, one element at a time from the closed form."""
     if name == layout.TILED:
         return brute_force_tiled(q, bits)
+    if name == layout.CPU:
+        return brute_force_cpu(q + (1 << (bits - 1)) if bits == 4 else q.short() + 128, bits)
     k_size, n_size = q.shape
     block, interleave, word = 128 // bits, 16 // bits, 32 // bits
     out = [0] * (k_size * n_size * bits // 8)
@@ -73,6 +75,17 @@ def brute_force_tiled(q: torch.Tensor, bits: int) -> torch.Tensor:
             written[offset, part] = True
     assert written.all()
     return torch.from_numpy(out)
+
+
+def brute_force_cpu(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bytes of "cpu", one element of values from 0 on at a time: panels of 32 columns, words along k."""
+    k_size, n_size = unsigned.shape
+    count = 32 // bits
+    words = np.zeros((n_size // 32, k_size // count, 32), dtype="<u4")
+    for k, n in np.ndindex(k_size, n_size):
+        place = {4: "02461357", 8: "0213"}[bits].index(str(k % count))
+        words[n // 32, k // count, n % 32] |= np.uint32(int(unsigned[k, n]) << (bits * place))
+    return torch.from_numpy(words.view(np.uint8).reshape(-1))
 
 
 def brute_force_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -119,6 +132,9 @@ def test_closed_form_of_codes(shape: tuple[int, int], generator: torch.Generator
     data = layout.pack_bytes(codes, 4, layout.TILED, codes=True)
     assert torch.equal(data, brute_force_codes(codes))
     assert torch.equal(layout.unpack_bytes(data, *shape, 4, layout.TILED, codes=True), codes)
+    data = layout.pack_bytes(codes, 4, layout.CPU, codes=True)
+    assert torch.equal(data, brute_force_cpu(codes, 4))
+    assert torch.equal(layout.unpack_bytes(data, *shape, 4, layout.CPU, codes=True), codes)
 
 
 def test_first_bytes_of_codes() -> None:
@@ -287,7 +303,7 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "layout of codes": (
         lambda q: layout.pack_bytes(q, 4, "interleaved", codes=True),
         ValueError,
-        "layout: expected 'tiled', the only one for codes of a codebook, got 'interleaved'",
+        "layout: expected 'tiled', or 'cpu', for codes of a codebook, got 'interleaved'",
     ),
     "bits of codes": (
         lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 8, "tiled", codes=True),
@@ -314,12 +330,12 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "padding of a layout": (
         lambda q: layout.padded_shape(1, 1, 4, "tiles"),
         ValueError,
-        "layout: expected one of row_major, interleaved, tiled, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, cpu, got 'tiles'",
     ),
     "layout": (
         lambda q: layout.pack_bytes(q, 4, "tiles"),
         ValueError,
-        "layout: expected one of row_major, interleaved, tiled, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, cpu, got 'tiles'",
     ),
     "columns": (
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "row_major"), 64, 64, 4, "row_major", (0, 12)),

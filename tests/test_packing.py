@@ -19,7 +19,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 def column_multiple(bits: int, layout: str) -> int:
-    return 32 if bits == 8 and layout != "tiled" else 64
+    return 32 if bits == 8 and layout in ("row_major", "interleaved") else 64
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,6 +57,7 @@ def test_arch_and_layout_together() -> None:
     q = torch.ones(64, 64, dtype=torch.int8)
     assert wo.preprocess(q, arch="sm70", layout="row_major").layout == "row_major"
     assert wo.preprocess(q, arch="sm90a", layout="tiled").layout == "tiled"
+    assert wo.preprocess(q, arch="cpu", layout="cpu").layout == wo.preprocess(q, arch="cpu").layout == "cpu"
     with pytest.raises(ValueError, match="layout: expected 'interleaved' for arch 'sm80', got 'row_major'"):
         wo.preprocess(q, arch="sm80", layout="row_major")
     with pytest.raises(ValueError, match="layout: expected 'tiled' for arch 90, got 'interleaved'"):
@@ -66,12 +67,12 @@ def test_arch_and_layout_together() -> None:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        (None, "interleaved"),
+        (None, "cpu"),
         ((7, 0), "row_major"),
         ((8, 9), "interleaved"),
         ((9, 0), "tiled"),
         ((10, 0), "interleaved"),
-        ((6, 1), "interleaved"),
+        ((6, 1), "cpu"),
     ],
     ids=["no_gpu", "sm70", "sm89", "sm90", "sm100", "sm61"],
 )

@@ -12,7 +12,7 @@ import weightonly as wo
 from weightonly import reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-LAYOUTS = ["row_major", "interleaved", "tiled"]
+LAYOUTS = ["row_major", "interleaved", "tiled", "cpu"]
 ACTIVATIONS = [None, "identity", "relu", "gelu", "silu"]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

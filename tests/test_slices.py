@@ -32,18 +32,21 @@ def assert_same_weight(got: wo.PackedWeight, expected: wo.PackedWeight) -> None:
     k=st.integers(1, 300),
     n=st.integers(1, 300),
     bits=st.sampled_from([4, 8]),
+    layout=st.sampled_from(["tiled", "cpu"]),
     data=st.data(),
 )
-def test_a_slice_is_the_weight_packed_alone(seed: int, k: int, n: int, bits: int, data: st.DataObject) -> None:
+def test_a_slice_is_the_weight_packed_alone(
+    seed: int, k: int, n: int, bits: int, layout: str, data: st.DataObject
+) -> None:
     q = random_q(k, n, bits, torch.Generator().manual_seed(seed))
-    weight = wo.preprocess(q, bits=bits, layout="tiled")
+    weight = wo.preprocess(q, bits=bits, layout=layout)
     for size, cut, part in (
         (n, weight.slice_n, lambda b, e: q[:, b:e]),
         (k, weight.slice_k, lambda b, e: q[b:e]),
     ):
         begin = data.draw(st.integers(0, (size - 1) // 64)) * 64
         end = data.draw(st.sampled_from([size, *range(begin + 64, size, 64)]))
-        assert_same_weight(cut(begin, end), wo.preprocess(part(begin, end), bits=bits, layout="tiled"))
+        assert_same_weight(cut(begin, end), wo.preprocess(part(begin, end), bits=bits, layout=layout))
 
 
 @bits_4_and_8

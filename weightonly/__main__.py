@@ -2,7 +2,7 @@
 
 info                             versions, the build, and which of its kernels run here
 inspect FOLDER                   what a quantized checkpoint contains
-convert IN OUT --arch sm90       packs one for a GPU
+convert IN OUT --arch sm90       packs one for a GPU, or for CPUs
 run FOLDER --prompt TEXT         loads one into transformers and writes text
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
+from .cpu import library
 from .device import device_arch, driver_cuda, sm_count
 from .formats import convert, open_checkpoint
 from .formats.convert import SHARD_BYTES
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     pack = commands.add_parser("convert", help="read AWQ, GPTQ, compressed-tensors or bitsandbytes, write it packed")
     pack.add_argument("source", metavar="IN", help="the folder to read")
     pack.add_argument("target", metavar="OUT", help="the folder to write; it must not exist")
-    pack.add_argument("--arch", help="the GPU to pack for, such as sm90; default: the visible one, else sm80")
+    pack.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")
     pack.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
     pack.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
     text = commands.add_parser("run", help="load a checkpoint into transformers, continue a text, print tokens/s")
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--max-new-tokens", type=int, default=32, help="tokens to write (default: %(default)s)")
     text.add_argument("--dtype", help="float16, bfloat16 or float32; default: that of config.json")
     text.add_argument("--device", help="cpu, cuda, auto (accelerate spreads it); default: a GPU with kernels, else cpu")
-    text.add_argument("--arch", help="the GPU to pack for, such as sm90; default: the visible one")
+    text.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")
     return parser
 
 
@@ -103,6 +104,7 @@ def _print_info() -> None:
     print(describe_build(build, loaded=cuda_built()))
     if (problem := driver_problem(build, driver_cuda())) is not None:
         print(problem)
+    print(describe_cpu(library.backend()))
     print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
 
 
@@ -142,6 +144,14 @@ def driver_problem(build: BuildInfo, driver: tuple[int, int] | None) -> str | No
         f"driver: supports CUDA {driver[0]}.{driver[1]}, too old for these kernels (CUDA {build.nvcc}); update it, or "
         f"take kernels that CUDA {driver[0]} built"
     )
+
+
+def describe_cpu(backend: library.Backend) -> str:
+    """What computes on CPU tensors, and why, in a line."""
+    threads = (
+        "" if backend.library is None or backend.library.wo_cpu_has_threads() else "; one thread: no OpenMP runtime"
+    )
+    return f"CPU: {backend.name}, {torch.get_num_threads()} threads of torch ({backend.reason}){threads}"
 
 
 def describe_gpus(compiled: Sequence[KernelConfig], gpus: Sequence[Gpu]) -> str:

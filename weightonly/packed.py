@@ -10,7 +10,7 @@ import torch
 
 from .codebooks import codebook_of, codebook_on
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
-from .layout import TILE, TILED, Range, check_code_layout, check_layout, cut_bytes, padded_shape
+from .layout import CODE_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
 
 
@@ -22,8 +22,8 @@ class PackedWeight:
     k, n: the shape of the weight before padding.
     format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
         a number in a codebook of 16.
-    layout: the order of the bytes, "row_major", "interleaved" or "tiled"; their number and shape cannot tell. Codes are
-        always "tiled".
+    layout: the order of the bytes, "row_major", "interleaved" or "tiled" for GPUs, "cpu" for CPUs; their number and
+        shape cannot tell. Codes are "tiled" or "cpu".
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
         holds 16 floats, rounded to fp32, for every code format, and None for integers.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
@@ -207,7 +207,7 @@ class PackedWeight:
         return self if data is self.data else PackedWeight(data, **self.fields)
 
     def slice_n(self, begin: int, end: int) -> PackedWeight:
-        """w[:, begin:end] of a tiled weight, byte for byte what packing these columns alone gives.
+        """w[:, begin:end] of a "tiled" or "cpu" weight, byte for byte what packing these columns alone gives.
 
         begin, end: multiples of 64; `end` may also be N. To be used with scales[:, begin:end], and so zeros and bias.
         Returns a weight [K, end - begin] on the same memory: nothing is copied, and the whole is kept alive. Of stacked
@@ -220,7 +220,7 @@ class PackedWeight:
         return PackedWeight(self._cut((0, self.k), (begin, end)), **self.fields | {"n": end - begin})
 
     def slice_k(self, begin: int, end: int) -> PackedWeight:
-        """w[begin:end] of a tiled weight, byte for byte what packing these rows alone gives.
+        """w[begin:end] of a "tiled" or "cpu" weight, byte for byte what packing these rows alone gives.
 
         begin, end: multiples of 64; `end` may also be K. Where the group size g divides both, the slice is used with
         scales[begin // g : end // g], and so zeros; scales per channel stay as they are. Of a weight in act-order, x
@@ -245,8 +245,9 @@ class PackedWeight:
         return cut_bytes(self.data, self.k_padded, self.n_padded, self.bits, self.layout, rows, [columns])
 
     def _check_slice(self, dimension: str, size: int, begin: int, end: int) -> None:
-        if self.layout != TILED:
-            raise ValueError(f"layout: expected {TILED!r}, the one that can be sliced, got {self.layout!r}")
+        if self.layout not in CODE_LAYOUTS:
+            expected = ", or ".join(map(repr, CODE_LAYOUTS))
+            raise ValueError(f"layout: expected {expected}, which can be sliced, got {self.layout!r}")
         for name, bound in (("begin", begin), ("end", end)):
             if isinstance(bound, bool) or not isinstance(bound, int):
                 raise TypeError(f"{name}: expected an int, got {type(bound).__name__}")

@@ -1,4 +1,4 @@
-"""preprocess and its inverse: a quantized weight in the byte order of a GPU's kernels, and the choice of the order."""
+"""preprocess and its inverse: a quantized weight in the byte order of a GPU's kernels or a CPU's, and its choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .codebooks import codebook_of
 from .heuristics.arch import ARCHS, Arch, parse_arch
 from .heuristics.problem import CODE_FORMATS, layouts_of
 from .layout import (
-    INTERLEAVED,
+    CODE_LAYOUTS,
+    CPU,
     TILED,
     check_bits,
     check_code_layout,
@@ -26,8 +27,17 @@ from .quantize import resolve_group_size
 
 
 def layout_for_arch(arch: Arch) -> str:
-    """The layout that `preprocess` makes for `arch`. Raises ValueError for an unknown one; see `parse_arch`."""
-    return layouts_of(parse_arch(arch))[0]
+    """The layout that `preprocess` makes for `arch`. Raises ValueError for an unknown one; see `target_name`."""
+    name = target_name(arch)
+    return CPU if name == CPU else layouts_of(parse_arch(name))[0]
+
+
+def target_name(arch: Arch) -> str:
+    """What a weight is packed for, in one spelling: "sm90" for 90, "90a" and (9, 0); "cpu" for "cpu".
+
+    Raises ValueError for anything else: see `parse_arch`.
+    """
+    return CPU if arch == CPU else f"sm{parse_arch(arch)}"
 
 
 def preprocess(
@@ -42,16 +52,16 @@ def preprocess(
     zeros: bool | None = None,
     perm: bool | None = None,
 ) -> PackedWeight:
-    """Bring a quantized weight into the byte order of a GPU's kernels: once, before deployment.
+    """Bring a quantized weight into the byte order of a GPU's kernels, or of a CPU's: once, before deployment.
 
     q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
         formats the codes 0..15, int8 or uint8. K is padded to a multiple of 64; N to one of 64, or of 32 for int8 that
-        is not "tiled". The padding is 0. As code 0 it is a finite number: padded rows meet zeros of x, and padded
+        for GPUs before sm90. The padding is 0. As code 0 it is a finite number: padded rows meet zeros of x, and padded
         columns are dropped.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
-        torch.cuda.get_device_capability returns.
+        torch.cuda.get_device_capability returns; or "cpu".
     layout: the layout itself, instead of an arch. With neither: that of the GPU that `q` is on; for a CPU tensor that
-        of the visible GPU, else "interleaved". Codes have one layout on every GPU, "tiled".
+        of the visible GPU, else "cpu". Codes have one layout on every GPU, "tiled".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
         codes of `code`.
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
@@ -75,7 +85,7 @@ def preprocess(
         raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
     k, n = matrix_shape(q[0] if is_stack else q, bits)
     format = format_of(bits, format)
-    layout = code_layout(format, arch, layout) if is_code else _resolve_layout(q, arch, layout)
+    layout = code_layout(format, arch, layout, q.device) if is_code else _resolve_layout(q, arch, layout)
     codebook_of(format, code)  # raises for a wrong code now, before any work
     for name, said in (("zeros", zeros), ("perm", perm)):
         if said is not None and not isinstance(said, bool):
@@ -101,10 +111,10 @@ def preprocess(
 
 
 def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
-    """The same numbers in the byte order of another GPU's kernels.
+    """The same numbers in the byte order of another GPU's kernels, or of a CPU's.
 
     qweight: a packed [K, N] weight, on any device.
-    arch: the GPU to pack for; None: that of the device of `qweight` (see `preprocess`).
+    arch: the GPU to pack for, or "cpu"; None: that of the device of `qweight` (see `preprocess`).
 
     Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch`; `qweight`
     itself where it has that layout already.
@@ -116,10 +126,15 @@ def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
     w = qweight
     is_code = w.code is not None
-    layout = code_layout(w.format, arch) if is_code else _resolve_layout(w.data, arch, None)
+    layout = code_layout(w.format, arch, None, w.device) if is_code else _resolve_layout(w.data, arch, None)
+    return relayout(w, layout)
+
+
+def relayout(w: PackedWeight, layout: str) -> PackedWeight:
+    """The same numbers in `layout`; `w` itself where it has it. The layout has the format of `w`."""
     if layout == w.layout:
         return w
-    packed = preprocess(unpack(w), w.bits, layout=layout)
+    packed = preprocess(unpack(w), w.bits, layout=layout, format=w.format, code=w.fields.get("code"))
     return PackedWeight(packed.data, **w.fields | {"layout": layout})
 
 
@@ -172,19 +187,38 @@ def format_of(bits: int | None, format: str | None) -> str:
     return format
 
 
-def code_layout(format: str, arch: Arch | None, layout: str | None = None) -> str:
-    """ "tiled", the layout of every code format. Raises ValueError for another layout or the arch of another."""
-    if arch is not None and layout_for_arch(arch) != TILED:
+def code_layout(
+    format: str, arch: Arch | None, layout: str | None = None, device: torch.device | str | int | None = None
+) -> str:
+    """The layout of a code format: "tiled" for GPUs, "cpu" for `arch="cpu"`.
+
+    With neither arch nor layout "tiled" for a GPU `device`, and wherever a GPU is visible, else "cpu". Raises
+    ValueError for another layout, and for an arch whose layout has no codes.
+    """
+    if arch is not None and layout_for_arch(arch) not in CODE_LAYOUTS:
         tiled = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) == TILED)
         raise ValueError(f"arch: expected {tiled} for {format}, which has no layout for other GPUs, got {arch!r}")
     if layout is not None:
         check_layout(layout)
         check_code_layout(4, layout)
-    return TILED
+        if arch is not None and layout_for_arch(arch) != layout:
+            raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
+        return layout
+    if arch is not None:
+        return layout_for_arch(arch)
+    is_cuda = device is not None and torch.device(device).type == "cuda"
+    return TILED if is_cuda or torch.cuda.is_available() else CPU
+
+
+def record_code_layout(arch: Arch | None) -> str:
+    """That of codes of a checkpoint: "cpu", or "tiled" for every GPU, as those without kernels can `dequantize` it."""
+    if arch is None:
+        return code_layout("nf4", None)
+    return CPU if layout_for_arch(arch) == CPU else TILED
 
 
 def default_layout(device: torch.device | str | int | None, arch: Arch | None = None) -> str:
-    """The layout for `arch`; None: that of the GPU `device`, for other devices that of the visible GPU, if any."""
+    """The layout for `arch`; None: that of the GPU `device`, for other devices that of the visible GPU, else "cpu"."""
     if arch is not None:
         return layout_for_arch(arch)
     device = torch.device("cpu" if device is None else device)
@@ -194,7 +228,7 @@ def default_layout(device: torch.device | str | int | None, arch: Arch | None = 
         major, minor = torch.cuda.get_device_capability()
         if 10 * major + minor in ARCHS:
             return layout_for_arch((major, minor))
-    return INTERLEAVED
+    return CPU
 
 
 def _resolve_layout(q: torch.Tensor, arch: Arch | None, layout: str | None) -> str:

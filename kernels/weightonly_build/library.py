@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cutlass, report, target
+from . import cpu, cutlass, report, target
 from .target import Decision
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -155,6 +155,7 @@ def project_version() -> tuple[str, int]:
 
 def build_in_tree(decision: Decision) -> None:
     """Brings weightonly/ in line with the decision. Without CUDA, kernels built earlier stay in use."""
+    cpu.build()
     if decision.nvcc is not None:
         build_kernels(decision, target.requested_archs(decision.nvcc, target.visible_gpus()))
         build_binding()

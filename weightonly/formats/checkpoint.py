@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 
 from ..device import check_visible
-from ..heuristics.arch import Arch, parse_arch
+from ..heuristics.arch import Arch
+from ..packing import target_name
 from .converted import digests_of
 from .expect import TensorError
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
@@ -164,8 +165,8 @@ def load_checkpoint(
 
     folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
         quant_config.json. Without a config the names of the tensors tell the format, where they can.
-    arch: the GPU to pack for (see `weightonly.preprocess`). None: the visible one; a converted checkpoint keeps its
-        layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
+    arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a converted
+        checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
     device: where tensors are unpacked, packed and returned.
     progress: whether to show a bar, on a terminal.
     verify: compare the bytes of each tensor with the digest that `convert` wrote; a tensor that differs is a ValueError
@@ -180,7 +181,7 @@ def load_checkpoint(
     shapes and dtypes, groups out of range, tensors that contradict the config, and, with `verify`, missing digests.
     """
     if arch is not None:
-        parse_arch(arch)  # an unknown one is an error now, not at the first layer
+        target_name(arch)  # an unknown one is an error now, not at the first layer
     check_visible(device)
     checkpoint = open_checkpoint(folder)
     return checkpoint.records(arch, device, progress, digests_of(checkpoint.shards) if verify else None)

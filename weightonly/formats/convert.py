@@ -13,7 +13,8 @@ import torch
 
 from ..device import check_visible
 from ..files import write
-from ..heuristics.arch import Arch, parse_arch
+from ..heuristics.arch import Arch
+from ..packing import target_name
 from ..storage import publish, read_json, staged
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
@@ -62,7 +63,7 @@ def convert(
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
     if arch is not None:
-        parse_arch(arch)
+        target_name(arch)
     check_visible(device)
     checkpoint = open_checkpoint(source)
     check_runs(checkpoint.shapes, arch)
@@ -135,7 +136,7 @@ def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerSh
     config["quantization_config"] = {
         "quant_method": METHOD,
         "format_version": VERSION,
-        "arch": None if arch is None else f"sm{parse_arch(arch)}",
+        "arch": None if arch is None else target_name(arch),
         **options_of(shapes),
         "modules_to_not_convert": _dense_layers(checkpoint),
         "source": original,

@@ -74,7 +74,7 @@ def fields_of(options: Mapping[str, Any], layer: str) -> dict[str, Any]:
 def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
     """Raises ValueError, naming the first layer, unless kernels of `arch` compute every layer.
 
-    arch: None: any GPU, or the CPU.
+    arch: None: any GPU, or the CPU. "cpu" computes all.
     """
     for name, shape in shapes.items():
         try:

@@ -12,7 +12,6 @@ from ..args import check_single
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.problem import check_kernel_group_size
-from ..layout import TILED
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import preprocess
@@ -99,13 +98,13 @@ Record: TypeAlias = QuantizedLayer | PlainTensor
 def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, arch: Arch | None) -> QuantizedLayer:
     """A layer, packed for `arch` (see `weightonly.preprocess`).
 
-    Codes are always packed as "tiled". GPUs whose kernels do not read this layout can still `dequantize` them.
+    Codes are packed as `record_code_layout` says. GPUs whose kernels do not read "tiled" can still `dequantize` them.
     """
     if isinstance(weight, CodeWeight):
         code = weight.table if weight.format == "code4" else None
         packed = preprocess(
             weight.codes,
-            layout=TILED,
+            layout=packing.record_code_layout(arch),
             format=weight.format,
             code=code,
             group_size=weight.codes.shape[-2] // weight.scales.shape[-2],
@@ -125,5 +124,9 @@ def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, a
 
 
 def repack(weight: PackedWeight, arch: Arch | None) -> PackedWeight:
-    """`weight` in the layout of `arch`. Returns `weight` where it has this layout, for codes, and if `arch` is None."""
-    return weight if arch is None or weight.code is not None else packing.repack(weight, arch)
+    """`weight` in the layout of `arch`, for codes as `pack` has them. Returns `weight` where that is its layout."""
+    if arch is None:
+        return weight
+    if weight.code is None:
+        return packing.repack(weight, arch)
+    return packing.relayout(weight, packing.record_code_layout(arch))

@@ -18,8 +18,8 @@ from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
-from ..layout import TILED
-from ..packing import layout_for_arch
+from ..layout import CPU
+from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .files import Names, check_complete
@@ -131,7 +131,8 @@ class CheckpointWeights:
         shape = self.checkpoint.exact_shape(layer)
         if self._arch is None:
             return shape
-        layout = TILED if shape.format in CODE_FORMATS else layout_for_arch(self._arch)
+        find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
+        layout = find(self._arch)
         return dataclasses.replace(shape, layout=layout)
 
 
@@ -170,4 +171,4 @@ def _arch_or_visible(arch: Arch | None) -> Arch:
         return arch
     if torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:
         return device_arch(torch.cuda.current_device())
-    return 80
+    return CPU

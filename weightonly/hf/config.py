@@ -10,8 +10,9 @@ from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats.packed_config import METHOD, READ_VERSIONS, VERSION
-from ..heuristics.arch import Arch, parse_arch
+from ..heuristics.arch import Arch
 from ..nn.recipe import Recipe
+from ..packing import target_name
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointWeights
@@ -25,8 +26,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     group_size: rows of K that share a scale: 32, a multiple of 64, or -1 for all of K. A layer with a K that it does
         not divide stays dense.
     symmetric: whether there are no zero points; True for nf4 and fp4.
-    arch: the GPU to pack for (90, "sm90", (9, 0)); None: the visible one, else any. "nf4" and "fp4" have kernels on
-        Hopper and the CPU alone.
+    arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. "nf4" and "fp4"
+        have kernels on Hopper and the CPU alone.
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
         and tied layers always stay dense.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
@@ -55,7 +56,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.format = format
         self.group_size = group_size
         self.symmetric = symmetric
-        self.arch = None if arch is None else f"sm{parse_arch(arch)}"
+        self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert: expected a list of names, got the str {modules_to_not_convert!r}")
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)

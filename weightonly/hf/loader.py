@@ -14,7 +14,8 @@ from ..formats.checkpoint import open_checkpoint
 from ..formats.packed_config import METHOD
 from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import Shards
-from ..heuristics.arch import Arch, parse_arch
+from ..heuristics.arch import Arch
+from ..packing import target_name
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig
 from .files import SeparateExpertsError
@@ -34,7 +35,7 @@ def load_model(
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
-    arch: the GPU to pack for; None: the visible one; a packed folder keeps its layout.
+    arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
 
     Returns a model of the class that config.json names, in eval mode. The weights of the file are not rounded: a layer
@@ -49,7 +50,7 @@ def load_model(
     """
     folder = Path(folder)
     if arch is not None:
-        parse_arch(arch)
+        target_name(arch)
     shards = Shards(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")

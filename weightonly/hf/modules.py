@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..formats.layers import LayerShape
-from ..heuristics.arch import ARCHS
-from ..heuristics.problem import CODE_FORMATS
+from ..heuristics.arch import ARCHS, Arch
+from ..layout import CPU
 from ..nn import Linear
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
@@ -100,7 +100,7 @@ def replace_layers(model: PreTrainedModel, layers: Mapping[str, LayerShape], dty
             symmetric=shape.symmetric is not False,
             dtype=dtype,
             device="meta",
-            arch=None if shape.format in CODE_FORMATS else _arch_of(shape.layout),
+            arch=_arch_of(shape.layout),
             act_order=shape.act_order,
         )
         layer.layer_name = name
@@ -112,5 +112,6 @@ def replace_layers(model: PreTrainedModel, layers: Mapping[str, LayerShape], dty
     return conv1d
 
 
-def _arch_of(layout: str | None) -> int:
-    return next(arch for arch in ARCHS if layout_for_arch(arch) == layout)
+def _arch_of(layout: str | None) -> Arch:
+    archs: tuple[Arch, ...] = (*ARCHS, CPU)
+    return next(arch for arch in archs if layout_for_arch(arch) == layout)

@@ -17,7 +17,7 @@ from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, ungua
 from ..heuristics.arch import ARCHS
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
-from ..layout import stored_shape
+from ..layout import CPU, stored_shape
 from ..nn import Linear
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE, ParallelLinear
@@ -121,7 +121,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             arch = device_arch(torch.cuda.current_device())
         if config.format in CODE_FORMATS:
             return code_layout(config.format, arch)
-        return layout_for_arch(80 if arch is None else arch)
+        return layout_for_arch(CPU if arch is None else arch)
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""

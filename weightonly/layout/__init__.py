@@ -7,11 +7,13 @@ the last one also packs them. A layout is a composition of passes (pack.py):
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave    (interleaved.py)
     tiled         tile_fragments -> add_bias_and_interleave    64 x 64 blocks in the order of MMA fragments (tiled.py)
     tiled, codes  tile_fragments -> pack_codes                 the same for the codes of NF4, FP4 and other codebooks
+    cpu           pack_panels                                  panels of 32 columns, words along K (cpu.py)
 
 Each pass is a few strided copies on the device of its input. It needs no index tensor and no loop over elements, and
 never more than two int8 copies of the weight are alive.
 """
 
+from .cpu import pack_panels, unpack_panels
 from .cut import Range, can_cut, cut_bytes
 from .interleaved import (
     deinterleave_columns,
@@ -23,10 +25,13 @@ from .interleaved import (
 )
 from .pack import pack_bytes, unpack_bytes
 from .shapes import (
+    CODE_LAYOUTS,
+    CPU,
     INTERLEAVED,
     K_ALIGN,
     LAYOUTS,
     N_ALIGN,
+    PANEL,
     ROW_MAJOR,
     TILE,
     TILED,
@@ -44,10 +49,13 @@ from .tiled import tile_fragments, untile_fragments
 from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterleave, unpack_codes
 
 __all__ = [
+    "CODE_LAYOUTS",
+    "CPU",
     "INTERLEAVED",
     "K_ALIGN",
     "LAYOUTS",
     "N_ALIGN",
+    "PANEL",
     "ROW_MAJOR",
     "TILE",
     "TILED",
@@ -66,6 +74,7 @@ __all__ = [
     "matrix_shape",
     "pack_bytes",
     "pack_codes",
+    "pack_panels",
     "padded_shape",
     "permute_rows",
     "remove_bias_and_deinterleave",
@@ -74,6 +83,7 @@ __all__ = [
     "transpose",
     "unpack_bytes",
     "unpack_codes",
+    "unpack_panels",
     "unpermute_rows",
     "untile_fragments",
     "untranspose",

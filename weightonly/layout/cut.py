@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .shapes import INTERLEAVED, K_ALIGN, ROW_MAJOR, TILE, TILED, block_bytes, column_align
+from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILE, TILED, block_bytes, column_align
 
 Range = tuple[int, int]
 """begin and end of neighbouring rows or columns."""
@@ -27,6 +27,8 @@ def _blocks(k: int, n: int, bits: int, layout: str) -> _Blocks | None:
     """k, n: padded. None for a layout whose bytes cannot be cut."""
     if layout == TILED:
         return _Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
+    if layout == CPU:
+        return _Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)
     if layout == INTERLEAVED:
         columns = 16 // bits
         return _Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)

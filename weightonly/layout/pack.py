@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .cpu import pack_panels, unpack_panels
 from .interleaved import (
     deinterleave_columns,
     interleave_columns,
@@ -13,8 +14,10 @@ from .interleaved import (
     untranspose,
 )
 from .shapes import (
+    CPU,
     INTERLEAVED,
     K_ALIGN,
+    PANEL,
     ROW_MAJOR,
     TILE,
     TILED,
@@ -35,7 +38,7 @@ from .words import bias_and_pack_unchecked, pack_codes_unchecked, remove_bias_an
 def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
     """int8 [K, N] of a padded shape (see `padded_shape`) -> its bytes in `layout`, uint8 [K * N * bits / 8].
 
-    codes: the values are the 4-bit codes of a codebook, 0..15; for "tiled" alone.
+    codes: the values are the 4-bit codes of a codebook, 0..15; for one of CODE_LAYOUTS.
     Raises ValueError for an unknown layout, a shape that is not padded, or values out of the range of `bits`.
     """
     check_layout(layout)
@@ -47,8 +50,12 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
         raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
     if codes:
         check_codes(q)
+        if layout == CPU:
+            return pack_panels(q, bits, bias=0).view(-1)
         return pack_codes_unchecked(tile_fragments(q, bits)).view(-1)
     check_range(q, bits)
+    if layout == CPU:
+        return pack_panels(q, bits, bias=1 << (bits - 1)).view(-1)
     if layout == INTERLEAVED:
         q = permute_rows(q, bits)  # (K', N)
         q = transpose(q)  # (N, K')
@@ -83,6 +90,9 @@ def unpack_bytes(
     if layout == ROW_MAJOR:
         rows = data.view(k, n * bits // 8)[:, begin * bits // 8 : end * bits // 8]
         return remove_bias_and_deinterleave(rows, bits)
+    if layout == CPU:
+        panels = data.view(stored_shape(k, n, bits, layout))[begin // PANEL : end // PANEL]
+        return unpack_panels(panels, bits, bias=0 if codes else 1 << (bits - 1))
     if layout == TILED:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
         return untile_fragments(unpack_codes(panels) if codes else remove_bias_and_deinterleave(panels, bits), bits)

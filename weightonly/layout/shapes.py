@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..heuristics.problem import K_ALIGNMENT, LAYOUTS
+from ..heuristics.problem import K_ALIGNMENT
+from ..heuristics.problem import LAYOUTS as GPU_LAYOUTS
 
-ROW_MAJOR, INTERLEAVED, TILED = LAYOUTS
+ROW_MAJOR, INTERLEAVED, TILED = GPU_LAYOUTS
+
+CPU = "cpu"
+
+LAYOUTS = (*GPU_LAYOUTS, CPU)
+
+CODE_LAYOUTS = (TILED, CPU)
+"""Those that codes of a codebook are packed in."""
 
 K_ALIGN = K_ALIGNMENT
 """K is padded to a multiple of this: 64 activations of 16 bits are one 128-byte line."""
@@ -20,6 +28,9 @@ _PIECE_BYTES = 32
 TILE = 64
 """Rows of a k_block of "tiled", four times the K of a wgmma; columns of a panel, its M. N is padded to it."""
 
+PANEL = 32
+"""Columns of a panel of "cpu": two vectors of 16 fp32 numbers, which gives a product two independent sums."""
+
 
 def padded_shape(k: int, n: int, bits: int, layout: str) -> tuple[int, int]:
     """The shape that the passes of `layout` work on: K and N rounded up to K_ALIGN and `column_align`."""
@@ -31,12 +42,12 @@ def column_align(bits: int, layout: str) -> int:
     """N is padded to a multiple of this. Raises ValueError for unknown `bits` or an unknown layout."""
     check_bits(bits)
     check_layout(layout)
-    return TILE if layout == TILED else N_ALIGN[bits]
+    return TILE if layout in (TILED, CPU) else N_ALIGN[bits]
 
 
 def column_step(bits: int, layout: str) -> int:
-    """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word, or a panel of "tiled"."""
-    return TILE if layout == TILED else 32 // bits
+    """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word, or a panel."""
+    return {TILED: TILE, CPU: PANEL}.get(layout, 32 // bits)
 
 
 def block_bytes(bits: int) -> int:
@@ -48,13 +59,15 @@ def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[
     """The bytes of a weight as a matrix: a view of what `pack_bytes` returns, which can be cut along its rows.
 
     tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K
+    cpu          [N / 32, K * 4 * bits]            the same with panels of 32 columns
     interleaved  [N / I, K * I * bits / 8]         lines of I = 16 / bits columns
     row_major    [K * (N * bits / 256), 32]        rows of K, cut into 32 bytes
 
     No two layouts of one weight have the same shape: 32 bytes are fewer than a line or a panel has.
     """
-    if layout == TILED:
-        return n_padded // TILE, k_padded // TILE * block_bytes(bits)
+    if layout in (TILED, CPU):
+        panel = column_step(bits, layout)
+        return n_padded // panel, k_padded * panel * bits // 8
     total_bytes = k_padded * n_padded * bits // 8
     rows = total_bytes // _PIECE_BYTES if layout == ROW_MAJOR else n_padded * bits // 16
     return rows, total_bytes // rows
@@ -84,11 +97,12 @@ def check_range(q: torch.Tensor, bits: int) -> None:
 
 
 def check_code_layout(bits: int, layout: str) -> None:
-    """Raise ValueError unless codes of a codebook are packed like this: 4 bits, "tiled"."""
+    """Raise ValueError unless codes of a codebook are packed like this: 4 bits, one of CODE_LAYOUTS."""
     if bits != 4:
         raise ValueError(f"bits: expected 4 for codes of a codebook, got {bits}")
-    if layout != TILED:
-        raise ValueError(f"layout: expected {TILED!r}, the only one for codes of a codebook, got {layout!r}")
+    if layout not in CODE_LAYOUTS:
+        expected = ", or ".join(map(repr, CODE_LAYOUTS))
+        raise ValueError(f"layout: expected {expected}, for codes of a codebook, got {layout!r}")
 
 
 def check_codes(q: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class GroupedLinear(torch.nn.Module):
         bits, is_code = format_bits(format), format in CODE_FORMATS
         if is_code and not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, got False")
-        layout = code_layout(format, arch) if is_code else default_layout(device, arch)
+        layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
         k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
         if group_size is None:
             group_size = FORMAT_GROUPS.get(format, 128)

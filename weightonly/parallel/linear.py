@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..activations import activation_of
 from ..heuristics.arch import Arch
-from ..layout import INTERLEAVED, K_ALIGN, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
+from ..layout import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
 from ..nn import Linear
 from ..nn.linear import METADATA, frozen
 from ..packed import PackedWeight, format_bits
@@ -272,7 +272,7 @@ class ColwiseLinear(ParallelLinear):
         if name != "qweight":
             return Shard(1 if name in ("scales", "zeros") else 0)
         n, align = self.full_out_features, column_align(format_bits(self.format), self.layout)
-        columns = {TILED: align, INTERLEAVED: 16 // format_bits(self.format)}.get(self.layout)
+        columns = {TILED: align, CPU: PANEL, INTERLEAVED: 16 // format_bits(self.format)}.get(self.layout)
         if columns is None:
             return None
         stored = self.full_shape(name)[0]
@@ -364,7 +364,7 @@ class RowwiseLinear(ParallelLinear):
         shape = self.full_shape("qweight")
         dim = 0 if self.layout == ROW_MAJOR else 1
         blocks = -(-k // K_ALIGN)
-        is_alike = self.layout in (TILED, INTERLEAVED, ROW_MAJOR) and _cuts_alike(
+        is_alike = self.layout in (TILED, CPU, INTERLEAVED, ROW_MAJOR) and _cuts_alike(
             k, K_ALIGN, shape[dim], K_ALIGN, self.ranks, shape[dim] // blocks
         )
         return Shard(dim) if is_alike else None

@@ -2,5 +2,5 @@
 
 choose.py makes a plan: it picks the configuration or says why there is none. tuned.py reads what `tune` measured.
 cache.py keeps plans. base.py says what a plan is. kernel.py launches compiled kernels, unfused.py dequantizes and
-leaves the product to cuBLAS, reference.py computes on the CPU.
+leaves the product to cuBLAS, cpu.py computes on CPUs.
 """

@@ -12,10 +12,10 @@ from ..heuristics.launches import launches
 from ..heuristics.legal import why_not
 from ..heuristics.problem import layouts_of
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
-from ..layout import TILE
+from ..layout import CPU, TILE
 from .base import Plan
+from .cpu import CpuPlan
 from .kernel import KernelPlan
-from .reference import ReferencePlan
 from .tuned import Table, table_of
 from .unfused import UnfusedPlan
 
@@ -26,7 +26,7 @@ def make_plan(args: GemmArgs) -> Plan:
     """The plan of a call. Raises what `gemm` raises for everything but `out`."""
     args.check()
     if args.x.device.type == "cpu":
-        return ReferencePlan(args)
+        return CpuPlan(args)
     config, w, has_zeros = args.config, args.qweight, args.zeros is not None
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.kernels(), got {type(config).__name__}")
@@ -34,6 +34,8 @@ def make_plan(args: GemmArgs) -> Plan:
         return Plan(args)
     device = args.x.get_device()
     arch = device_arch(device)
+    if w.layout == CPU:
+        raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
     check_kernels(arch)
     problem = Problem(args.m, w.n, w.k, w.format, args.group_size, arch, sm_count(device), w.layout, has_zeros)
     types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))

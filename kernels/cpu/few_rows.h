@@ -1,0 +1,113 @@
+// Few rows of x (M up to kMaxTileRows): the weight is read once, and becomes floats in registers.
+//
+// Every lane is a column. A row of the weight costs a shift and a look-up for 16 columns, and then one FMA for each row
+// of x. Sums of a group are of unscaled weights; its scale is applied once, in fp32, when the group ends.
+#pragma once
+
+#include "operands.h"
+#include "parallel.h"
+
+namespace weightonly::cpu::WEIGHTONLY_VARIANT {
+
+/// sums [kRows][32] of one panel. x: [k_padded][kRows]; x_sums: [groups][kRows], read where there are zeros.
+template <int kFormat, int kRows>
+void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, float const* scales, float const* zeros,
+                    float const* x_sums, float* sums) {
+  constexpr int kSums = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // an FMA takes four cycles: so many sums in flight
+  constexpr int kSteps = kStepRows<kFormat>;
+  Table const table = make_table(p.codebook);
+  Floats total[kRows][2];
+  for (auto& row : total) row[0] = row[1] = zero();
+  int const steps = (p.groups == 1 ? p.k_padded : p.group_size) / kSteps;
+  for (int g = 0; g < p.groups; ++g) {
+    Floats part[kSums][kRows][2];
+    for (auto& some : part) {
+      for (auto& row : some) row[0] = row[1] = zero();
+    }
+    for (int step = 0; step < steps; ++step) {
+      Words const low = load_words(words), high = load_words(words + kLanes);
+      unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
+        Floats const w0 = row_of_step<kFormat, e.value>(low, table), w1 = row_of_step<kFormat, e.value>(high, table);
+        for (int m = 0; m < kRows; ++m) {
+          Floats const xm = broadcast(x[e.value * kRows + m]);
+          auto& to = part[e.value % kSums][m];
+          to[0] = fma(w0, xm, to[0]);
+          to[1] = fma(w1, xm, to[1]);
+        }
+      });
+      words += kPanel;
+      x += kSteps * kRows;
+    }
+    for (int half = 0; half < 2; ++half) {
+      Floats const scale = load(scales + g * kPanel + half * kLanes);
+      for (int m = 0; m < kRows; ++m) {
+        Floats sum = part[0][m][half];
+        for (int i = 1; i < kSums; ++i) sum = add(sum, part[i][m][half]);
+        if (zeros != nullptr) {
+          sum = fnma(load(zeros + g * kPanel + half * kLanes), broadcast(x_sums[g * kRows + m]), sum);
+        }
+        total[m][half] = fma(scale, sum, total[m][half]);
+      }
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int half = 0; half < 2; ++half) store(sums + m * kPanel + half * kLanes, total[m][half]);
+  }
+}
+
+using FewRowsPanel = void (*)(GemmParams const&, uint32_t const*, float const*, float const*, float const*,
+                              float const*, float*);
+
+/// few_rows_panel for 1 .. kMaxTileRows rows.
+template <int kFormat, int... kRows>
+FewRowsPanel few_rows_of(int rows, std::integer_sequence<int, kRows...>) {
+  static constexpr FewRowsPanel kPanels[] = {few_rows_panel<kFormat, kRows + 1>...};
+  return kPanels[rows - 1];
+}
+
+inline FewRowsPanel few_rows_of(int format, int rows) {
+  constexpr std::make_integer_sequence<int, kMaxTileRows> kAll;
+  if (format == kInt4) return few_rows_of<kInt4>(rows, kAll);
+  return format == kInt8 ? few_rows_of<kInt8>(rows, kAll) : few_rows_of<kCode4>(rows, kAll);
+}
+
+/// Rows first .. first + rows - 1 of y, at most kMaxTileRows.
+inline bool few_rows(GemmParams const& p, int first, int rows) {
+  auto* x = Scratch<0>::get<float>(int64_t(p.k_padded + p.groups) * rows);
+  if (x == nullptr) return false;
+  float* x_sums = x + int64_t(p.k_padded) * rows;
+  for (int m = 0; m < rows; ++m) load_x_column(p, first + m, m, rows, x);
+  for (int m = 0; p.zeros != nullptr && m < rows; ++m) {
+    for (int g = 0; g < p.groups; ++g) {
+      int const end = p.groups == 1 ? p.k : (g + 1) * p.group_size;
+      x_sums[g * rows + m] = sum_of_row(p, first + m, g * p.group_size, end);
+    }
+  }
+  constexpr int kTicketPanels = 4;
+  FewRowsPanel const multiply = few_rows_of(p.format, rows);
+  std::atomic<bool> ok{true};
+  int const panels = panels_of(p);
+  parallel_for(divide_up(panels, kTicketPanels), p.threads, [&](int64_t ticket) {
+    int const begin = int(ticket) * kTicketPanels, end = least(begin + kTicketPanels, panels);
+    int64_t const bytes = p.block_order == nullptr ? 0 : kTicketPanels * panel_bytes(p);
+    auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
+    auto* scales = Scratch<2>::get<float>(int64_t(2) * p.groups * kPanel);
+    if (scratch == nullptr || scales == nullptr) {
+      ok = false;
+      return;
+    }
+    float* zeros = p.zeros == nullptr ? nullptr : scales + p.groups * kPanel;
+    uint32_t const* words = panels_at(p, begin, (end - begin + 1) / 2 * 2, scratch);
+    for (int panel = begin; panel < end; ++panel) {
+      load_panel(p, p.scales, panel, scales);
+      if (zeros != nullptr) load_panel(p, p.zeros, panel, zeros);
+      float sums[kMaxTileRows * kPanel];
+      multiply(p, words, x, scales, zeros, x_sums, sums);
+      for (int m = 0; m < rows; ++m) store_row(p, first + m, panel, sums + m * kPanel);
+      words += panel_bytes(p) / 4;
+    }
+  });
+  return ok;
+}
+
+}  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

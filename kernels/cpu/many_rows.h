@@ -1,0 +1,130 @@
+// Many rows of x without matrix instructions: blocks of the weight become floats once, in memory that the L2 cache
+// holds, and tiles of kRows x 32 are summed in registers.
+#pragma once
+
+#include "operands.h"
+#include "parallel.h"
+
+namespace weightonly::cpu::WEIGHTONLY_VARIANT {
+
+constexpr int kBlockRows = 512;    // of the weight: 64 KiB as floats in each panel
+constexpr int kTicketPanels = 4;   // 128 columns: a block of x is read once for all of them
+
+/// w [rows][32]: rows k_begin .. k_begin + rows - 1 of a panel, scaled; (q - z) * s as the equation has it.
+template <int kFormat>
+void dequantize_block(GemmParams const& p, uint32_t const* words, float const* scales, float const* zeros, int k_begin,
+                      int rows, float* w) {
+  constexpr int kSteps = kStepRows<kFormat>;
+  Table const table = make_table(p.codebook);
+  words += int64_t(k_begin) / kSteps * kPanel;
+  int const group_size = p.groups == 1 ? p.k_padded : p.group_size;
+  for (int k = k_begin; k < k_begin + rows;) {
+    int const g = k / group_size, end = least(k_begin + rows, (g + 1) * group_size);
+    Floats scale[2], zero_point[2];
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = load(scales + g * kPanel + half * kLanes);
+      zero_point[half] = zeros == nullptr ? zero() : load(zeros + g * kPanel + half * kLanes);
+    }
+    for (; k < end; k += kSteps) {
+      for (int half = 0; half < 2; ++half) {
+        Words const part = load_words(words + half * kLanes);
+        unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
+          Floats const q = sub(row_of_step<kFormat, e.value>(part, table), zero_point[half]);
+          store(w + e.value * kPanel + half * kLanes, mul(q, scale[half]));
+        });
+      }
+      words += kPanel;
+      w += kSteps * kPanel;
+    }
+  }
+}
+
+/// sums [kRows][32] += x [rows][kRows] ^T @ w [rows][32]
+template <int kRows>
+void multiply_tile(float const* x, float const* w, int rows, bool add_to, float* sums) {
+  Floats part[kRows][2];
+  for (int m = 0; m < kRows; ++m) {
+    for (int half = 0; half < 2; ++half) part[m][half] = add_to ? load(sums + m * kPanel + half * kLanes) : zero();
+  }
+  for (int k = 0; k < rows; ++k) {
+    Floats const w0 = load(w + k * kPanel), w1 = load(w + k * kPanel + kLanes);
+    for (int m = 0; m < kRows; ++m) {
+      Floats const xm = broadcast(x[k * kRows + m]);
+      part[m][0] = fma(w0, xm, part[m][0]);
+      part[m][1] = fma(w1, xm, part[m][1]);
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int half = 0; half < 2; ++half) store(sums + m * kPanel + half * kLanes, part[m][half]);
+  }
+}
+
+using DequantizeBlock = void (*)(GemmParams const&, uint32_t const*, float const*, float const*, int, int, float*);
+using MultiplyTile = void (*)(float const*, float const*, int, bool, float*);
+
+inline DequantizeBlock dequantize_block_of(int format) {
+  return format == kInt4   ? dequantize_block<kInt4>
+         : format == kInt8 ? dequantize_block<kInt8>
+                           : dequantize_block<kCode4>;
+}
+
+/// multiply_tile for 1 .. kMaxTileRows rows.
+template <int... kRows>
+MultiplyTile multiply_tile_of(int rows, std::integer_sequence<int, kRows...>) {
+  static constexpr MultiplyTile kTiles[] = {multiply_tile<kRows + 1>...};
+  return kTiles[rows - 1];
+}
+
+/// Rows first .. first + rows - 1 of y, at most kMaxRows.
+inline bool many_rows(GemmParams const& p, int first, int rows) {
+  int const tiles = int(divide_up(rows, kMaxTileRows)), tile_rows = int(divide_up(rows, tiles));
+  MultiplyTile const multiply = multiply_tile_of(tile_rows, std::make_integer_sequence<int, kMaxTileRows>{});
+  DequantizeBlock const dequantize = dequantize_block_of(p.format);
+  auto* x = Scratch<0>::get<float>(int64_t(tiles) * tile_rows * p.k_padded);  // [tile][k][tile_rows]
+  if (x == nullptr) return false;
+  parallel_for(tiles, p.threads, [&](int64_t tile) {
+    for (int m = 0; m < tile_rows; ++m) {  // rows beyond the last one repeat it, and are not stored
+      int const row = least(int(tile) * tile_rows + m, rows - 1);
+      load_x_column(p, first + row, m, tile_rows, x + tile * tile_rows * p.k_padded);
+    }
+  });
+  int const depth_of_all = rows_of(p);
+  std::atomic<bool> ok{true};
+  int const panels = panels_of(p);
+  parallel_for(divide_up(panels, kTicketPanels), p.threads, [&](int64_t ticket) {
+    int const begin = int(ticket) * kTicketPanels, count = least(kTicketPanels, panels - begin);
+    int64_t const bytes = p.block_order == nullptr ? 0 : kTicketPanels * panel_bytes(p);
+    int64_t const of_scales = int64_t(p.groups) * kPanel, of_sums = int64_t(tiles) * tile_rows * kPanel;
+    auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
+    auto* scales = Scratch<2>::get<float>(2 * count * of_scales);
+    auto* w = Scratch<3>::get<float>(int64_t(kBlockRows) * kPanel);
+    auto* sums = Scratch<4>::get<float>(count * of_sums);
+    if (scratch == nullptr || scales == nullptr || w == nullptr || sums == nullptr) {
+      ok = false;
+      return;
+    }
+    float* zeros = scales + count * of_scales;
+    for (int i = 0; i < count; ++i) {
+      load_panel(p, p.scales, begin + i, scales + i * of_scales);
+      if (p.zeros != nullptr) load_panel(p, p.zeros, begin + i, zeros + i * of_scales);
+    }
+    uint32_t const* words = panels_at(p, begin, (count + 1) / 2 * 2, scratch);
+    for (int k = 0; k < depth_of_all; k += kBlockRows) {
+      int const depth = least(kBlockRows, depth_of_all - k);
+      for (int i = 0; i < count; ++i) {
+        float const* zero_points = p.zeros == nullptr ? nullptr : zeros + i * of_scales;
+        dequantize(p, words + i * panel_bytes(p) / 4, scales + i * of_scales, zero_points, k, depth, w);
+        for (int tile = 0; tile < tiles; ++tile) {
+          int64_t const row = int64_t(tile) * tile_rows;
+          multiply(x + row * p.k_padded + int64_t(k) * tile_rows, w, depth, k > 0, sums + i * of_sums + row * kPanel);
+        }
+      }
+    }
+    for (int i = 0; i < count; ++i) {
+      for (int m = 0; m < rows; ++m) store_row(p, first + m, begin + i, sums + i * of_sums + int64_t(m) * kPanel);
+    }
+  });
+  return ok;
+}
+
+}  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

@@ -1,0 +1,105 @@
+// What every product needs: scales as floats, rows of x, panels of a weight, and the end of a tile of y.
+#pragma once
+
+#include "params.h"
+#include "vec.h"
+
+namespace weightonly::cpu::WEIGHTONLY_VARIANT {
+
+inline int least(int a, int b) {
+  return a < b ? a : b;
+}
+
+/// Scales or zeros of a panel as floats [groups][32], zeros beyond column n.
+inline void load_panel(GemmParams const& p, void const* source, int panel, float* out) {
+  for (int g = 0; g < p.groups; ++g) {
+    for (int half = 0; half < 2; ++half) {
+      int const column = panel * kPanel + half * kLanes;
+      int const count = column >= p.n ? 0 : least(kLanes, p.n - column);
+      store(out + g * kPanel + half * kLanes, load_any(source, g * p.ld_scales + column, p.type, count));
+    }
+  }
+}
+
+/// y[row][32 columns of a panel] = act(sums + bias)
+inline void store_row(GemmParams const& p, int row, int panel, float const* sums) {
+  for (int half = 0; half < 2; ++half) {
+    int const column = panel * kPanel + half * kLanes;
+    if (column >= p.n) return;
+    int const count = least(kLanes, p.n - column);
+    Floats y = load(sums + half * kLanes);
+    if (p.bias != nullptr) y = add(y, load_any(p.bias, column, p.type, count));
+    if (p.relu) y = max(zero(), y);  // the second one where it is no number
+    store_any(p.y, row * p.ldy + column, p.y_type, y, count);
+  }
+}
+
+/// sums[g] = the sum over the rows of the weight begin .. end of x[row], 0 beyond k.
+inline float sum_of_row(GemmParams const& p, int row, int begin, int end) {
+  Floats sum = zero();
+  end = least(end, p.k);
+  for (int k = begin; k < end; k += kLanes) {
+    sum = add(sum, load_any(p.x, row * p.ldx + k, p.type, least(kLanes, end - k)));
+  }
+  float lanes[kLanes];
+  store(lanes, sum);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+/// Row `row` of x as column `column` of [k_padded][columns], zeros beyond k.
+inline void load_x_column(GemmParams const& p, int64_t row, int column, int columns, float* out) {
+  for (int k = 0; k < p.k_padded; k += kLanes) {
+    Floats const part = load_any(p.x, row * p.ldx + k, p.type, k >= p.k ? 0 : least(kLanes, p.k - k));
+    if (columns == 1) {
+      store(out + k, part);
+    } else {
+      float lanes[kLanes];
+      store(lanes, part);
+      for (int i = 0; i < kLanes; ++i) out[int64_t(k + i) * columns + column] = lanes[i];
+    }
+  }
+}
+
+/// Panels `first` .. `first + count` - 1 of a weight in layout "cpu": in place, or brought into it in `scratch`.
+/// For another layout `first` and `count` are even: its blocks are 64 columns wide.
+inline uint32_t const* panels_at(GemmParams const& p, int first, int count, uint8_t* scratch) {
+  int64_t const panel = panel_bytes(p);
+  if (p.block_order == nullptr) return reinterpret_cast<uint32_t const*>(p.weight + first * panel);
+  int const bits = bits_of(p.format), block_bytes = 64 * kPanel * bits / 8;  // of a panel
+  uint8_t elems[64 * 64];
+  for (int pair = 0; pair < count / 2; ++pair) {
+    for (int block_k = 0; block_k < p.k_padded / 64; ++block_k) {
+      uint8_t const* from = p.weight + block_k * p.block_stride_k + (first / 2 + pair) * p.block_stride_n;
+      uint8_t* to = elems;
+      for (int s = 0; s < p.segments; ++s) {
+        uint8_t const* bytes = from + s * p.segment_stride;
+        if (bits == 8) {
+          std::memcpy(to, bytes, size_t(p.segment_bytes));
+          to += p.segment_bytes;
+        } else {
+          for (int i = 0; i < p.segment_bytes; ++i) {
+            to[2 * i] = bytes[i] & 15;
+            to[2 * i + 1] = uint8_t(bytes[i] >> 4);
+          }
+          to += 2 * p.segment_bytes;
+        }
+      }
+      uint16_t const* order = p.block_order;
+      for (int half = 0; half < 2; ++half) {
+        uint8_t* out = scratch + (2 * pair + half) * panel + block_k * block_bytes;
+        if (bits == 8) {
+          for (int i = 0; i < block_bytes; ++i) out[i] = elems[order[i]];
+        } else {
+          for (int i = 0; i < block_bytes; ++i) out[i] = uint8_t(elems[order[2 * i]] | elems[order[2 * i + 1]] << 4);
+        }
+        order += 64 * kPanel;
+      }
+    }
+  }
+  return reinterpret_cast<uint32_t const*>(scratch);
+}
+
+}  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

@@ -1,0 +1,75 @@
+"""Builds weightonly/lib/libweightonly_cpu.so with the C++ compiler of this machine, in seconds; no CUDA, no PyTorch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "kernels" / "cpu"
+LIBRARY = ROOT / "weightonly" / "lib" / "libweightonly_cpu.so"
+
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
+_AVX512 = ("-march=skylake-avx512", "-mprefer-vector-width=512")
+_VARIANTS: dict[str, tuple[str, ...]] = {
+    "generic": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": _AVX512,
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+"""Variant -> what the compiler may use; the library chooses at run time."""
+
+
+def find_compiler() -> list[str] | None:
+    """The command in CXX, else c++ or g++; None where there is none."""
+    if named := os.environ.get("CXX"):
+        command = shlex.split(named)
+        return command if shutil.which(command[0]) else None
+    return next(([name] for name in ("c++", "g++") if shutil.which(name)), None)
+
+
+def build() -> bool:
+    """Builds the library unless it is newer than its sources. Returns whether it is there.
+
+    Without a compiler, or with one that cannot compile it, says so and leaves PyTorch to compute on CPUs.
+    """
+    inputs = [Path(__file__), *SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    if LIBRARY.is_file() and LIBRARY.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+        return True
+    LIBRARY.unlink(missing_ok=True)
+    compiler = find_compiler()
+    if compiler is None:
+        print("weightonly: no C++ compiler (c++, or CXX): PyTorch computes on CPUs")
+        return False
+    print(f"weightonly: compiling {LIBRARY.name}", flush=True)
+    try:
+        _compile(compiler)
+    except subprocess.CalledProcessError as error:
+        print(f"weightonly: {shlex.join(error.cmd)} failed: PyTorch computes on CPUs")
+        return False
+    return True
+
+
+def _compile(compiler: list[str]) -> None:
+    folder = ROOT / "build" / "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    variants = _VARIANTS if platform.machine() == "x86_64" else {"generic": ()}
+    commands = [[*compiler, *_FLAGS, "-c", f"{SOURCES / 'api.cpp'}", "-o", f"{folder / 'api.o'}"]]
+    for name, flags in variants.items():
+        variant = [f"-DWEIGHTONLY_VARIANT={name}", *flags]
+        source, made = f"{SOURCES / 'variant.cpp'}", f"{folder / name}.o"
+        commands.append([*compiler, *_FLAGS, *variant, "-c", source, "-o", made])
+    running = [(command, subprocess.Popen(command)) for command in commands]
+    failed = [command for command, process in running if process.wait() != 0]
+    if failed:
+        raise subprocess.CalledProcessError(1, failed[0])
+    objects = [command[-1] for command in commands]
+    linked = folder / LIBRARY.name
+    options = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
+    subprocess.run([*compiler, *options, *objects, "-ldl", "-o", str(linked)], check=True)
+    os.replace(linked, LIBRARY)  # a process that has loaded the one before keeps it

@@ -1,0 +1,344 @@
+"""The native kernels of CPUs, at every level that this CPU has, against fp64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import weightonly as wo
+from weightonly import __main__ as command
+from weightonly import reference
+from weightonly.cpu import library, native
+from weightonly.plan.cpu import CpuPlan
+
+ROOT = Path(__file__).parents[1]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+ROWS = [1, 3, 5, 13, 16, 17, 40]
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+formats = pytest.mark.parametrize("format", ["int4", "int8", "nf4", "fp4", "code4"])
+layouts = pytest.mark.parametrize("layout", ["cpu", "tiled", "interleaved", "row_major"])
+
+
+@pytest.fixture(params=library.LEVELS)
+def backend(request: pytest.FixtureRequest) -> library.Backend:
+    """The native kernels at one level; skips those that this CPU lacks, and all where they were not built."""
+    found, problem = library._load(library._PATH)
+    if found is None:
+        pytest.skip(problem)
+    if library.LEVELS.index(request.param) > found.wo_cpu_level():
+        pytest.skip(f"this CPU lacks {request.param}")
+    return library.choose(request.param, library._PATH)
+
+
+@pytest.fixture
+def best() -> library.Backend:
+    """The native kernels as `gemm` uses them."""
+    found = library.choose("auto", library._PATH)
+    if found.library is None:
+        pytest.skip(found.reason)
+    return found
+
+
+@dataclass
+class Case:
+    """A weight with its operands, and the weight in fp64."""
+
+    qweight: wo.PackedWeight
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    w64: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        k: int,
+        n: int,
+        format: str,
+        dtype: torch.dtype,
+        g: torch.Generator,
+        *,
+        groups: int = 1,
+        zeros: bool = False,
+        exact: bool = False,
+        layout: str = "cpu",
+    ) -> Case:
+        """exact: scales are powers of two, zeros and codebooks small integers: every product and sum is exact."""
+        limit = 128 if format == "int8" else 8
+        q = torch.randint(-limit, limit, (k, n), generator=g, dtype=torch.int8)
+        code, values = None, q.double()
+        if not format.startswith("int"):
+            q = q + 8
+            code = torch.randn(16, generator=g) if format == "code4" else None
+            if exact:
+                format, code = "code4", (torch.randperm(16, generator=g) - 8).float()
+        qweight = wo.preprocess(q, 8 if format == "int8" else 4, layout=layout, format=format, code=code)
+        if qweight.code is not None:
+            values = torch.tensor(qweight.code, dtype=torch.float64)[q.int()]
+        shape = (groups, n)
+        if exact:
+            scales = torch.exp2(torch.randint(-2, 2, shape, generator=g).double()).to(dtype)
+            z = torch.randint(-4, 5, shape, generator=g).to(dtype)
+        else:
+            scales = (torch.rand(shape, generator=g) + 0.5).to(dtype)
+            z = (torch.rand(shape, generator=g) * 8 - 4).to(dtype)
+        offset = z.double() if zeros else torch.zeros(shape, dtype=torch.float64)
+        w64 = (values.view(groups, -1, n) - offset[:, None]) * scales.double()[:, None]
+        return cls(qweight, scales, z if zeros else None, w64.view(k, n))
+
+
+def run(
+    backend: library.Backend,
+    x: torch.Tensor,
+    case: Case,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The product into a NaN-filled tensor inside of a guard band, which must come back untouched."""
+    m, n = x.shape[0], case.qweight.n
+    frame = torch.full((m + 2, n + 16), float("nan"), dtype=x.dtype)
+    out = frame[1 : m + 1, 8 : n + 8]
+    assert native.gemm(backend, x, case.qweight, case.scales, case.zeros, bias, activation, out) is out
+    guard = torch.ones_like(frame, dtype=torch.bool)
+    guard[1 : m + 1, 8 : n + 8] = False
+    assert frame[guard].isnan().all(), "wrote outside of out"
+    assert not out.isnan().any(), "left elements unwritten"
+    return out
+
+
+def check(backend: library.Backend, m: int, case: Case, dtype: torch.dtype, g: torch.Generator, exact: bool) -> None:
+    k, n = case.w64.shape
+    x = torch.randint(-2, 3, (m, k), generator=g).to(dtype) if exact else torch.randn(m, k, generator=g).to(dtype)
+    bias = torch.randint(-4, 5, (n,), generator=g).to(dtype) if exact else torch.randn(n, generator=g).to(dtype)
+    y = run(backend, x, case, bias)
+    expected = x.double() @ case.w64 + bias.double()
+    if exact:
+        assert torch.equal(y, expected.to(dtype))
+        return
+    # As in test_reference.py: an fp32 sum of products without an error, and one rounding. A product with the numbers of
+    # a codebook has 16 bits or more.
+    magnitude = x.double().abs() @ case.w64.abs() + bias.double().abs()
+    tolerance = 1.2 * magnitude * max(k, 128) * 2**-24 + expected.abs() * torch.finfo(dtype).eps * 0.51
+    tolerance += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((y.double() - expected).abs() <= tolerance).all()
+
+
+@dtypes
+@formats
+@pytest.mark.parametrize("exact", [True, False], ids=["grid", "random"])
+def test_every_format_against_fp64(
+    backend: library.Backend, dtype: torch.dtype, format: str, exact: bool, generator: torch.Generator
+) -> None:
+    for m in ROWS:
+        for k, n, groups in ((192, 77, 6), (96, 40, 3), (48, 40, 3), (640, 130, 1), (100, 33, 1)):
+            for zeros in (False, True)[: 2 if format.startswith("int") else 1]:
+                case = Case.make(k, n, format, dtype, generator, groups=groups, zeros=zeros, exact=exact)
+                check(backend, m, case, dtype, generator, exact)
+
+
+@layouts
+@formats
+def test_weights_of_every_layout(
+    backend: library.Backend, layout: str, format: str, generator: torch.Generator
+) -> None:
+    if not format.startswith("int") and layout in ("interleaved", "row_major"):
+        pytest.skip("codes have no such layout")
+    for n in (32, 64, 150, 300):
+        case = Case.make(256, n, format, torch.float32, generator, groups=2, exact=True, layout=layout)
+        for m in (1, 7, 33):
+            check(backend, m, case, torch.float32, generator, exact=True)
+
+
+@dtypes
+def test_many_rows_and_long_columns(backend: library.Backend, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """More rows than are packed at a time; groups longer than a block of the weight, and groups across blocks."""
+    for k, groups in ((1536, 1), (1920, 3), (1344, 7)):
+        case = Case.make(k, 48, "int4", dtype, generator, groups=groups, zeros=True, exact=True)
+        check(backend, 530, case, dtype, generator, exact=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@dtypes
+def test_activations(
+    backend: library.Backend, dtype: torch.dtype, activation: str | None, generator: torch.Generator
+) -> None:
+    case = Case.make(128, 70, "int4", dtype, generator, exact=True)
+    x = torch.randint(-2, 3, (6, 128), generator=generator).to(dtype)
+    expected = ACTIVATIONS[activation]((x.double() @ case.w64).float()).to(dtype)
+    assert torch.equal(run(backend, x, case, activation=activation), expected)
+
+
+@dtypes
+def test_numbers_that_are_not_finite_stay_in_their_row(
+    backend: library.Backend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    case = Case.make(128, 40, "int4", dtype, generator, exact=True)
+    for m in (2, 20):
+        x = torch.ones(m, 128, dtype=dtype)
+        x[0, 3], x[1, 5] = float("nan"), float("inf")
+        y = native.gemm(backend, x, case.qweight, case.scales)
+        assert y[0].isnan().all()
+        w = case.w64[5]
+        assert (
+            (y[1][w > 0] == float("inf")).all() and (y[1][w < 0] == -float("inf")).all() and y[1][w == 0].isnan().all()
+        )
+        assert torch.equal(y[2:], (x.double()[2:] @ case.w64).to(dtype))
+
+
+def test_the_ends_of_the_range(backend: library.Backend) -> None:
+    """Numbers whose next power of two is beyond fp32, and subnormal results of 16 bits."""
+    q = torch.ones(64, 32, dtype=torch.int8)
+    qweight = wo.preprocess(q, layout="cpu")
+    x = torch.zeros(20, 64)
+    x[:, 0] = torch.finfo(torch.float32).max
+    ones = torch.ones(1, 32)
+    assert torch.equal(native.gemm(backend, x, qweight, ones), x[:, :1].expand(20, 32))
+    tiny = torch.zeros(20, 64, dtype=torch.float16)
+    tiny[:, 0] = 2**-24
+    assert torch.equal(native.gemm(backend, tiny, qweight, ones.half()), tiny[:, :1].expand(20, 32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_bits(best: library.Backend, threads: int, generator: torch.Generator) -> None:
+    case = Case.make(512, 1000, "int4", torch.float32, generator, groups=4, zeros=True)
+    before = torch.get_num_threads()
+    for m in (1, 8, 40):
+        x = torch.randn(m, 512, generator=generator)
+        expected = native.gemm(best, x, case.qweight, case.scales, case.zeros)
+        try:
+            torch.set_num_threads(threads)
+            for _ in range(3):
+                assert torch.equal(native.gemm(best, x, case.qweight, case.scales, case.zeros), expected)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_calls_from_several_threads(best: library.Backend, generator: torch.Generator) -> None:
+    case = Case.make(256, 700, "int8", torch.float32, generator, exact=True)
+    inputs = [torch.randint(-2, 3, (m, 256), generator=generator).float() for m in (1, 4, 20, 40)]
+    wrong: list[int] = []
+
+    def repeat(x: torch.Tensor) -> None:
+        expected = (x.double() @ case.w64).float()
+        wrong.extend(
+            len(x) for _ in range(20) if not torch.equal(native.gemm(best, x, case.qweight, case.scales), expected)
+        )
+
+    threads = [threading.Thread(target=repeat, args=(x,)) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+_FORKED = """
+import os, sys
+import torch
+import weightonly as wo
+
+qweight = wo.preprocess(torch.ones(256, 4096, dtype=torch.int8), layout="cpu")
+x, scales = torch.ones(8, 256), torch.ones(1, 4096)
+torch.set_num_threads(2)
+expected = wo.gemm(x, qweight, scales)
+torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(wo.gemm(x, qweight, scales), expected) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_computes(best: library.Backend) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", _FORKED], cwd="/", env=environment, check=True, timeout=600)
+
+
+# --- through gemm --------------------------------------------------------------------------------------------
+
+
+def test_gemm_runs_the_backend_of_this_process(generator: torch.Generator) -> None:
+    case = Case.make(192, 50, "int4", torch.float32, generator, groups=3, zeros=True)
+    x = torch.randn(4, 192, generator=generator)
+    y = wo.gemm(x, case.qweight, case.scales, zeros=case.zeros)
+    found = library.backend()
+    operands = (x, case.qweight, case.scales, case.zeros)
+    assert torch.equal(y, reference.gemm(*operands) if found.library is None else native.gemm(found, *operands))
+
+
+def test_x_and_out_of_any_strides(generator: torch.Generator) -> None:
+    case = Case.make(96, 40, "int4", torch.float32, generator, groups=3, exact=True)
+    x = torch.randint(-2, 3, (3, 96, 2), generator=generator).float().permute(2, 0, 1)  # (2, 3, 96)
+    expected = (x.double() @ case.w64).float()
+    assert torch.equal(wo.gemm(x, case.qweight, case.scales), expected)
+    one = x[:, :1].expand(2, 3, 96)  # rows that are one row in memory
+    assert torch.equal(wo.gemm(one, case.qweight, case.scales), expected[:, :1].expand(2, 3, 40))
+    flipped = torch.ones(96, 3).t()
+    assert torch.equal(wo.gemm(flipped, case.qweight, case.scales), (flipped.double() @ case.w64).float())
+    wide = torch.full((3, 100), float("nan"))
+    assert torch.equal(wo.gemm(x[0], case.qweight, case.scales, out=wide[:, 30:70]), expected[0])
+    assert wide[:, :30].isnan().all() and wide[:, 70:].isnan().all()
+    scales = torch.stack((case.scales, case.scales), dim=2)[:, :, 0]  # columns apart
+    assert torch.equal(wo.gemm(x, case.qweight, scales), expected)
+    for lead in ((0,), (2, 0)):
+        assert wo.gemm(torch.zeros(*lead, 96), case.qweight, case.scales).shape == (*lead, 40)
+
+
+def test_buffers_are_on_the_cpu_whatever_the_default_device(generator: torch.Generator) -> None:
+    case = Case.make(192, 50, "int8", torch.bfloat16, generator, exact=True, layout="interleaved")
+    x = torch.randint(-2, 3, (4, 192), generator=generator).to(torch.bfloat16)
+    with torch.device("meta"):
+        y = wo.gemm(x, case.qweight, case.scales, activation="silu")
+    assert torch.equal(y, torch.nn.functional.silu((x.double() @ case.w64).float()).to(torch.bfloat16))
+
+
+def test_under_torch_compile(generator: torch.Generator) -> None:
+    case = Case.make(128, 64, "nf4", torch.float32, generator, groups=2)
+    x = torch.randn(5, 128, generator=generator)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return wo.gemm(x, case.qweight, case.scales)
+
+    assert torch.equal(product(x), wo.gemm(x, case.qweight, case.scales))
+
+
+# --- the choice of the backend -------------------------------------------------------------------------------
+
+
+def test_without_the_library_pytorch_computes(tmp_path: Path) -> None:
+    assert library.choose("pytorch", library._PATH) == library.Backend(None, -1, "WEIGHTONLY_CPU=pytorch")
+    missing = library.choose("auto", tmp_path / "libweightonly_cpu.so")
+    assert missing.name == "pytorch" and "C++ compiler" in missing.reason
+    assert command.describe_cpu(missing).startswith("CPU: pytorch, ")
+    with pytest.raises(RuntimeError, match=r"^WEIGHTONLY_CPU=avx2: the native kernels were not built"):
+        library.choose("avx2", tmp_path / "libweightonly_cpu.so")
+    (tmp_path / "libweightonly_cpu.so").write_bytes(b"no library")
+    assert "cannot be loaded" in library.choose("auto", tmp_path / "libweightonly_cpu.so").reason
+    with pytest.raises(ValueError, match=r"^WEIGHTONLY_CPU: expected auto, pytorch, generic, .*got 'fast'"):
+        library.choose("fast", library._PATH)
+
+
+def test_pytorch_computes_the_same(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlan.__init__.__globals__["library"], "backend", lambda: library.Backend(None, -1, "a test"))
+    case = Case.make(128, 70, "int4", torch.float16, generator, groups=2, zeros=True, exact=True)
+    x = torch.randint(-2, 3, (6, 128), generator=generator).half()
+    assert torch.equal(wo.gemm(x, case.qweight, case.scales, zeros=case.zeros), (x.double() @ case.w64).half())
+
+
+def test_info_says_which_backend_runs(best: library.Backend) -> None:
+    line = command.describe_cpu(best)
+    assert line.startswith(f"CPU: native ({library.LEVELS[best.level]}), {torch.get_num_threads()} threads")
