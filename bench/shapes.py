@@ -39,7 +39,8 @@ LLAMAS: dict[str, LlamaSizes] = {
 }
 
 NAMED: dict[str, tuple[Shape, ...]] = {
-    **{name: llama.linears for name, llama in LLAMAS.items()},
+    "llama3-8b": LLAMAS["llama3-8b"].linears,
+    "llama3-70b": LLAMAS["llama3-70b"].linears,
     "table": (
         (4096, 4096),
         (4096, 6144),
@@ -50,6 +51,7 @@ NAMED: dict[str, tuple[Shape, ...]] = {
         (28672, 8192),
     ),
     "minilm": ((384, 384), (384, 1536), (1536, 384)),
+    "tiny": LLAMAS["tiny"].linears,
 }
 
 
