@@ -135,7 +135,7 @@ def site_with(folder: Path, module: bool, kernels: str | None) -> Path:
     record = {"version": wo.__version__, "cuda": False, "reason": reason}
     (package / "_build.json").write_text(json.dumps(record))
     if kernels is not None:
-        (package / "lib").mkdir()
+        (package / "lib").mkdir(exist_ok=True)
         (package / "lib" / "libweightonly_kernels.so").touch()
         record = {"version": kernels, "cuda": True, "reason": "a wheel", "archs": ["80"], "nvcc": "13.0.88"}
         (package / "lib" / "kernels.json").write_text(json.dumps(record))
