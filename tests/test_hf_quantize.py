@@ -329,8 +329,8 @@ def test_import_weightonly_imports_no_framework() -> None:
 # --- bad input ----------------------------------------------------------------------------------------------
 
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "format": ({"format": "int3"}, ValueError, "format: expected one of int4, int8, nf4, fp4 .*got 'int3'"),
-    "code4": ({"format": "code4"}, ValueError, "format: expected one of int4, int8, nf4, fp4 .*got 'code4'"),
+    "format": ({"format": "int3"}, ValueError, "format: expected one of int4, int8, nf4, fp4.*got 'int3'"),
+    "code4": ({"format": "code4"}, ValueError, "format: expected one of int4, int8, nf4, fp4.*got 'code4'"),
     "group size": ({"group_size": 48}, ValueError, "group_size must be .*got 48"),
     "group size 0": ({"group_size": 0}, ValueError, "group_size: .*got 0"),
     "group size text": ({"group_size": "64"}, TypeError, "group_size: expected an int, got str"),

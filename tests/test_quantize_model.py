@@ -173,7 +173,7 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "only of a number": ({"only": 3}, TypeError, "only: expected names or a function, got int"),
     "skip of a number": ({"skip": [3]}, TypeError, "skip: expected names, got int"),
     "format": ({"format": "int3"}, ValueError, "format: expected one of .*got 'int3'"),
-    "code4": ({"format": "code4"}, ValueError, "format: expected one of int4, int8, nf4, fp4 to quantize to"),
+    "code4": ({"format": "code4"}, ValueError, "format: expected one of int4, int8, nf4, fp4.* to quantize to"),
     "bits of a format": ({"format": "nf4", "bits": 8}, ValueError, "bits: expected 4 for nf4, got 8"),
     "zeros of codes": ({"format": "nf4", "symmetric": False}, ValueError, "symmetric: expected True for nf4"),
     "arch of codes": ({"format": "nf4", "arch": "sm80"}, ValueError, "arch: expected sm90 for nf4"),
