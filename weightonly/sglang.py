@@ -20,16 +20,10 @@ from .packed import PackedWeight
 from .packing import preprocess
 from .vllm.support import why_not
 
-logger = logging.getLogger(__name__)
-
 _KERNELS = "sglang.srt.hardware_backend.gpu.quantization"
 _SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
-
 _PARTS = ("packed", "scales", "zeros", "perm")
 """Parameters of a packed layer, after "weightonly_"."""
-
-Read = Callable[[Any, Any], IntWeight]
-"""(SGLang's kernel, layer with loaded weights) -> the weight [K, N] of this rank"""
 
 
 def register() -> None:
@@ -40,23 +34,28 @@ def register() -> None:
 
     for target, apply, read in (
         (f"{_KERNELS}.gptq_kernels.GPTQMarlinLinearKernel", "apply", _gptq),
-        (f"{_KERNELS}.awq_kernels.AWQMarlinLinearKernel", "apply", _awq),
+        (
+            f"{_KERNELS}.awq_kernels.AWQMarlinLinearKernel",
+            "apply",
+            lambda _, layer: read_awq(layer.qweight.data, layer.scales.data, layer.qzeros.data),
+        ),
         (f"{_SCHEMES}.CompressedTensorsWNA16", "apply_weights", _compressed_tensors),
     ):
         HookRegistry.register(f"{target}.process_weights_after_loading", _packing(read), HookType.AROUND)
         HookRegistry.register(f"{target}.{apply}", _multiply, HookType.AROUND)
 
 
-def _packing(read: Read) -> Callable[..., None]:
+def _packing(read: Callable[[Any, Any], IntWeight]) -> Callable[..., None]:
+    """read: (SGLang's kernel, layer with loaded weights) -> the weight [K, N] of this rank"""
+
     def pack(original: Callable[..., None], kernel: Any, layer: Any) -> None:
         weight = read(kernel, layer)
-        (k, n), format = weight.q.shape, f"int{weight.bits}"
-        group_size = k // len(weight.scales)
-        reason = why_not(k, n, format, group_size, weight.zeros is not None, weight.scales.dtype)
+        (k, n), format, groups = weight.q.shape, f"int{weight.bits}", len(weight.scales)
+        reason = why_not(k, n, format, k // groups, weight.zeros is not None, weight.scales.dtype)
         if weight.q.is_cuda and not any(arch_runs_on(a, device_arch(weight.q.device.index)) for a in built_archs()):
             reason = "weightonly has no kernels for this GPU"
         if reason is not None:
-            logger.info("A layer is left to SGLang's kernels: %s", reason)
+            logging.getLogger(__name__).info("A layer is left to SGLang's kernels: %s", reason)
             original(kernel, layer)
             return
         packed = preprocess(weight.q, weight.bits)
@@ -83,25 +82,14 @@ def _multiply(
 
 def _gptq(kernel: Any, layer: Any) -> IntWeight:
     c = kernel.kernel_config
-    g_idx = layer.g_idx.data if c.has_g_idx else None
-    size = None if c.has_g_idx else c.group_size
+    g_idx, size = (layer.g_idx.data, None) if c.has_g_idx else (None, c.group_size)
     tensors = (layer.qweight.data, layer.scales.data, layer.qzeros.data, g_idx)
     return read_gptq(*tensors, bits=kernel.quant_config.weight_bits, group_size=size, symmetric=True)
 
 
-def _awq(kernel: Any, layer: Any) -> IntWeight:
-    return read_awq(layer.qweight.data, layer.scales.data, layer.qzeros.data)
-
-
 def _compressed_tensors(scheme: Any, layer: Any) -> IntWeight:
-    c = scheme.kernel_config
-    k, n = c.partition_weight_shape
-    zeros, g_idx = (getattr(layer, f"weight_{name}", None) for name in ("zero_point", "g_idx"))
-    return read_compressed_tensors(
-        layer.weight_packed.data,
-        layer.weight_scale.data,
-        torch.tensor([n, k]),
-        None if zeros is None else zeros.data,
-        None if g_idx is None else g_idx.data,
-        bits=32 // scheme.pack_factor,
-    )
+    shape = torch.tensor(scheme.kernel_config.partition_weight_shape[::-1])  # (N, K)
+    optional = (getattr(layer, f"weight_{name}", None) for name in ("zero_point", "g_idx"))
+    zeros, g_idx = (None if tensor is None else tensor.data for tensor in optional)
+    tensors = (layer.weight_packed.data, layer.weight_scale.data, shape, zeros, g_idx)
+    return read_compressed_tensors(*tensors, bits=32 // scheme.pack_factor)
