@@ -6,8 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import formats_reference as ref
+import hf_version  # noqa: F401
 import torch
+import transformers
+from formats_llama import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS
+from formats_llama import MODELS as QUANTIZED
+from formats_llama import VOCABULARY as QUANTIZED_VOCABULARY
 from transformers import (
+    AutoConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -104,3 +111,37 @@ def dense_tensors(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str,
         else:
             tensors[record.name] = record.tensor
     return tensors
+
+
+def dense_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The dense model with the numbers of a quantized checkpoint."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(None, config=config, state_dict=dense_tensors(folder, dtype), dtype=dtype)
+
+
+def same_state(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    a, b = model.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def write_model(folder: Path, case: str, generator: torch.Generator) -> Path:
+    """A checkpoint of formats_llama.py with the config.json of its model."""
+    model = QUANTIZED[case](generator)
+    options: dict[str, Any] = {
+        # Qwen2 has biases where these checkpoints may have them.
+        "architectures": ["Qwen2ForCausalLM" if model.bias else "LlamaForCausalLM"],
+        "model_type": "qwen2" if model.bias else "llama",
+        "vocab_size": QUANTIZED_VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    return ref.write_checkpoint(folder, model.tensors, options | {"quantization_config": model.config})

@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, SIZES, TOKENS, VOCABULARY, gpt2, llama, logits, packed_layers, qwen2, saved, seeded
+from hf_models import (
+    MODELS,
+    SIZES,
+    TOKENS,
+    VOCABULARY,
+    gpt2,
+    llama,
+    logits,
+    packed_layers,
+    qwen2,
+    same_state,
+    saved,
+    seeded,
+)
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import weightonly as wo
@@ -24,11 +37,6 @@ FORMATS = ("int4", "int8", "nf4", "fp4")
 def quantized(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     config = WeightOnlyConfig(**{"group_size": 64} | options)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
-
-
-def same_state(model: torch.nn.Module, other: torch.nn.Module) -> bool:
-    a, b = model.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
 def dense_twin(make: Any, model: PreTrainedModel) -> PreTrainedModel:
@@ -189,12 +197,12 @@ def test_modules_that_share_the_name_of_a_weight_are_read(tmp_path: Path) -> Non
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     folder = saved(tmp_path / "dense", lambda: MixtralForCausalLM(MixtralConfig(**SIZES | sizes)))
     dense = AutoModelForCausalLM.from_pretrained(folder)
-    model = quantized(folder)
+    model = quantized(folder, modules_to_not_convert=["experts"])
     assert len(packed_layers(model)) == 4
     for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         name = f"model.layers.0.mlp.{name}"
         assert torch.equal(model.get_parameter(name), dense.get_parameter(name))
-    assert "3-D" in model.hf_quantizer.plan.dense["model.layers.0.mlp.experts"]
+    assert "model.layers.0.mlp.experts" in model.hf_quantizer.plan.dense
     model.save_pretrained(tmp_path / "packed")
     assert same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
 
@@ -430,3 +438,45 @@ def test_another_method_for_a_packed_folder(folders: tuple[Path, Path, torch.Ten
 
 def test_vocabulary_of_the_tests() -> None:
     assert int(TOKENS.max()) < VOCABULARY
+
+
+# --- quantize_model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_of_quantize_model_saves_itself(kind: str, tmp_path: Path) -> None:
+    model: Any = wo.nn.quantize_model(seeded(MODELS[kind]), group_size=64, symmetric=False)
+    model.save_pretrained(tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert same_state(model, again)
+    assert torch.equal(logits(again), logits(model))
+    assert same_state(quantized(saved(tmp_path / "dense", MODELS[kind]), symmetric=False), model)
+    assert same_state(again.dequantize(), model.dequantize())
+    assert not packed_layers(model)
+
+
+def test_a_loaded_model_of_quantize_model_saves_itself(tmp_path: Path) -> None:
+    """In two steps, and what is saved is what the model has then."""
+    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "dense", llama))
+    wo.nn.quantize_model(model, group_size=64, only=["*.mlp.*"])
+    wo.nn.quantize_model(model, format="int8", group_size=-1, skip=["*.v_proj"])
+    for name, layer in packed_layers(model).items():
+        if "layers.1" in name:
+            layer.repack("sm90")
+    model.save_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    assert set(config["modules_to_not_convert"]) == {"lm_head", *(f"model.layers.{i}.self_attn.v_proj" for i in (0, 1))}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert same_state(model, again)
+    formats = {name.split(".")[-1]: layer.format for name, layer in packed_layers(again).items()}
+    assert (formats["up_proj"], formats["q_proj"]) == ("int4", "int8")
+    assert torch.equal(logits(again), logits(model))
+    assert model.half().dtype == torch.float16  # which transformers refuses for other quantized models
+
+
+def test_a_model_of_another_method_is_left_alone() -> None:
+    model: Any = seeded(llama)
+    model.hf_quantizer = other = object()
+    wo.nn.quantize_model(model, group_size=64)
+    assert model.hf_quantizer is other
+    assert not hasattr(model.config, "quantization_config")

@@ -133,6 +133,10 @@ class Checkpoint:
 
         return self._read(layer, arch, read)
 
+    def record_of(self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
+        """The record of one layer whose tensors `read` gives by their names in the files."""
+        return self._read(self.layers[name], arch, read)
+
     def read(
         self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None
     ) -> tuple[IntWeight | CodeWeight | QuantizedLayer, torch.Tensor | None]:

@@ -13,8 +13,10 @@ PEFT where that is installed:
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
 """
 
+import logging
 from importlib.util import find_spec
 
+from ._versions import why_not  # the first: it says which transformers is needed, where the others cannot be imported
 from .config import WeightOnlyConfig
 from .loader import load_model
 from .quantizer import WeightOnlyQuantizer
@@ -23,9 +25,11 @@ if find_spec("transformers.distributed") and find_spec("transformers.distributed
     from . import parallel as _parallel
 
     _parallel.register()
-if find_spec("peft"):
+if (_reason := why_not("peft")) is None:
     from . import peft as _peft
 
     _peft.register()
+else:
+    logging.getLogger("weightonly").info("PEFT does not know weightonly.nn.Linear: %s", _reason)
 
 __all__ = ["WeightOnlyConfig", "WeightOnlyQuantizer", "load_model"]

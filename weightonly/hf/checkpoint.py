@@ -22,8 +22,10 @@ from ..layout import CPU
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
-from .files import Names, check_complete
-from .modules import Plan
+from .experts import plan_experts, stacked
+from .files import biased_layers, check_complete
+from .modules import Plan, Stack
+from .names import Names
 
 logger = logging.get_logger(__name__)
 
@@ -44,9 +46,11 @@ class CheckpointWeights:
         self.checkpoint = checkpoint
         self.arch = arch
         keeps_layout = arch is None and METHOD in checkpoint.methods
-        self._arch: Arch | None = None if keeps_layout else _arch_or_visible(arch)
+        self.pack_arch: Arch | None = None if keeps_layout else _arch_or_visible(arch)
+        """What layers are packed for; None: they keep the layout that the folder has."""
         self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
         self.tensors: dict[str, Any] = {}
+        self._stacks: dict[str, Stack] = {}
         self._lock = threading.Lock()  # layers are read one after another: the unpacked numbers of one at a time
         self._read: dict[str, dict[str, torch.Tensor]] = {}
         self._model: PreTrainedModel | None = None
@@ -60,8 +64,8 @@ class CheckpointWeights:
         """The quantization config of the packed model."""
         return {"quant_method": METHOD, "format_version": VERSION, "arch": self.arch} | options_of(self.shapes)
 
-    def plan(self, model: PreTrainedModel) -> Plan:
-        """What becomes of the layers of `model`; fills `tensors`.
+    def plan(self, model: PreTrainedModel, stacks: bool = True) -> Plan:
+        """What becomes of the layers of `model`; fills `tensors`. stacks: whether experts are packed, not dense.
 
         Raises ValueError for a linear layer of the model that the checkpoint does not have.
         """
@@ -69,44 +73,52 @@ class CheckpointWeights:
         names, plan = Names(model), Plan()
         self._model = model
         found: set[str] = set()
+        biased = biased_layers(self.checkpoint)
+        experts = plan_experts(model, names, self.shapes, biased, plan) if stacks else set()
+        for name, stack in plan.stacks.items():
+            self._stacks[name] = stack
+            has_bias = "bias" in self.checkpoint.layers[stack.parts[0][0]].tensors
+            self._add(name, name, stack.shape, has_bias)
         for layer, shape in self.shapes.items():
+            if layer in experts:
+                continue
             name, pattern = names.of_layer(layer)
             if pattern is not None and name in names.tensors:
                 self.tensors[f"{layer}.weight"] = _Lazy(self, layer, "dense", torch.float32)
-                plan.dense[name] = "the model stores several layers of the checkpoint in one parameter"
+                plan.densified.setdefault(name, "the model stores several layers of the checkpoint in one parameter")
             elif f"{name}.weight" in names.tensors:
                 plan.layers[name] = shape
-                self._add(layer, name, shape)
+                self._add(layer, name, shape, "bias" in self.checkpoint.layers[layer].tensors)
             else:
                 logger.warning(f"weightonly: {layer} of the checkpoint is not used: {type(model).__name__} has none")
-        if plan.dense:
-            name, reason = next(iter(plan.dense.items()))
-            logger.warning(f"weightonly: {len(plan.dense)} parameters such as {name} stay dense: {reason}")
+        if plan.densified:
+            name, reason = next(iter(plan.densified.items()))
+            logger.warning(f"weightonly: {len(plan.densified)} parameters such as {name} stay dense: {reason}")
         for tensor in self.checkpoint.plain:
             found.add(names.of_tensor(tensor))
             self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
         check_complete(model, plan, found, self.checkpoint.folder)
         return plan
 
-    def _add(self, layer: str, name: str, shape: LayerShape) -> None:
+    def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:
         self._names[layer] = name
         dtype = {"qweight": torch.uint8, "perm": torch.int32, "codebook": torch.int32}
         inside = ["qweight", "scales"]
         inside += ["zeros"] if shape.symmetric is False else []
         inside += ["perm"] if shape.act_order else []
         inside += ["codebook"] if shape.format == "code4" else []
-        inside += ["bias"] if "bias" in self.checkpoint.layers[layer].tensors else []
+        inside += ["bias"] if has_bias else []
         for tensor in inside:
             self.tensors[f"{name}.{tensor}"] = _Lazy(self, layer, tensor, dtype.get(tensor, torch.float32))
 
     def read(self, layer: str, tensor: str) -> torch.Tensor:
-        """A tensor of a layer. The others of the layer are kept until they are read, too."""
+        """A tensor of a layer, or of stacked experts. The others are kept until they are read, too."""
         with self._lock:
             if tensor == "dense":
-                record = self.checkpoint.read_layer(layer, self._arch)
+                record = self.checkpoint.read_layer(layer, self.pack_arch)
                 return record.dequantize().t()
             if tensor not in self._read.get(layer, {}):
-                self._read[layer] = self._tensors(layer)
+                self._read[layer] = self._stack(layer) if layer in self._stacks else self._tensors(layer)
             value = self._read[layer].pop(tensor)
             if not self._read[layer]:
                 del self._read[layer]
@@ -116,23 +128,28 @@ class CheckpointWeights:
         """The tensors of a layer, or of this rank's part of it."""
         module = None if self._model is None else self._model.get_submodule(self._names[layer])
         if not isinstance(module, ParallelLinear):
-            record = self.checkpoint.read_layer(layer, self._arch)
+            record = self.checkpoint.read_layer(layer, self.pack_arch)
             return {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
         part = {}
         if not module.is_empty:
-            record = read_part(self.checkpoint, layer, self._arch, module.rows, module.ranges)
+            record = read_part(self.checkpoint, layer, self.pack_arch, module.rows, module.ranges)
             part = {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
         # Of an empty part nothing was read. Of columns without zero points, beside columns that have some, no zeros.
         own = [*module.named_parameters(), *module.named_buffers()]
         rest = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in own if name not in part}
         return part | rest
 
+    def _stack(self, name: str) -> dict[str, torch.Tensor]:
+        stack = self._stacks[name]
+        records = [tuple(self.checkpoint.read_layer(layer, self.pack_arch) for layer in parts) for parts in stack.parts]
+        return dict(stacked(name, stack, records, None).state_dict())
+
     def _packed_shape(self, layer: str) -> LayerShape:
         shape = self.checkpoint.exact_shape(layer)
-        if self._arch is None:
+        if self.pack_arch is None:
             return shape
         find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
-        layout = find(self._arch)
+        layout = find(self.pack_arch)
         return dataclasses.replace(shape, layout=layout)
 
 

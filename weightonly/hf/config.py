@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.quantizers import register_quantization_config
+from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats.packed_config import METHOD, READ_VERSIONS, VERSION
+from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
 from ..nn.recipe import Recipe
 from ..packing import target_name
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 @register_quantization_config(METHOD)
 class WeightOnlyConfig(QuantizationConfigMixin):
     """How `from_pretrained(folder, quantization_config=...)` quantizes the linear layers of a model while it loads.
+
+    A folder of AWQ, GPTQ, compressed-tensors or bitsandbytes keeps its numbers: its layers are packed for `arch`, as
+    `load_model` packs them, and the other arguments are not used.
 
     format: "int4", "int8", "nf4" or "fp4".
     group_size: rows of K that share a scale: 32, a multiple of 64, or -1 for all of K. A layer with a K that it does
@@ -67,6 +72,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         if layer_options:
             raise ValueError(f"quantization_config: unknown entries {', '.join(sorted(layer_options))}")
         self.weights: CheckpointWeights | None = None
+        self.reads_folder = False
+        """Whether the folder has layers of another quantizer, which are packed as they are."""
         self._check()
 
     def _check(self) -> None:
@@ -82,9 +89,38 @@ class WeightOnlyConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = ("weights", *(("source",) if self.source is None else ()))
+        hidden = ("weights", "reads_folder", *(("source",) if self.source is None else ()))
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of the dict that transformers has where a config was read from a file."""
         return getattr(self, name, default)
+
+
+def forget_quantizers(config: Any) -> None:
+    """Takes the quantization config of a quantizer out of the config of a model."""
+    text = config.get_text_config(decoder=True)
+    for holder in {id(config): config, id(text): text}.values():
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config
+
+
+def _merge_with(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AutoHfQuantizer.merge_quantization_configs`, where the config of a call is a WeightOnlyConfig."""
+
+    def merge(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        found = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
+        method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
+        if not isinstance(quantization_config_from_args, WeightOnlyConfig) or method == METHOD:
+            return original(quantization_config, quantization_config_from_args)
+        if method not in METHODS:
+            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+        config = copy.copy(quantization_config_from_args)
+        config.reads_folder = True
+        return config
+
+    return merge
+
+
+# transformers has no hook for a folder of one method that another one reads: it refuses a config of another class.
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with(AutoHfQuantizer.merge_quantization_configs))

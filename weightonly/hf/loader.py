@@ -17,7 +17,7 @@ from ..formats.shards import Shards
 from ..heuristics.arch import Arch
 from ..packing import target_name
 from .checkpoint import CheckpointWeights
-from .config import WeightOnlyConfig
+from .config import WeightOnlyConfig, forget_quantizers
 from .files import SeparateExpertsError
 
 
@@ -88,10 +88,7 @@ def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
 
 def _describe(config: Any, weights: CheckpointWeights) -> None:
     """Put this library's quantization config in the place of that of the quantizer."""
-    text = config.get_text_config(decoder=True)
-    for holder in {id(config): config, id(text): text}.values():
-        if hasattr(holder, "quantization_config"):
-            del holder.quantization_config
+    forget_quantizers(config)
     config.quantization_config = WeightOnlyConfig(**weights.options)
     config.quantization_config.weights = weights
 

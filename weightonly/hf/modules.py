@@ -1,8 +1,8 @@
-"""The linear layers of a model: which are quantized, why others are not, and a packed one in the place of each."""
+"""The layers of a model: which are packed, why others are not, and a packed one in the place of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +14,60 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..formats.layers import LayerShape
 from ..heuristics.arch import ARCHS, Arch
 from ..layout import CPU
-from ..nn import Linear
+from ..nn import Experts, GroupedLinear, Linear
+from ..nn.experts import ModuleGate, expert_products, expert_weights, why_not_experts
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
+from ..parallel import ParallelLinear
 from ..quantize import resolve_group_size
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One product of the experts of a mixture, which `GroupedLinear` computes.
+
+    experts: how many. shape: of one of them. parts: for each expert the layers of a checkpoint whose columns are put
+    side by side, such as gate and up; () where there is no such checkpoint.
+    """
+
+    experts: int
+    shape: LayerShape
+    parts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass
 class Plan:
-    """What becomes of the linear layers of a model.
+    """What becomes of the layers of a model.
 
-    layers: name -> the shape of the packed layer. dense: name -> why it is left as it is.
+    layers: name -> the shape of the packed layer. stacks: name, such as "model.layers.0.mlp.experts.down_proj" -> the
+    packed experts. dense: name -> why it is left as it is. densified: parameters that hold quantized layers of a
+    checkpoint, and cannot be packed -> why.
     """
 
     layers: dict[str, LayerShape] = field(default_factory=dict)
+    stacks: dict[str, Stack] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
+    densified: dict[str, str] = field(default_factory=dict)
+
+    def leave_experts(self, reason: str) -> None:
+        """Lets every mixture of experts stay dense."""
+        self.dense |= {name.rpartition(".")[0]: reason for name in self.stacks}
+        self.stacks.clear()
+
+    def in_files(self) -> dict[str, LayerShape]:
+        """Every packed layer as files have it: each expert by itself."""
+        alone = {
+            expert_name(name, expert): stack.shape
+            for name, stack in self.stacks.items()
+            for expert in range(stack.experts)
+        }
+        return self.layers | alone
+
+
+def expert_name(stack: str, expert: int) -> str:
+    """The name in files of one of stacked experts: "experts.3.down_proj" of "experts.down_proj"."""
+    experts, _, product = stack.rpartition(".")
+    return f"{experts}.{expert}.{product}"
 
 
 def linear_shape(module: Any) -> tuple[int, int] | None:
@@ -47,36 +86,90 @@ def plan_quantization(model: PreTrainedModel, skip: Sequence[str], recipe: Recip
     """
     plan = Plan()
     for name, module in model.named_modules():
+        shapes: dict[str, tuple[int, int]] = {}
         shape = linear_shape(module)
-        if shape is None:
-            if isinstance(module, torch.nn.Linear):
-                plan.dense[name] = f"its owner may use the weight of a {type(module).__name__}"
-            elif any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False)):
-                plan.dense[name] = "experts in 3-D parameters: quantize_model packs them, after loading"
+        if shape is not None:
+            shapes[name] = shape
+        elif isinstance(module, torch.nn.Linear):
+            plan.dense[name] = f"its owner may use the weight of a {type(module).__name__}"
+        elif any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False)):
+            if (reason := why_not_experts(module)) is not None:
+                plan.dense[name] = f"weights of three dimensions, and {reason}"
+            else:
+                shapes = {f"{name}.{product}": (k, n) for product, (_, k, n) in expert_shapes(module).items()}
+        if not shapes:
             continue
-        k, n = shape
-        if not should_convert_module(name, list(skip)):
+        if not all(should_convert_module(inside, list(skip)) for inside in (name, *shapes)):
             plan.dense[name] = "an output embedding, tied, or in modules_to_not_convert"
-            continue
-        if n == 1:
+        elif shape is not None and shape[1] == 1:
             plan.dense[name] = "N = 1: a gate"
-            continue
-        try:
-            recipe.check_k(k)
-        except ValueError as error:
-            plan.dense[name] = str(error)
-            continue
-        rows = resolve_group_size(recipe.group_size, k)
-        plan.layers[name] = LayerShape(recipe.format, k, n, rows, recipe.symmetric, False, layout)
+        elif (unfit := _why_unfit(recipe, [k for k, _ in shapes.values()])) is not None:
+            plan.dense[name] = unfit
+        else:
+            for inside, (k, n) in shapes.items():
+                rows = resolve_group_size(recipe.group_size, k)
+                packed = LayerShape(recipe.format, k, n, rows, recipe.symmetric, False, layout)
+                if shape is not None:
+                    plan.layers[inside] = packed
+                else:
+                    plan.stacks[inside] = Stack(count_experts(module), packed)
     return plan
 
 
-def check_layer(model: PreTrainedModel, name: str, shape: LayerShape) -> None:
-    """Raises ValueError unless module `name` of the model is a linear layer of this shape."""
-    found = linear_shape(model.get_submodule(name))
-    if found is None:
-        kind = type(model.get_submodule(name)).__name__
-        raise ValueError(f"{name}: expected a linear layer, as the checkpoint has one, got {kind} in the model")
+def _why_unfit(recipe: Recipe, rows: Sequence[int]) -> str | None:
+    try:
+        for k in rows:
+            recipe.check_k(k)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def expert_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Product -> (E, K, N) of dense experts, the first product first."""
+    return {product: tuple(expert_weights(module, product).shape) for product in expert_products(module)}
+
+
+def count_experts(module: torch.nn.Module) -> int:
+    """E of dense experts."""
+    return next(iter(expert_shapes(module).values()))[0]
+
+
+def plan_of_model(model: torch.nn.Module) -> Plan:
+    """The packed layers that a model has."""
+    plan = Plan()
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            plan.layers[name] = _shape_of(module)
+        elif isinstance(module, GroupedLinear):
+            plan.stacks[name] = Stack(module.num_experts, _shape_of(module))
+        elif isinstance(module, torch.nn.Linear) or linear_shape(module) is not None:
+            plan.dense[name] = "dense in the model"
+    return plan
+
+
+def _shape_of(module: Linear | GroupedLinear) -> LayerShape:
+    k = module.in_features
+    rows = k // module.scales.shape[-2]
+    act_order = module.perm is not None
+    return LayerShape(module.format, k, module.out_features, rows, module.symmetric, act_order, module.layout)
+
+
+def check_layers(model: PreTrainedModel, plan: Plan) -> None:
+    """Raises ValueError unless each packed layer is a layer of this shape in the model."""
+    for name, shape in plan.layers.items():
+        found = linear_shape(model.get_submodule(name))
+        if found is None:
+            kind = type(model.get_submodule(name)).__name__
+            raise ValueError(f"{name}: expected a linear layer, as the checkpoint has one, got {kind} in the model")
+        _check_size(name, found, shape)
+    for name, stack in plan.stacks.items():
+        experts, _, product = name.rpartition(".")
+        _, k, n = expert_shapes(model.get_submodule(experts))[product]
+        _check_size(name, (k, n), stack.shape)
+
+
+def _check_size(name: str, found: tuple[int, int], shape: LayerShape) -> None:
     if found != (shape.k, shape.n):
         raise ValueError(
             f"{name}: expected K x N = {found[0]} x {found[1]} as the model's config says, "
@@ -84,34 +177,77 @@ def check_layer(model: PreTrainedModel, name: str, shape: LayerShape) -> None:
         )
 
 
-def replace_layers(model: PreTrainedModel, layers: Mapping[str, LayerShape], dtype: torch.dtype) -> set[str]:
+def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> set[str]:
     """Put an empty packed layer, on the meta device, in the place of each. Returns the names that were Conv1D."""
     conv1d = set()
-    for name, shape in layers.items():
+    for name, shape in plan.layers.items():
         old = model.get_submodule(name)
         if isinstance(old, Conv1D):
             conv1d.add(name)
-        layer = Linear(
-            shape.k,
-            shape.n,
-            bias=old.bias is not None,
-            format=shape.format,
-            group_size=shape.group_size,
-            symmetric=shape.symmetric is not False,
-            dtype=dtype,
-            device="meta",
-            arch=_arch_of(shape.layout),
-            act_order=shape.act_order,
-        )
-        layer.layer_name = name
-        model.set_submodule(name, layer.train(old.training))
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
-            # Some models' _init_weights reach from here for the `weight` of the layer, which is gone.
-            owner._is_hf_initialized = True
+        layer = Linear(shape.k, shape.n, bias=old.bias is not None, **_arguments(shape, dtype))
+        _replace(model, name, layer)
+    for name in dict.fromkeys(stack.rpartition(".")[0] for stack in plan.stacks):
+        old = model.get_submodule(name)
+        products = []
+        for product in expert_products(old):
+            stack = plan.stacks[f"{name}.{product}"]
+            shape = stack.shape
+            arguments = _arguments(shape, dtype)
+            products.append(GroupedLinear(stack.experts, shape.k, shape.n, bias=bool(old.has_bias), **arguments))
+        _replace(model, name, Experts(products[0], products[1], ModuleGate.of(old)))
     return conv1d
+
+
+def _arguments(shape: LayerShape, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "format": shape.format,
+        "group_size": shape.group_size,
+        "symmetric": shape.symmetric is not False,
+        "dtype": dtype,
+        "device": "meta",
+        "arch": _arch_of(shape.layout),
+        "act_order": shape.act_order,
+    }
+
+
+def _replace(model: PreTrainedModel, name: str, layer: Linear | Experts) -> None:
+    layer.layer_name = name
+    model.set_submodule(name, layer.train(model.get_submodule(name).training))
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
+    if not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
+        # Some models' _init_weights reach from here for the `weight` of the layer, which is gone.
+        owner._is_hf_initialized = True
 
 
 def _arch_of(layout: str | None) -> Arch:
     archs: tuple[Arch, ...] = (*ARCHS, CPU)
     return next(arch for arch in archs if layout_for_arch(arch) == layout)
+
+
+def dense_layers(model: torch.nn.Module, conv1d: set[str], dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
+    """(name, dense module) for each packed layer of a model. conv1d: those that become a Conv1D.
+
+    Raises ValueError, naming the layer, for one whose weight is offloaded.
+    """
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Linear | Experts):
+            continue
+        if isinstance(module, ParallelLinear):
+            raise ValueError(f"{name}: expected a whole layer to dequantize, got a part of one, cut for its rank")
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(f"{name}: expected a weight in memory to dequantize, got one that is offloaded")
+        if isinstance(module, Experts):
+            yield name, module.to_dense(dtype)
+            continue
+        w = module.dequantize(dtype)
+        dense: Any
+        if name in conv1d:
+            dense = torch.nn.Module.__new__(Conv1D)
+            torch.nn.Module.__init__(dense)
+            dense.nx, dense.nf = module.in_features, module.out_features
+            dense.weight = torch.nn.Parameter(w)
+        else:
+            dense = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            dense.weight = torch.nn.Parameter(w.t().contiguous())
+        dense.bias = None if module.bias is None else torch.nn.Parameter(module.bias.detach().to(w.dtype))
+        yield name, dense.train(module.training)

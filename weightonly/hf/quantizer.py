@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
-from transformers.pytorch_utils import Conv1D
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightRenaming,
+    apply_renamings,
+)
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils import logging
 
 from ..device import check_visible, device_arch
+from ..formats.checkpoint import Checkpoint
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
-from ..heuristics.arch import ARCHS
+from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
-from ..layout import CPU, stored_shape
-from ..nn import Linear
+from ..layout import CPU
+from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
-from ..parallel.linear import DENSE, OWN, PACKED, WHOLE, ParallelLinear
+from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
 from ..quantize import WEIGHT_DTYPES
-from .config import WeightOnlyConfig
-from .files import codebooks_of_version_2, plan_of_files
-from .modules import Plan, check_layer, plan_quantization, replace_layers
-from .tensors import CutPart, LayerTensors, converters, whole_state_dict
+from .checkpoint import CheckpointWeights
+from .config import WeightOnlyConfig, forget_quantizers
+from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
+from .files import check_stacked, codebooks_of_version_2, open_files, plan_of_files
+from .modules import Plan, check_layers, dense_layers, plan_of_model, plan_quantization, replace_layers
+from .names import Names
+from .tensors import LayerTensors, converters, whole_state_dict
 
 logger = logging.get_logger(__name__)
 
@@ -48,10 +58,9 @@ class WeightOnlyQuantizer(HfQuantizer):
         self.plan = Plan()
         self.conv1d: set[str] = set()
         """Packed layers that were Conv1D, whose weight is the transpose of that of torch.nn.Linear."""
+        self._read: ReadLayers | None = None
         self._is_parallel = False
         self._codebooks: dict[str, torch.Tensor] = {}
-        self._unprefixed: set[str] = set()
-        """Names of packed layers as files of the base model alone, or of a model with a head, have them."""
 
     # --- before loading -------------------------------------------------------------------------------------
 
@@ -84,26 +93,36 @@ class WeightOnlyQuantizer(HfQuantizer):
         self, model: PreTrainedModel, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
+        distributed = getattr(model.config, "distributed_config", None)
+        self._is_parallel = distributed is not None and distributed.tp_size > 1
+        stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
             self.plan = plan_quantization(model, self._left_dense(model), config.recipe(dtype), self._layout())
-            if not self.plan.layers:
+            if not stacks:
+                self.plan.leave_experts("tensor parallel")
+            if not self.plan.layers and not self.plan.stacks:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.plan.dense.items())[:3])
                 raise ValueError(f"{type(model).__name__}: expected a linear layer to quantize, got none ({reasons})")
         elif config.weights is not None:
-            self.plan = config.weights.plan(model)
+            self.plan = config.weights.plan(model, stacks)
+        elif config.reads_folder:
+            if self._is_parallel:
+                raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")
+            checkpoint = open_files(checkpoint_files)
+            weights = CheckpointWeights(checkpoint, config.arch)
+            self.plan = weights.plan(model)
+            check_stacked(self.plan, checkpoint)
+            self._read = self._reader(model, checkpoint, weights.pack_arch, list(checkpoint.layers))
+            self.quantization_config = WeightOnlyConfig(**weights.options)
+            forget_quantizers(model.config)
         else:
-            self.plan = plan_of_files(model, vars(config), checkpoint_files)
+            checkpoint = open_files(checkpoint_files)
+            self.plan = plan_of_files(model, vars(config), checkpoint, stacks)
+            self._read = self._reader(model, checkpoint, None, [])
             if config.format_version != VERSION:
-                self._codebooks = codebooks_of_version_2(model, checkpoint_files)
-        for name, shape in self.plan.layers.items():
-            check_layer(model, name, shape)
-        prefix = f"{model.base_model_prefix}."
-        self._unprefixed = {name.removeprefix(prefix) for name in self.plan.layers} | {
-            prefix + name for name in self.plan.layers
-        }
-        self.conv1d = replace_layers(model, self.plan.layers, dtype or torch.get_default_dtype())
-        distributed = getattr(model.config, "distributed_config", None)
-        self._is_parallel = distributed is not None and distributed.tp_size > 1
+                self._codebooks = codebooks_of_version_2(model, checkpoint)
+        check_layers(model, self.plan)
+        self.conv1d = replace_layers(model, self.plan, dtype or torch.get_default_dtype())
         for name in self.plan.layers:
             model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
@@ -137,54 +156,103 @@ class WeightOnlyQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether `param_name`, a name of the model after its layers were replaced, is read as a dense weight."""
         name, _, tensor = param_name.rpartition(".")
-        return not self.pre_quantized and tensor == "qweight" and name in self.plan.layers
+        is_packed = name in self.plan.layers or name in self.plan.stacks
+        return not self.pre_quantized and tensor == "qweight" and is_packed
 
     def get_quantize_ops(self) -> ConversionOps:
         """What transformers puts between a dense weight and the model."""
-        return _Quantize(self)
+        return Quantize(self)
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        """How tensors of the files find their layer: a dense weight becomes `qweight`."""
-        layers = set(self.plan.layers) | self._unprefixed
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """How tensors of the files find their layer: the conversions of the model, and those of packed layers."""
+        targets = Targets(self.plan, model.base_model_prefix)
+        read = [] if self._read is None else [self._read]
+        return [*read, *beside_packed(weight_conversions, targets), *self._conversions(model, targets)]
+
+    def _conversions(self, model: PreTrainedModel, targets: Targets) -> list[Any]:
+        prefix = f"{model.base_model_prefix}."  # which files of the base model alone have not, or others have
+        layers = {full for name in self.plan.layers for full in (name, name.removeprefix(prefix), prefix + name)}
         if not self.pre_quantized:
-            converter = LayerTensors("weight$", "qweight", [_Keep()])
-            converter.layers, converter.tensor = layers, "weight"
-            return [converter, *(converters(layers, ("bias",)) if self._is_parallel else ())]
+            return [DenseWeights.of(targets), *(converters(layers, ("bias",)) if self._is_parallel else ())]
         if self._is_parallel:
             return converters(layers)
         return [] if self._reads("") == PACKED else converters(layers, ("qweight",))
 
+    def _reader(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, arch: Arch | None, layers: Sequence[str]
+    ) -> ReadLayers | None:
+        """What reads `layers` of a checkpoint, and experts that are stored one by one; None: every tensor is as it is.
+
+        The model has its dense layers yet.
+        """
+        names = Names(model)
+        alone = {names.of_layer(layer)[0]: ((layer,),) for layer in layers}
+        sources: dict[str, Any] = {name: layer for name, layer in alone.items() if name in self.plan.layers}
+        sources |= {name: stack.parts for name, stack in self.plan.stacks.items()}
+        read = Read(self, checkpoint, arch, sources)
+        return ReadLayers.of(sources, self.plan.stacks, names.renamings, read) if sources else None
+
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name in self.plan.layers:
             model.get_submodule(name).reads = None
-            for parameter in model.get_submodule(name).parameters():
-                parameter.requires_grad_(False)
         for name, codebook in self._codebooks.items():
             model.get_submodule(name).codebook = codebook.to(model.get_submodule(name).codebook.device)
-        # What read dense weights cannot be undone when the model is saved.
-        conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [c for c in conversions if not _is_of_packed(c)]
+        for name in (*self.plan.layers, *self.plan.stacks):
+            for parameter in model.get_submodule(name).parameters():
+                parameter.requires_grad_(False)
+        # What read packed tensors cannot be undone when the model is saved.
+        conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if not _is_of_packed(c)]
+        model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
         return model
+
+    @classmethod
+    def adopt(cls, model: PreTrainedModel, recipe: Recipe, conv1d: set[str]) -> None:
+        """Let a model with packed layers save itself as one that `from_pretrained` quantized.
+
+        recipe: how its layers were quantized. conv1d: packed layers that were Conv1D. Of a model that another method
+        quantized nothing changes.
+        """
+        quantizer = getattr(model, "hf_quantizer", None)
+        if quantizer is None:
+            config = WeightOnlyConfig(recipe.format, recipe.group_size, recipe.symmetric, recipe.arch)
+            quantizer = cls(config)
+        if not isinstance(quantizer, WeightOnlyQuantizer):
+            return
+        quantizer.plan = plan_of_model(model)
+        quantizer.conv1d = quantizer.conv1d | conv1d
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is None:  # what `save_pretrained` takes for a model that was not loaded
+            conversions = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+        conversions = [c for c in conversions if not _is_of_packed(c)]
+        targets = Targets(quantizer.plan, model.base_model_prefix)
+        loose: Any = model  # its attributes are tensors and modules, as far as types know
+        loose._weight_conversions = [*beside_packed(conversions, targets), *quantizer._split()]
+        loose.hf_quantizer = quantizer
+        quantizer.describe(model)
+
+    def _split(self) -> list[Any]:
+        """The conversion that saves each expert by itself."""
+        return [ReadLayers.split(self.plan.stacks)] if self.plan.stacks else []
 
     def describe(self, model: PreTrainedModel) -> None:
         """Write to the config of `model` what its packed layers are, so that the saved model can be loaded."""
         config = copy.copy(self.quantization_config)
         config.format_version, config.weights = VERSION, None
-        for name, value in options_of(self.plan.layers).items():
+        for name, value in options_of(self.plan.in_files()).items():
             setattr(config, name, value)
-        config.modules_to_not_convert = sorted(self.plan.dense)
+        config.modules_to_not_convert = sorted(self.plan.dense | self.plan.densified)
         self.quantization_config = model.config.quantization_config = config
         guard = guard_of({"fusion_config": getattr(model.config, "fusion_config", None)})
         model.config.fusion_config = guard["fusion_config"]
-        model.weightonly_plan = self.plan
 
     # --- a loaded model -------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """Called by `save_pretrained`: the config then names layers as the files do, and layers are whole."""
+        """Called by `save_pretrained`: the config then says what the model has now, by the names of the files."""
         renamings = [
             conversion.reverse_transform()
             for conversion in (model._weight_conversions or [])[::-1]
@@ -194,33 +262,20 @@ class WeightOnlyQuantizer(HfQuantizer):
         def in_file(name: str) -> str:
             return apply_renamings(f"{name}.qweight", renamings).removesuffix(".qweight")
 
-        config = model.config.quantization_config
-        shapes = {in_file(name): shape for name, shape in self.plan.layers.items()}
-        config.layers = options_of(shapes)["layers"]
-        config.modules_to_not_convert = sorted(map(in_file, self.plan.dense))
+        config, plan = model.config.quantization_config, self.plan if self._is_parallel else plan_of_model(model)
+        shapes = {in_file(name): shape for name, shape in plan.in_files().items()}
+        if shapes:
+            for name, value in options_of(shapes).items():
+                setattr(config, name, value)
+        config.modules_to_not_convert = sorted(map(in_file, self.plan.dense | self.plan.densified))
         return whole_state_dict(model), {}
 
     @torch.no_grad()
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, Linear):
-                continue
-            if isinstance(module, ParallelLinear):
-                raise ValueError(f"{name}: expected a whole layer to dequantize, got a part of one, cut for its rank")
-            if module.qweight.is_meta:
-                raise ValueError(f"{name}: expected a weight in memory to dequantize, got one that is offloaded")
-            w = module.dequantize(dtype)
-            dense: Any
-            if name in self.conv1d:
-                dense = torch.nn.Module.__new__(Conv1D)
-                torch.nn.Module.__init__(dense)
-                dense.nx, dense.nf = module.in_features, module.out_features
-                dense.weight = torch.nn.Parameter(w)
-            else:
-                dense = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                dense.weight = torch.nn.Parameter(w.t().contiguous())
-            dense.bias = None if module.bias is None else torch.nn.Parameter(module.bias.detach().to(w.dtype))
-            model.set_submodule(name, dense.train(module.training))
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        # `save_pretrained` leaves it in the config as text.
+        given: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for name, dense in dense_layers(model, self.conv1d, given):
+            model.set_submodule(name, dense)
         model.config.fusion_config = unguarded(model.config.fusion_config)
         return model
 
@@ -239,53 +294,5 @@ class WeightOnlyQuantizer(HfQuantizer):
         return True
 
 
-class _Keep(ConversionOps):
-    """The tensor as it is: a converter needs an operation, and the quantization follows it."""
-
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return input_dict
-
-
-class _Quantize(ConversionOps):
-    """A dense weight [N, K], or [K, N] of a Conv1D, becomes the tensors of its packed layer."""
-
-    def __init__(self, hf_quantizer: WeightOnlyQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    @torch.no_grad()
-    def convert(
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        (tensors,) = input_dict.values()
-        weight = tensors[0] if isinstance(tensors, list) else tensors
-        name = full_layer_name.removesuffix(".qweight")
-        target = model.get_submodule(name)
-        shape = self.hf_quantizer.plan.layers[name]
-        weight = weight.t() if name in self.hf_quantizer.conv1d else weight
-        is_cut = isinstance(target, ParallelLinear) and target.comes_cut("qweight")
-        k, n = (target.in_features, target.out_features) if is_cut else (shape.k, shape.n)
-        if weight.shape != (n, k):
-            raise ValueError(f"{name}.weight: expected [{n}, {k}], got {list(weight.shape)}")
-        if not weight.numel():  # this rank has no part of it
-            return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
-        recipe = self.hf_quantizer.quantization_config.recipe(target.scales.dtype)
-        try:
-            packed, scales, zeros = recipe.quantize(weight.t())
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
-        rows = stored_shape(packed.k_padded, packed.n_padded, packed.bits, packed.layout)
-        inside = {"qweight": packed.data.view(rows), "scales": scales, "zeros": zeros}
-        if isinstance(target, ParallelLinear) and not is_cut:
-            inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
-        return {f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None}
-
-
-def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
-    """The tensors of a layer that has no elements."""
-    tensors = {"qweight": layer.qweight, "scales": layer.scales, "zeros": layer.zeros}
-    return {name: torch.empty_like(t, device="cpu") for name, t in tensors.items() if t is not None}
-
-
 def _is_of_packed(conversion: Any) -> bool:
-    operations = getattr(conversion, "operations", ())
-    return any(isinstance(operation, (_Keep, CutPart)) for operation in operations)
+    return isinstance(conversion, ReadLayers | DenseWeights | LayerTensors)

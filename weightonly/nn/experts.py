@@ -66,10 +66,8 @@ class Experts(torch.nn.Module):
             raise TypeError(
                 f"module: expected experts in transformers' interface, got {type(module).__name__}: {reason}"
             )
-        between = ModuleGate.of(module)
-        first = "gate_up_proj" if between.has_gate else "up_proj"
-        layers = [_quantized(module, name, recipe) for name in (first, "down_proj")]
-        return cls(layers[0], layers[1], between).train(module.training)
+        layers = [_quantized(module, name, recipe) for name in expert_products(module)]
+        return cls(layers[0], layers[1], ModuleGate.of(module)).train(module.training)
 
     @classmethod
     def from_quantized(
@@ -104,10 +102,7 @@ class Experts(torch.nn.Module):
             raise ValueError(
                 f"gate_up: expected one layer for each expert, as {type(module).__name__} interleaves gate and up"
             )
-        firsts: list[Part] = []
-        for expert, part in enumerate(gate_up):
-            firsts.append(_side_by_side(expert, *part) if isinstance(part, tuple) else cast(Part, part))
-        return cls(_stack("gate_up", firsts, dtype), _stack("down", down, dtype), between)
+        return cls(stack_parts("gate_up", gate_up, dtype), stack_parts("down", down, dtype), between)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -130,6 +125,26 @@ class Experts(torch.nn.Module):
         first = self.gate_up_proj if self.between.has_gate else self.up_proj
         x = autocast(x, self.down_proj.scales)
         return run_experts(x, ids, weights, self.num_experts, first, self.between, self.down_proj)
+
+    @torch.no_grad()
+    def to_dense(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        """Dense experts with the dequantized weights, of the class of the module that these were made from.
+
+        dtype: None: that of the scales. Raises TypeError for experts that were made without a module.
+        """
+        if not isinstance(self.between, ModuleGate):
+            raise TypeError(f"between: expected experts that were made from a module, got {self.between}")
+        dense: Any = copy.copy(self.between.module)
+        dense.__dict__["_parameters"] = {}
+        for product in expert_products(dense):
+            layer = self.get_submodule(product)
+            assert isinstance(layer, GroupedLinear)
+            w = layer.dequantize(dtype)  # (E, K, N)
+            weight = w if dense.is_transposed else w.transpose(1, 2).contiguous()
+            setattr(dense, product, torch.nn.Parameter(weight))
+            if layer.bias is not None:
+                setattr(dense, f"{product}_bias", torch.nn.Parameter(layer.bias.detach().to(w.dtype)))
+        return dense.train(self.training)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, between={self.between}"
@@ -181,8 +196,8 @@ def why_not_experts(module: torch.nn.Module) -> str | None:
     flags = {name: getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")}
     if not all(isinstance(flag, bool) for flag in flags.values()) or not callable(getattr(module, "_apply_gate", None)):
         return "it has not the attributes of transformers' use_experts_implementation"
-    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
-    names = {first, "down_proj"} | ({f"{first}_bias", "down_proj_bias"} if flags["has_bias"] else set())
+    names = set(expert_products(module))
+    names |= {f"{name}_bias" for name in names} if flags["has_bias"] else set()
     found = {name: parameter.dim() for name, parameter in module.named_parameters()}
     if (
         found != {name: 2 if name.endswith("_bias") else 3 for name in names}
@@ -194,6 +209,11 @@ def why_not_experts(module: torch.nn.Module) -> str | None:
     return None
 
 
+def expert_products(module: Any) -> tuple[str, str]:
+    """The names of the two products of experts, the first product first."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
 def expert_weights(module: Any, name: str) -> torch.Tensor:
     """The weights `name` of dense experts as w [E, K, N], a view."""
     weights = getattr(module, name).detach()
@@ -203,8 +223,8 @@ def expert_weights(module: Any, name: str) -> torch.Tensor:
 def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
     weights = expert_weights(module, name)
     bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None  # [E, N]
-    dtype = weights.dtype if recipe.dtype is None else recipe.dtype
     if weights.is_meta:
+        dtype = weights.dtype if recipe.dtype is None else recipe.dtype
         recipe.check_k(weights.shape[1])
         experts, k, n = weights.shape
         return GroupedLinear(
@@ -219,6 +239,15 @@ def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
             device="meta",
             arch=recipe.arch,
         )
+    return quantize_stack(weights, recipe, name, bias)
+
+
+def quantize_stack(weights: torch.Tensor, recipe: Recipe, name: str, bias: torch.Tensor | None = None) -> GroupedLinear:
+    """The layer of weights w [E, K, N] with biases [E, N], each expert quantized by itself.
+
+    Raises what `quantize` and `preprocess` raise, naming the layer and the expert.
+    """
+    dtype = weights.dtype if recipe.dtype is None else recipe.dtype
     parts = []
     for expert, w in enumerate(weights):
         try:
@@ -229,26 +258,39 @@ def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
     return GroupedLinear.from_parts(parts, dtype)
 
 
-def _stack(argument: str, parts: Sequence[Part], dtype: torch.dtype | None) -> GroupedLinear:
+def stack_parts(
+    argument: str, parts: Sequence[Part] | Sequence[tuple[Part, ...]], dtype: torch.dtype | None
+) -> GroupedLinear:
+    """The layers of all experts, stacked; of a tuple of two, such as gate and up, their columns side by side.
+
+    dtype: of scales, zeros and bias; None: that of the scales. Raises TypeError and ValueError that begin with
+    `argument` and name the expert, for layers that do not fit each other.
+    """
+    whole: list[Part] = []
+    for expert, part in enumerate(parts):
+        if isinstance(part, tuple):
+            whole.append(_side_by_side(argument, expert, *part) if len(part) == 2 else part[0])
+        else:
+            whole.append(cast(Part, part))
     try:
-        return GroupedLinear.from_parts(parts, dtype)
+        return GroupedLinear.from_parts(whole, dtype)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {error}") from error
 
 
-def _side_by_side(expert: int, gate: Part, up: Part) -> Part:
+def _side_by_side(argument: str, expert: int, gate: Part, up: Part) -> Part:
     """One layer with the columns of both."""
     w, fields = gate.weight, gate.weight.fields
     if fields != up.weight.fields or (gate.zeros is None, gate.bias is None) != (up.zeros is None, up.bias is None):
         raise ValueError(
-            f"gate_up: expert {expert}: expected gate and up of one kind, got {gate.weight} and {up.weight}"
+            f"{argument}: expert {expert}: expected gate and up of one kind, got {gate.weight} and {up.weight}"
         )
     if gate.scales.shape != up.scales.shape:
         shapes = f"{list(gate.scales.shape)} and {list(up.scales.shape)}"
-        raise ValueError(f"gate_up: expert {expert}: expected gate and up of one group size, got scales {shapes}")
+        raise ValueError(f"{argument}: expert {expert}: expected gate and up of one group size, got scales {shapes}")
     perms = [perm for perm in (gate.perm, up.perm) if perm is not None]
     if len(perms) == 1 or (perms and not torch.equal(*perms)):
-        raise ValueError(f"gate_up: expert {expert}: expected one act-order for gate and up, got different ones")
+        raise ValueError(f"{argument}: expert {expert}: expected one act-order for gate and up, got different ones")
     weight = preprocess(
         torch.cat([unpack(w), unpack(up.weight)], dim=1),
         w.bits,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -56,6 +58,9 @@ def quantize_model(
 
     `module.weightonly_summary`, which can be printed, says what was quantized and what was left, why, and the bytes
     before and after; it is also logged to the logger "weightonly".
+
+    A model of transformers gets the quantization config of `weightonly.hf`, so that `save_pretrained` writes a folder
+    that `from_pretrained` loads. Without `transformers` of a version that `weightonly.hf` takes a warning is logged.
 
     A model on meta becomes a quantized model on meta, to load a state dict into. A layer with several names stays
     shared. If `module` itself is a layer, its replacement is returned.
@@ -123,7 +128,23 @@ def quantize_model(
     summary = Summary(recipe.format, recipe.group_size, tuple(layers), bytes_before, module_bytes(module))
     module.weightonly_summary = summary  # type: ignore[assignment]
     _log.info("%s", summary)
+    if None in reasons.values():
+        _describe(module, recipe, summary)
     return module
+
+
+def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None:
+    """Let a model of transformers say what its layers are when it is saved. transformers is imported by then."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return
+    try:
+        from ..hf.quantizer import WeightOnlyQuantizer
+    except ImportError as error:
+        _log.warning("save_pretrained will not say how the layers of this model are packed: %s", error)
+        return
+    conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
+    WeightOnlyQuantizer.adopt(module, recipe, conv1d)
 
 
 def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str, torch.nn.Module], bool]:

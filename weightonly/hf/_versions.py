@@ -1,0 +1,30 @@
+"""The versions of other libraries that this package needs. Importing this module checks transformers."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+LEAST = {"transformers": "5.23.0", "peft": "0.21.2"}
+"""Package -> the oldest version that works: others have not the hooks."""
+
+
+def why_not(package: str) -> str | None:
+    """Why `package` cannot be used: it is missing or too old. None where it can be."""
+    expected = f"expected {package} >= {LEAST[package]}"
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return f"{expected}, got none; pip install 'weightonly[hf]'"
+    if _numbers(found) < _numbers(LEAST[package]):
+        return f"{expected}, got {found}; pip install 'weightonly[hf]'"
+    return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """(5, 24, 0) of "5.24.0.dev0"."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+if (_reason := why_not("transformers")) is not None:
+    raise ImportError(f"weightonly.hf: {_reason}")

@@ -1,0 +1,281 @@
+"""What transformers puts between the tensors of files and packed layers: converters and their operations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+
+from ..formats.checkpoint import Checkpoint
+from ..formats.converted import tensors_of
+from ..formats.records import QuantizedLayer
+from ..heuristics.arch import Arch
+from ..layout import stored_shape
+from ..nn import Experts
+from ..nn.experts import quantize_stack
+from ..parallel import ParallelLinear
+from ..quantize_codes import check_scales_as
+from .experts import stacked
+from .modules import Plan, expert_name
+
+if TYPE_CHECKING:
+    from .quantizer import WeightOnlyQuantizer
+
+Sources: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
+"""Packed layer of the model -> for each expert (one, where it is a linear layer) the layers of the checkpoint."""
+
+
+class Targets:
+    """Which tensors of a dense model are packed ones now.
+
+    of_dense: name of a dense tensor, with and without the prefix of the base model -> name of the packed one.
+    modules: names of the packed layers.
+    """
+
+    def __init__(self, plan: Plan, prefix: str) -> None:
+        self.modules = {*plan.layers, *plan.stacks}
+        self.of_dense: dict[str, str] = {}
+        packed = {f"{name}.weight": f"{name}.qweight" for name in plan.layers}
+        for name in plan.stacks:
+            packed |= {name: f"{name}.qweight", f"{name}_bias": f"{name}.bias"}
+        # Files of the base model alone, or of a model with a head, have other names; transformers puts that right
+        # after the converters.
+        for dense, target in packed.items():
+            bare = (dense.removeprefix(f"{prefix}."), target.removeprefix(f"{prefix}."))
+            self.of_dense |= {dense: target, bare[0]: bare[1], f"{prefix}.{bare[0]}": f"{prefix}.{bare[1]}"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Targets:
+        return self  # transformers copies converters once for each tensor
+
+
+class Beside(WeightConverter):
+    """A converter of the model, such as the one that stacks the weights of experts, beside packed layers.
+
+    Where its result is packed, it has the name of the packed tensor. Tensors of packed layers are not its own, when
+    the model is saved, either.
+    """
+
+    __slots__ = ("targets",)
+    targets: Targets
+
+    @classmethod
+    def of(cls, converter: WeightConverter, targets: Targets) -> Beside:
+        sources, patterns = converter._original_source_patterns, converter._original_target_patterns
+        new = cls(list(sources), list(patterns), converter.operations, **_options(converter))
+        new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+        new.targets = targets
+        return new
+
+    def copy(self, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Beside:
+        new = super().copy(source_patterns, target_patterns, **kwargs)
+        new.targets = self.targets
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        module, _, tensor = source_key.rpartition(".")
+        if module in self.targets.modules and tensor != "weight":
+            return source_key, None
+        renamed, pattern = super().rename_source_key(source_key)
+        return self.targets.of_dense.get(renamed, renamed), pattern
+
+
+def _options(converter: Any) -> dict[str, Any]:
+    return {"force_cpu": converter.force_cpu} if hasattr(converter, "force_cpu") else {}
+
+
+class DenseWeights(WeightConverter):
+    """Dense tensors of layers that are packed while they are read, and that no converter of the model makes."""
+
+    __slots__ = ("targets",)
+    targets: Targets
+
+    @classmethod
+    def of(cls, targets: Targets) -> DenseWeights:
+        new = cls("weight$", "qweight", [_Keep()])
+        new.targets = targets
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        found = self.targets.of_dense.get(source_key)
+        return (source_key, None) if found is None else (found, self.source_patterns[0])
+
+
+class _Keep(ConversionOps):
+    """The tensor as it is: a converter needs an operation, and the quantization follows it."""
+
+    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any) -> dict[str, Any]:
+        return {full_layer_name: _only(input_dict)}
+
+
+class Quantize(ConversionOps):
+    """A dense weight [N, K], or [K, N] of a Conv1D, becomes the tensors of its packed layer; so do stacked ones."""
+
+    def __init__(self, hf_quantizer: WeightOnlyQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        weight, plan = _only(input_dict), self.hf_quantizer.plan
+        name = full_layer_name.removesuffix(".qweight")
+        target = model.get_submodule(name)
+        recipe = self.hf_quantizer.quantization_config.recipe(target.scales.dtype)
+        if name in plan.stacks:
+            stack = plan.stacks[name]
+            experts: Experts = model.get_submodule(name.rpartition(".")[0])
+            is_transposed = experts.between.module.is_transposed  # type: ignore[union-attr]
+            weight = weight if is_transposed else weight.transpose(1, 2)
+            expected = (stack.experts, stack.shape.k, stack.shape.n)
+            if weight.shape != expected:
+                raise ValueError(f"{name}: expected [E, K, N] = {list(expected)}, got {list(weight.shape)}")
+            return _tensors(name, quantize_stack(weight, recipe, name))
+        shape = plan.layers[name]
+        weight = weight.t() if name in self.hf_quantizer.conv1d else weight
+        is_cut = isinstance(target, ParallelLinear) and target.comes_cut("qweight")
+        k, n = (target.in_features, target.out_features) if is_cut else (shape.k, shape.n)
+        if weight.shape != (n, k):
+            raise ValueError(f"{name}.weight: expected [{n}, {k}], got {list(weight.shape)}")
+        if not weight.numel():  # this rank has no part of it
+            return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
+        try:
+            packed, scales, zeros = recipe.quantize(weight.t())
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        rows = stored_shape(packed.k_padded, packed.n_padded, packed.bits, packed.layout)
+        inside = {"qweight": packed.data.view(rows), "scales": scales, "zeros": zeros}
+        if isinstance(target, ParallelLinear) and not is_cut:
+            inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
+        return {f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None}
+
+
+def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
+    """The tensors of a layer that has no elements."""
+    tensors = {"qweight": layer.qweight, "scales": layer.scales, "zeros": layer.zeros}
+    return {name: torch.empty_like(t, device="cpu") for name, t in tensors.items() if t is not None}
+
+
+class ReadLayers(WeightConverter):
+    """Tensors of the layers of a checkpoint, in its own format, become those of packed layers.
+
+    places: name of a tensor in the files, renamed as transformers does -> (name of the packed weight,
+    "EXPERT.PART.NAME IN THE LAYER"). stacks: names of stacked experts, which are split when the model is saved.
+    """
+
+    __slots__ = ("places", "stacks")
+    places: dict[str, tuple[str, str]]
+    stacks: set[str]
+
+    @classmethod
+    def of(cls, sources: Sources, stacks: Collection[str], renamings: list[Any], read: Read) -> ReadLayers:
+        """renamings: those of transformers, which come before."""
+        places = {
+            apply_renamings(tensor, renamings): (f"{name}.qweight", f"{expert}.{part}.{inside}")
+            for name, layers in sources.items()
+            for expert, parts in enumerate(layers)
+            for part, layer in enumerate(parts)
+            for inside, tensor in read.checkpoint.layers[layer].tensors.items()
+        }
+        new = cls(list(dict.fromkeys(pattern for _, pattern in places.values())), "qweight", [read])
+        new.places, new.stacks = places, set(stacks)
+        return new
+
+    @classmethod
+    def split(cls, stacks: Collection[str]) -> ReadLayers:
+        """What saves stacked experts, and reads nothing."""
+        new = cls("$^", "qweight", [_Split()])
+        new.places, new.stacks = {}, set(stacks)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadLayers:
+        # transformers copies converters once for each tensor, to collect the tensors of one layer.
+        new = type(self)("$^", "qweight", self.operations)
+        new.places, new.stacks = self.places, self.stacks
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return self.places.get(source_key, (source_key, None))
+
+    def reverse_transform(self) -> SplitExperts:
+        new = SplitExperts("$^", "qweight", [_Split()])
+        new.stacks = self.stacks
+        return new
+
+
+class Read(ConversionOps):
+    """The tensors of a layer of a checkpoint, or of one for each expert, become those of the packed layer.
+
+    arch: the GPU to pack for; None: a packed checkpoint keeps its layout.
+    """
+
+    def __init__(
+        self, hf_quantizer: WeightOnlyQuantizer, checkpoint: Checkpoint, arch: Arch | None, sources: Sources
+    ) -> None:
+        self.hf_quantizer = hf_quantizer  # transformers then leaves the dtypes of the files alone
+        self.checkpoint = checkpoint
+        self.arch = arch
+        self.sources = sources
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        name = full_layer_name.removesuffix(".qweight")
+        inside = {key: tensors[0] if isinstance(tensors, list) else tensors for key, tensors in input_dict.items()}
+        input_dict.clear()
+
+        def record(layer: str, place: str) -> QuantizedLayer:
+            names = {tensor: f"{place}.{key}" for key, tensor in self.checkpoint.layers[layer].tensors.items()}
+            return self.checkpoint.record_of(layer, self.arch, lambda tensor: inside.pop(names[tensor]))
+
+        records = [
+            tuple(record(layer, f"{expert}.{part}") for part, layer in enumerate(parts))
+            for expert, parts in enumerate(self.sources[name])
+        ]
+        dtype = model.get_submodule(name).scales.dtype
+        if name in self.hf_quantizer.plan.stacks:
+            return _tensors(name, stacked(name, self.hf_quantizer.plan.stacks[name], records, dtype))
+        [[only]] = records
+        check_scales_as(only.scales, dtype, only.weight.format)
+        tensors = {
+            f"{name}.{tensor.removeprefix(f'{only.name}.')}": value for tensor, value in tensors_of(only).items()
+        }
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+
+
+class SplitExperts(WeightConverter):
+    """Stacked layers become a layer for each expert. stacks: their names."""
+
+    __slots__ = ("stacks",)
+    stacks: set[str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitExperts:
+        new = type(self)("$^", "qweight", self.operations)
+        new.stacks = self.stacks
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        is_packed = source_key.rpartition(".")[0] in self.stacks
+        return source_key, self.source_patterns[0] if is_packed else None
+
+
+class _Split(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+        stack, _, tensor = full_layer_name.rpartition(".")
+        return {f"{expert_name(stack, expert)}.{tensor}": value for expert, value in enumerate(_only(input_dict))}
+
+
+def _tensors(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{name}.{tensor}": value for tensor, value in layer.state_dict().items()}
+
+
+def _only(input_dict: dict[str, Any]) -> torch.Tensor:
+    (tensors,) = input_dict.values()
+    return tensors[0] if isinstance(tensors, list) else tensors
+
+
+def beside_packed(conversions: Sequence[Any], targets: Targets) -> list[Any]:
+    """The conversions of a model, such that they leave packed layers alone."""
+    return [c if isinstance(c, WeightRenaming) else Beside.of(c, targets) for c in conversions]

@@ -1,0 +1,50 @@
+"""The names that transformers gives to the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..nn.experts import why_not_experts
+
+
+class Names:
+    """The names that a model gives to the tensors of its checkpoint: transformers renames some, and prefixes others."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        conversions = get_model_conversion_mapping(model)
+        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self.tensors = model.state_dict()
+        self.experts: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if why_not_experts(module) is None
+        }
+        """Modules with the weights of all experts of a mixture, which `nn.Experts` can replace."""
+
+    def of_layer(self, layer: str) -> tuple[str, str | None]:
+        """(the module of layer `layer` of the checkpoint, None), or (a parameter that it is a part of, how).
+
+        The name may be one that the model does not have.
+        """
+        name = f"{layer}.weight"
+        found, pattern = rename_source_key(name, self.renamings, self.converters, self._prefix, self.tensors)
+        if found not in self.tensors and name in self.tensors:
+            found, pattern = name, None
+        return (found.removesuffix(".weight") if pattern is None else found), pattern
+
+    def of_tensor(self, name: str) -> str:
+        """The name in the model of a tensor that is not quantized; one that the model does not have, maybe."""
+        found, _ = rename_source_key(name, self.renamings, self.converters, self._prefix, self.tensors)
+        return name if found not in self.tensors and name in self.tensors else found
+
+    def stack_of(self, name: str) -> str | None:
+        """The name in the model of stacked weights of experts, which has another prefix than `name`, maybe; or None."""
+        bare = name.removeprefix(f"{self._prefix}.")
+        for full in (name, bare, f"{self._prefix}.{bare}"):
+            if full in self.tensors and full.rpartition(".")[0] in self.experts:
+                return full
+        return None
