@@ -136,6 +136,9 @@ def test_blocks_of_columns_do_not_change_the_result(
     x = torch.eye(128, dtype=torch.float16)
     assert torch.equal(wo.dequantize(case.packed, case.scales, case.zeros), case.exact().half())
     assert torch.equal(reference.gemm(x, case.packed, case.scales, case.zeros), case.exact().half())
+    bias = torch.arange(83).half()  # each column its own
+    expected = (case.exact() + bias.double()).half()
+    assert torch.equal(reference.gemm(x, case.packed, case.scales, case.zeros, bias), expected)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (0,), (2, 3), (2, 0, 3)], ids=str)
