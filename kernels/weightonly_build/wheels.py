@@ -52,9 +52,9 @@ def build(env: Mapping[str, str] = os.environ) -> list[Path]:
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
     package, kernels = package_files(modules), kernels_files()
-    # Of both: the modules need the library.
-    platform = manylinux(package | kernels)
-    wheels = [write(dist, files, platform) for files in (package, kernels)]
+    # The modules need the library: auditwheel looks at them with it.
+    platforms = manylinux(package | kernels), manylinux(kernels)
+    wheels = [write(dist, *each) for each in zip((package, kernels), platforms, strict=True)]
     for wheel in wheels:
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.2f} MB")
     return wheels
