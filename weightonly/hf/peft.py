@@ -19,6 +19,7 @@ from peft.utils import transformers_weight_conversion
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 from ..nn import Linear
+from ..parallel import ParallelLinear
 
 _INITIALIZATIONS = (True, False, "gaussian")
 """`init_lora_weights` that do not look at the dense weight."""
@@ -37,6 +38,11 @@ class LoraLinear(lora_layer.Linear):
 
     def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         inside = _inside(base_layer)
+        if isinstance(inside, ParallelLinear):
+            raise ValueError(
+                f"base_layer: expected a whole layer, got a {type(inside).__name__}; add adapters first, and cut "
+                "base_layer, lora_A and lora_B by one plan of parallelize_module after that"
+            )
         if inside.activation not in (None, "identity"):
             raise ValueError(f"activation: expected None for a layer with adapters, got {inside.activation!r}")
         config.fan_in_fan_out = False  # a Conv1D was [K, N]; its packed weight is like any other

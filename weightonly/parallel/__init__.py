@@ -6,7 +6,17 @@
 Needs PyTorch 2.5 or later, for torch.distributed.tensor.
 """
 
+from .experts import ExpertParallel, ExpertTensorParallel, ParallelExperts
 from .linear import ColwiseLinear, ParallelLinear, RowwiseLinear
 from .styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseLinear", "ColwiseParallel", "ParallelLinear", "RowwiseLinear", "RowwiseParallel"]
+__all__ = [
+    "ColwiseLinear",
+    "ColwiseParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "ParallelExperts",
+    "ParallelLinear",
+    "RowwiseLinear",
+    "RowwiseParallel",
+]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from ..nn import Linear
+from ..nn import GroupedLinear, Linear
 from .exchange import Exchange
 from .linear import ColwiseLinear, ParallelLinear, RowwiseLinear
 
@@ -74,16 +74,36 @@ class RowwiseParallel(TorchRowwiseParallel):
     weight changes. Scales per channel allow any cut. The bias and the activation come after the sum. Of a weight in
     act-order x is gathered, as a rank's rows meet columns of all ranks. src_data_rank is that of `ColwiseParallel`.
 
+    slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
+        computed; 1 (the default): one sum. It needs output_layouts=Replicate().
+
     Other modules are those of torch's RowwiseParallel. Raises ValueError, with the next K that works, for a cut
     that would leave other groups, and for a layer that is cut already.
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        slices: int = 1,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
+            raise ValueError(f"slices: expected an int of at least 1, got {slices!r}")
+        if slices > 1 and self.output_layouts[0] != Replicate():
+            raise ValueError(f"output_layouts: expected Replicate() for slices, got {self.output_layouts[0]}")
+        self.slices = slices
+
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, Linear):
+            if self.slices > 1:
+                raise ValueError(f"slices: expected 1 for a {type(module).__name__}, got {self.slices}")
             return super()._apply(module, device_mesh)
         _prepare(module, device_mesh, self.src_data_rank)
         exchange = Exchange(device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        RowwiseLinear.convert(module, exchange)
+        RowwiseLinear.convert(module, exchange, self.slices)
         return module
 
 
@@ -91,6 +111,11 @@ def _prepare(layer: Linear, mesh: DeviceMesh, src_data_rank: int | None) -> None
     """The same tensors on each rank. Raises ValueError for a layer that is cut already and a mesh of several dims."""
     if isinstance(layer, ParallelLinear):
         raise ValueError(f"module: expected a layer that is not cut yet, got a {type(layer).__name__}")
+    same_on_all(layer, mesh, src_data_rank)
+
+
+def same_on_all(layer: Linear | GroupedLinear, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Makes the tensors of a layer those of one rank. Raises ValueError for a mesh of several dimensions."""
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh: expected one dimension, got {mesh.ndim}; take one of them by its name")
     if src_data_rank is None or mesh.size() == 1 or layer.qweight.is_meta:

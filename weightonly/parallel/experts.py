@@ -1,0 +1,159 @@
+"""ExpertParallel, ExpertTensorParallel: styles for `weightonly.nn.Experts`; ParallelExperts, a rank's part of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from ..nn import Experts, GroupedLinear
+from ..slicing import Operands
+from .exchange import Exchange
+from .ranges import check_rows, chunk, columns_of
+from .styles import same_on_all
+
+
+class ParallelExperts(Experts):
+    """`Experts` of which this rank has some, or a part of each. y is the sum over ranks.
+
+    first_expert, num_experts: which experts this rank has. full_num_experts: of all ranks. hidden: H.
+    is_empty: whether it has no part.
+    """
+
+    exchange: Exchange
+    first_expert: int
+    full_num_experts: int
+    hidden: int
+    is_empty: bool
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As that of `Experts`; x, the experts and their weights, and y are laid out as the style says.
+
+        Ids of all ranks' experts: 0 .. full_num_experts - 1; -1 and full_num_experts say: to none.
+        """
+        exchange = self.exchange
+        x = exchange.enter(hidden_states, Replicate(), self.hidden)
+        ids = exchange.enter(top_k_index, Replicate(), top_k_index.shape[-1])
+        weights = exchange.enter(top_k_weights, Replicate(), top_k_weights.shape[-1])
+        if self.is_empty:
+            y = x * 0  # in the graph of x, whose gradient the other ranks wait for
+            y = y + (weights * 0).sum(-1, keepdim=True).to(y.dtype)
+        else:
+            ids = ids - self.first_expert
+            ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
+            y = super().forward(x, ids, weights)
+        return exchange.leave(y, Partial(), self.hidden)
+
+
+class ExpertParallel(ParallelStyle):
+    """Each rank has some of the experts of a `weightonly.nn.Experts`: ceil(E / ranks), the last ones fewer or none.
+
+    input_layouts: the layout of x [M, H], of the experts and of their weights [M, top_k] where they are no DTensors:
+        Replicate() (the default), or Shard(0), each rank having some of the rows.
+    output_layouts: of y: Replicate() (the default) or Shard(0).
+    use_local_output: whether y is a torch.Tensor; else a DTensor.
+
+    Every rank computes its experts for all rows; rows of other experts cost nothing. Raises TypeError for another
+    module, ValueError for experts that are cut already.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, Experts):
+            raise TypeError(f"module: expected weightonly.nn.Experts, got {type(module).__name__}")
+        if isinstance(module, ParallelExperts):
+            raise ValueError("module: expected experts that are not cut yet, got ParallelExperts")
+        layers = {name: layer for name, layer in module.named_children() if isinstance(layer, GroupedLinear)}
+        for layer in layers.values():
+            same_on_all(layer, device_mesh, self.src_data_rank)
+        ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
+        cut = self._cut(module, {name: operands_of(layer) for name, layer in layers.items()}, ranks, rank)
+        experts: Any = module
+        experts.__class__ = ParallelExperts
+        experts.hidden = module.down_proj.out_features
+        experts.full_num_experts, experts.first_expert = module.num_experts, self._first(module, ranks, rank)
+        experts.is_empty = cut is None
+        experts.exchange = Exchange(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        for name in layers:
+            if cut is None:
+                setattr(experts, name, None)
+                continue
+            part = cut[name]
+            new = GroupedLinear.from_quantized(part.weight, part.scales, part.zeros, part.bias, part.perm)
+            setattr(experts, name, new.train(module.training))
+        experts.num_experts = 0 if cut is None else experts.down_proj.num_experts
+        return module
+
+    def _first(self, module: Experts, ranks: int, rank: int) -> int:
+        return chunk(module.num_experts, ranks, rank)[0]
+
+    def _cut(self, module: Experts, layers: dict[str, Operands], ranks: int, rank: int) -> dict[str, Operands] | None:
+        begin, end = chunk(module.num_experts, ranks, rank)
+        if begin == end:
+            return None
+        return {name: _experts(operands, begin, end) for name, operands in layers.items()}
+
+
+class ExpertTensorParallel(ExpertParallel):
+    """Each rank has a part of each expert of a `weightonly.nn.Experts`: columns of gate and up, and the rows of down
+    that meet them. Arguments are those of `ExpertParallel`.
+
+    The cut of I, the size between the products, is that of `RowwiseParallel` for K. The bias of down is added once.
+    Raises what `ExpertParallel` raises, ValueError with the next I that works for a cut that would leave groups that
+    `gemm` does not take, and for down layers in act-order, whose rows meet columns of all ranks.
+    """
+
+    def _first(self, module: Experts, ranks: int, rank: int) -> int:
+        return 0
+
+    def _cut(self, module: Experts, layers: dict[str, Operands], ranks: int, rank: int) -> dict[str, Operands] | None:
+        down, inner = layers["down_proj"], module.down_proj.in_features
+        if down.perm is not None:
+            raise ValueError("module: expected down_proj without act-order, whose rows would meet columns of all ranks")
+        check_rows(inner, inner // down.scales.shape[-2], ranks)
+        begin, end = chunk(inner, ranks, rank)
+        if begin == end:
+            return None
+        (first,) = layers.keys() - {"down_proj"}
+        columns = [(begin, end)]
+        if module.between.has_gate:
+            is_concatenated = getattr(module.between, "is_concatenated", True)
+            both = columns_of(2 * inner, (inner, inner), ranks, rank)
+            columns = both if is_concatenated else [(2 * begin, 2 * end)]
+        bias = down.bias if rank == 0 or down.bias is None else torch.zeros_like(down.bias)
+        rows = down.rows(begin, end)
+        part = Operands(rows.weight, rows.scales, rows.zeros, bias, None)
+        return {first: layers[first].columns(columns), "down_proj": part}
+
+
+def operands_of(layer: GroupedLinear) -> Operands:
+    """The tensors of all experts, which may be cut."""
+    scales, zeros, bias = (None if t is None else t.detach() for t in (layer.scales, layer.zeros, layer.bias))
+    assert scales is not None
+    return Operands(layer.packed, scales, zeros, bias, layer.perm)
+
+
+def _experts(whole: Operands, begin: int, end: int) -> Operands:
+    scales, zeros, bias, perm = (
+        None if t is None else t[begin:end].clone() for t in (whole.scales, whole.zeros, whole.bias, whole.perm)
+    )
+    assert scales is not None
+    weight = whole.weight[begin:end]
+    weight = type(weight)(weight.data.clone(), **weight.fields)  # not to keep the others alive
+    return Operands(weight, scales, zeros, bias, perm)
