@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
-from weightonly.codebooks import CODEBOOKS
+from weightonly.codebooks import BLOCK_FORMATS
 from weightonly.layout import INTERLEAVED, TILED
 from weightonly.ops.blocks_4bit import BLOCKSIZES
 
@@ -138,7 +138,7 @@ def _cases(
                 yield partial(_dequantize, shape, bits, layout, group, dtype, device)
     for make in (_quantize_4bit, _dequantize_4bit):
         for count in counts:
-            for quant_type in CODEBOOKS:
+            for quant_type in BLOCK_FORMATS:
                 yield partial(make, count, blocksize, quant_type, dtype, device)
 
 

@@ -8,6 +8,7 @@ import torch
 
 import weightonly as wo
 from weightonly.codebooks import CODEBOOKS, codebook
+from weightonly.heuristics.problem import FORMAT_GROUPS
 from weightonly.packing import format_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -55,7 +56,9 @@ class Weights:
         w = torch.randn(k, n, generator=generator, device=device).mul_(k**-0.5).to(dtype)  # [k, n]
         name = format_of(bits, format)
         zeros = None
-        if name in CODEBOOKS:
+        if name in FORMAT_GROUPS:
+            q, scales, _ = wo.quantize(w, format=name, group_size=group_size)
+        elif name in CODEBOOKS:
             q, scales = _quantize_to_codes(w, k if group_size == -1 else group_size, name)
         else:
             q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightonly.codebooks import CODEBOOKS
+from weightonly.codebooks import BLOCK_FORMATS, CODEBOOKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +54,7 @@ def around(codebook: list[float], g: torch.Generator) -> torch.Tensor:
     return torch.cat([near, spread, spread * 0.01, tiny, -limit, limit]).clamp(-limit, limit)
 
 
-@pytest.mark.parametrize("quant_type", CODEBOOKS)
+@pytest.mark.parametrize("quant_type", BLOCK_FORMATS)
 def test_codebooks_of_the_library(library: ctypes.CDLL, generator: torch.Generator, quant_type: str) -> None:
     """They take one comparison of each element, which the kernel is quickest at."""
     codebook = list(CODEBOOKS[quant_type])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weightonly as wo
-from weightonly.codebooks import CODEBOOKS
+from weightonly.codebooks import BLOCK_FORMATS, CODEBOOKS
 from weightonly.device import device_arch
 from weightonly.kernels import _C, FLOAT_TYPES
 from weightonly.ops import awq_dequantize as awq
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 OWN_TABLE = tuple((torch.arange(16) * 7 % 16 / 7.5 - 1).tolist())  # the numbers of a line, shuffled
 CROWDED_TABLE = tuple(((torch.arange(16) - 8.0) / 200).tolist())  # several of them in one cell of the search
-TABLES = {**CODEBOOKS, "own": OWN_TABLE, "crowded": CROWDED_TABLE}
+TABLES = {**{name: CODEBOOKS[name] for name in BLOCK_FORMATS}, "own": OWN_TABLE, "crowded": CROWDED_TABLE}
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def weights(count: int, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
     exponents = torch.randint(-20, 12, (count // 100 + 1,), generator=g).repeat_interleave(100)[:count]
     w = torch.randn(count, generator=g) * 2.0**exponents
     w[torch.rand(count // 500 + 1, generator=g).repeat_interleave(500)[:count] < 0.2] = 0
-    ties = torch.cat([torch.tensor(CODEBOOKS[name]).sort().values for name in ("nf4", "fp4")])
+    ties = torch.cat([torch.tensor(CODEBOOKS[name]).sort().values for name in BLOCK_FORMATS])
     ties = torch.cat([(ties[:-1] + ties[1:]) / 2, torch.ones(5), -torch.ones(5), torch.tensor([0.0, -0.0])])
     tied = torch.rand(count // 300 + 1, generator=g).repeat_interleave(300)[:count] < 0.3
     w[tied] = (ties[torch.randint(len(ties), (count,), generator=g)] * 2.0 ** torch.randint(-4, 4, (1,), generator=g))[
@@ -209,8 +209,8 @@ def weights(count: int, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
 
 def check_blocks(w: torch.Tensor, blocksize: int, name: str) -> None:
     """Both directions equal those of the CPU, and each other in a second run."""
-    code: dict[str, Any] = {} if name in CODEBOOKS else {"code": TABLES[name]}
-    quant_type = name if name in CODEBOOKS else "nf4"
+    code: dict[str, Any] = {} if name in BLOCK_FORMATS else {"code": TABLES[name]}
+    quant_type = name if name in BLOCK_FORMATS else "nf4"
     expected = wo.quantize_4bit(w, blocksize, quant_type, **code)
     for _ in range(2):
         packed, absmax = wo.quantize_4bit(w.cuda(), blocksize, quant_type, **code)
@@ -251,7 +251,7 @@ def test_tiny_and_huge_numbers(generator: torch.Generator) -> None:
         check_blocks((torch.randn(5000, generator=generator) * 2.0**exponent).half(), 64, "fp4")
 
 
-@pytest.mark.parametrize("quant_type", CODEBOOKS)
+@pytest.mark.parametrize("quant_type", BLOCK_FORMATS)
 def test_zeros_give_zeros_back(quant_type: str) -> None:
     w = torch.zeros(5000, dtype=torch.float16)
     check_blocks(w, 64, quant_type)

@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "no scales": ("scales", lambda a: None, TypeError, "expected a tensor, got NoneType"),
     "N of scales": ("scales", lambda a: a["scales"][..., 1:], ValueError, r"expected shape .*N = 70\], got \[2, 69\]"),
     "dtype of scales": ("scales", lambda a: a["scales"].half(), TypeError, "expected dtype torch.float32 as x has"),
-    "groups": ("scales", lambda a: torch.ones(3, 8, 70), ValueError, "group size that is not supported"),
+    "groups": ("scales", lambda a: torch.ones(3, 16, 70), ValueError, "group size that is not supported"),
     "zeros": ("zeros", lambda a: a["zeros"][:, :1], ValueError, r"expected shape \[2, 70\] as scales, got \[1, 70\]"),
     "zeros of two": ("zeros", lambda a: a["zeros"][:2], ValueError, r"expected shape \[E = 3, K / g, N\]"),
     "bias of one": ("bias", lambda a: a["bias"][0], ValueError, r"expected shape \[E = 3, N\], got \[70\]"),

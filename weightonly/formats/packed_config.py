@@ -78,7 +78,7 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
     """
     for name, shape in shapes.items():
         try:
-            check = check_group_size if arch is None else check_kernel_group_size
+            check = check_group_size if arch in (None, "cpu") else check_kernel_group_size
             check(shape.group_size, shape.k)
         except ValueError as error:
             count = sum(other.group_size == shape.group_size for other in shapes.values())
@@ -93,6 +93,16 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
                 raise ValueError(
                     f"{name}: {error}. Leave arch away to load it on a CPU, or quantize the model to int4"
                 ) from error
+
+
+def check_single_layers(shapes: Mapping[str, LayerShape]) -> None:
+    """Raises ValueError, naming the first, for stacked experts, which no module of transformers takes here yet."""
+    for name, shape in shapes.items():
+        if shape.experts is not None:
+            raise ValueError(
+                f"{name}: expected layers [K, N], got {shape.experts} stacked experts, which weightonly.hf does not "
+                "put into a model yet; load_checkpoint reads them, weightonly.nn.Experts.from_quantized takes them"
+            )
 
 
 def guard_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,9 @@ class QuantizedLayer:
             raise ValueError(f"dtype: expected {', '.join(map(dtype_name, FLOATS))} or None, got {dtype_name(dtype)}")
         try:
             weight = self.weight
-            if arch is not None:
+            if arch not in (None, "cpu"):
                 check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k)
-                weight = packing.repack(weight, arch)
+            weight = weight if arch is None else packing.repack(weight, arch)
             check_single("weight", weight)
             layer = Linear.from_quantized(weight, *self._operands(dtype or self.scales.dtype), perm=self.perm)
         except ValueError as error:

@@ -14,7 +14,7 @@ from ..device import device_arch
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
 from ..formats.layers import LayerShape
-from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
+from ..formats.packed_config import METHOD, VERSION, check_runs, check_single_layers, options_of
 from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
@@ -43,6 +43,7 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch | None) -> None:
         check_runs(checkpoint.shapes, arch)
+        check_single_layers(checkpoint.shapes)
         self.checkpoint = checkpoint
         self.arch = arch
         keeps_layout = arch is None and METHOD in checkpoint.methods

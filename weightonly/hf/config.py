@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats.packed_config import METHOD, READ_VERSIONS, VERSION
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
+from ..heuristics.problem import FORMAT_GROUPS
 from ..nn.recipe import Recipe
 from ..packing import target_name
 
@@ -27,9 +28,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     A folder of AWQ, GPTQ, compressed-tensors or bitsandbytes keeps its numbers: its layers are packed for `arch`, as
     `load_model` packs them, and the other arguments are not used.
 
-    format: "int4", "int8", "nf4" or "fp4".
-    group_size: rows of K that share a scale: 32, a multiple of 64, or -1 for all of K. A layer with a K that it does
-        not divide stays dense.
+    format: "int4", "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
+    group_size: rows of K that share a scale: 32, a multiple of 64, 16 on a CPU, or -1 for all of K. A layer with a K
+        that it does not divide stays dense. None: 128; those of mxfp4 are 32, of nvfp4 16.
     symmetric: whether there are no zero points; True for nf4 and fp4.
     arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. "nf4" and "fp4"
         have kernels on Hopper and the CPU alone.
@@ -44,7 +45,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     def __init__(
         self,
         format: str = "int4",
-        group_size: int = 128,
+        group_size: int | None = None,
         symmetric: bool = True,
         arch: Arch | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
@@ -59,7 +60,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             expected = " or ".join(map(str, READ_VERSIONS))
             raise ValueError(f"format_version: expected {expected}, got {self.format_version!r}")
         self.format = format
-        self.group_size = group_size
+        self.group_size = FORMAT_GROUPS.get(format, 128) if group_size is None else group_size
         self.symmetric = symmetric
         self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):

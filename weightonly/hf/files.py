@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..formats.checkpoint import Checkpoint, open_checkpoint
+from ..formats.packed_config import check_single_layers
 from ..nn.experts import expert_products, why_not_experts
 from .experts import plan_experts
 from .modules import Plan, linear_shape
@@ -29,6 +30,7 @@ def plan_of_files(model: PreTrainedModel, options: Mapping[str, Any], checkpoint
     layer, for a layer of the model that the files do not have. Raises SeparateExpertsError for experts that cannot be
     stacked: their shapes, formats or groups differ.
     """
+    check_single_layers(checkpoint.shapes)
     names = Names(model)
     plan = Plan()
     biased = biased_layers(checkpoint)

@@ -81,7 +81,7 @@ class Recipe:
         rows = resolve_group_size(self.group_size, k)
         if self.is_code:
             check_code_groups(self.format, rows)
-        check = check_kernel_group_size if on_gpu or self.arch is not None else check_group_size
+        check = check_kernel_group_size if on_gpu or self.arch not in (None, "cpu") else check_group_size
         check(rows, k)
 
     def quantize(
