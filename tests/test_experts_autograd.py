@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import hf_version  # noqa: F401
 import pytest
 import torch
 import transformers

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import hf_version  # noqa: F401
 import pytest
 import torch
 import transformers

@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import hf_version  # noqa: F401
 import pytest
 import torch
 import transformers
