@@ -359,7 +359,7 @@ def test_build_info_names_a_corrupt_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.slow
 def test_install_without_cuda_is_quick_and_complete(tmp_path: Path) -> None:
-    """`pip install .` into an empty folder: seconds, no kernels, and both mapped folders."""
+    """`pip install .` into an empty folder: seconds, no CUDA kernels, and both mapped folders."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-deps"]
     options = ["--no-build-isolation", "--target", str(site), str(ROOT)]
@@ -368,7 +368,7 @@ def test_install_without_cuda_is_quick_and_complete(tmp_path: Path) -> None:
     log = installed.stdout + installed.stderr
     assert installed.returncode == 0, log
     assert "no CUDA kernels are built (WEIGHTONLY_CUDA=off)" in log
-    assert not list(site.glob("weightonly/**/*.so"))
+    assert {file.name for file in site.glob("weightonly/**/*.so")} <= {"libweightonly_cpu.so"}
     modules = {file.relative_to(ROOT) for name in ("heuristics", "bench") for file in (ROOT / name).rglob("*.py")}
     modules |= {file.relative_to(ROOT / "weightonly") for file in (ROOT / "weightonly").rglob("*.py")}
     assert {file.relative_to(site / "weightonly") for file in site.glob("weightonly/**/*.py")} == modules
