@@ -70,3 +70,7 @@ def test_sweep_covers_the_layers_of_the_model(results: dict[str, Any]) -> None:
     assert set(sweep["m"]) == {1, 3}
     dense = "cuBLAS fp16" if torch.cuda.is_available() and cuda_built() else "torch fp32"
     assert set(sweep["provider"]) == {"ours", dense}
+
+
+def test_sentences_a_second_of_each(formats: dict[str, Any]) -> None:
+    assert all(row["sentences_a_second"] > 0 for row in formats.values())

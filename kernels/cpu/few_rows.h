@@ -9,6 +9,9 @@
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
+/// Words from those that are computed to those that are asked for: the hardware's own prefetch ends with each page.
+constexpr int kAhead = 64 * kPanel;
+
 /// sums [kRows][32] of one panel. x: [k_padded][kRows]; x_sums: [groups][kRows], read where there are zeros.
 template <int kFormat, int kRows>
 void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, float const* scales, float const* zeros,
@@ -25,6 +28,8 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       for (auto& row : some) row[0] = row[1] = zero();
     }
     for (int step = 0; step < steps; ++step) {
+      __builtin_prefetch(words + kAhead);
+      __builtin_prefetch(words + kAhead + kLanes);
       Words const low = load_words(words), high = load_words(words + kLanes);
       unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
         Floats const w0 = row_of_step<kFormat, e.value>(low, table), w1 = row_of_step<kFormat, e.value>(high, table);
