@@ -128,8 +128,7 @@ def check(backend: library.Backend, m: int, case: Case, dtype: torch.dtype, g: t
     if exact:
         assert torch.equal(y, expected.to(dtype))
         return
-    # As in test_reference.py: an fp32 sum of products without an error, and one rounding. A product with the numbers of
-    # a codebook has 16 bits or more.
+    # As in test_reference.py: an fp32 sum of products without an error, and one rounding.
     magnitude = x.double().abs() @ case.w64.abs() + bias.double().abs()
     tolerance = 1.2 * magnitude * max(k, 128) * 2**-24 + expected.abs() * torch.finfo(dtype).eps * 0.51
     tolerance += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

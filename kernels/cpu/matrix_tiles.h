@@ -102,9 +102,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-/// Which products of parts are computed: u + v up to this. What is left out is below the last bit of fp32.
-template <int kParts, int kWeightParts>
-constexpr int kLastOrder = kParts == 2 && kWeightParts == 2 ? 2 : (kParts > kWeightParts ? kParts : kWeightParts) - 1;
+/// Which products of parts are computed: u + v up to this. The one left out, of two third parts, is below 2^-28.
+constexpr int kLastOrder = 3;
 
 /// Sums over the weight tiles of a segment, to `out` [4][16][16]: those of two x tiles (x0, x1) by two weight tiles; or,
 /// where x1 is null, of x0 by two weight tiles, as two terms. Four products in flight keep the unit busy.
@@ -119,7 +118,7 @@ void multiply_tiles(uint16_t const* x0, uint16_t const* x1, uint16_t const* w, i
       _tile_loadd(4, w + v.value * 2 * kTileElems, 64);
       _tile_loadd(5, w + v.value * 2 * kTileElems + kTileElems, 64);
       unroll<kParts>([&](auto u) __attribute__((always_inline)) {
-        if constexpr (u.value + v.value <= kLastOrder<kParts, kWeightParts>) {
+        if constexpr (u.value + v.value <= kLastOrder) {
           _tile_loadd(6, x0 + u.value * kTileElems, 64);
           if constexpr (kTwo || (u.value + v.value + odd.value) % 2 == 0) {
             _tile_dpbf16ps(0, 6, 4);
@@ -191,12 +190,12 @@ Parts integer_parts(int type) {
                          : parts_for<kFormat, 3, 1>();
 }
 
-/// Two parts of a codebook have 16 bits, enough below a result of 11 or 8 bits; three have all 24.
+/// A number of a codebook has three parts, too: sums that are small beside their terms show what two leave out.
 inline Parts parts_of(GemmParams const& p) {
   if (p.format == kInt4) return integer_parts<kInt4>(p.type);
   if (p.format == kInt8) return integer_parts<kInt8>(p.type);
-  return p.type == kBf16   ? parts_for<kCode4, 1, 2>()
-         : p.type == kFp16 ? parts_for<kCode4, 2, 2>()
+  return p.type == kBf16   ? parts_for<kCode4, 1, 3>()
+         : p.type == kFp16 ? parts_for<kCode4, 2, 3>()
                            : parts_for<kCode4, 3, 3>();
 }
 
