@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -351,12 +352,17 @@ def test_many_small_tensors_are_converted_in_linear_time(tmp_path: Path, generat
     from weightonly.formats.records import PlainTensor
 
     def seconds(count: int) -> float:
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        started = time.perf_counter()
-        records = (PlainTensor(f"t{i}", torch.ones(1)) for i in range(count))
-        assert len(_write_shards(folder, records, 1 << 30, {})) == count
-        return time.perf_counter() - started
+        """CPU time, the least of three: what waits for a disk or another process does not count."""
+        taken = []
+        for _ in range(3):
+            folder = tmp_path / f"{count}-{len(taken)}"
+            folder.mkdir()
+            started = time.process_time()
+            records = (PlainTensor(f"t{i}", torch.ones(1)) for i in range(count))
+            assert len(_write_shards(folder, records, 1 << 30, {})) == count
+            taken.append(time.process_time() - started)
+            shutil.rmtree(folder)
+        return min(taken)
 
     seconds(100)
     assert seconds(8000) < 40 * seconds(1000)  # quadratic: 64 times
