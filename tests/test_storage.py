@@ -353,7 +353,7 @@ def test_many_small_tensors_are_converted_in_linear_time(tmp_path: Path, generat
 
     def seconds(count: int) -> float:
         """CPU time, the least of three: what waits for a disk or another process does not count."""
-        taken = []
+        taken: list[float] = []
         for _ in range(3):
             folder = tmp_path / f"{count}-{len(taken)}"
             folder.mkdir()
