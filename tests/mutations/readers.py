@@ -166,7 +166,7 @@ MUTATIONS = [
                 "[s for s in schemes if any(pattern.matches_start(layer, steps) for pattern in s.patterns)]",
                 "[]",
             ),
-            ("a format of its own", "if form != PACK_QUANTIZED:", 'if form == "dense":'),
+            ("a format of its own", "if form not in _FORMATS:", 'if form == "dense":'),
         ],
     ),
     *of(
