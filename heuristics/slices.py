@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 WORKSPACE_BYTES = 64 << 20
-"""The most that a slice may take in 16-bit floats."""
+"""The most that a slice of a product's weight may take in 16-bit floats."""
+
+GRADIENT_BYTES = 256 << 20
+"""The same of a gradient: nearly every weight is one slice, whose product needs no sum of parts in fp32."""
 
 _ALIGN = 64  # the kernel that dequantizes starts at multiples of this
 _TILE = 256  # where there is room, as widths of cuBLAS' tiles are divisors of it
@@ -14,9 +17,12 @@ def longest_k() -> int:
     return WORKSPACE_BYTES // (2 * _ALIGN)
 
 
-def slice_columns(n: int, k: int) -> int:
-    """Columns of a slice of [K, N], a multiple of 64: as few slices as fit, of equal width. 0 where K is too long."""
-    limit = WORKSPACE_BYTES // (2 * k) // _ALIGN * _ALIGN
+def slice_columns(n: int, k: int, limit_bytes: int = WORKSPACE_BYTES) -> int:
+    """Columns of a slice of [K, N], a multiple of 64: as few slices as fit, of equal width. 0 where K is too long.
+
+    limit_bytes: the most that a slice may take in 16-bit floats.
+    """
+    limit = limit_bytes // (2 * k) // _ALIGN * _ALIGN
     if n <= limit:
         return -(-n // _ALIGN) * _ALIGN
     step = _TILE if limit >= _TILE else _ALIGN

@@ -3,7 +3,7 @@
     y = act(z),  z = x[..., perm] @ w + bias
     grad_z = grad_y * act'(z),  grad_x[..., perm] = grad_z @ w^T,  grad_bias = sum of the rows of grad_z
 
-The backward pass dequantizes the weight in slices of columns, in turn; it is never dense as a whole. gelu and silu need
+The backward pass dequantizes the weight in slices of columns, in turn, of 256 MB at most on a GPU. gelu and silu need
 z, which is computed again: a call keeps x for them, and nothing else.
 """
 
@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .activations import activation_of
 from .args import GRADIENT_SCHEMA, GemmArgs
+from .heuristics.slices import GRADIENT_BYTES
 from .ops.dequantize import dequantized_slices
 from .packed import PackedWeight
 
@@ -73,7 +75,10 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     before_scales = 2 + len(ctx.fields)
     grads: list[torch.Tensor | None] = [None] * (before_scales + 5)
     if ctx.needs_input_grad[0]:
-        grads[0] = torch.ops.weightonly.gemm_gradient(grad, data, *ctx.fields, scales, zeros, perm)
+        # The rule of the operator is there to refuse a second derivative.
+        is_last = is_plain(grad) and not is_compiling() and not torch.is_grad_enabled()
+        of_x = gradient_of_x if is_last else torch.ops.weightonly.gemm_gradient
+        grads[0] = of_x(grad, data, *ctx.fields, scales, zeros, perm)
     if ctx.needs_input_grad[before_scales + 2]:
         grads[before_scales + 2] = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
     return tuple(grads)
@@ -99,20 +104,31 @@ def before_activation(
     return rule.function(grad.float(), kept.float()).to(grad.dtype)
 
 
-@torch.library.custom_op("weightonly::gemm_gradient", mutates_args=(), schema=GRADIENT_SCHEMA)
-def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor is no subclass and no mode of PyTorch's dispatcher (of fake tensors, say) sees what is done."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
+
+
+def gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
     """grad_x [..., K] of grad_z [..., N], in its dtype; sums over slices of N are fp32."""
     *fields, scales, zeros, perm = rest
     qweight = PackedWeight(data, *fields)
     rows = grad.reshape(-1, qweight.n)  # [M, N]
-    total = torch.zeros(len(rows), qweight.k, dtype=torch.float32, device=grad.device)  # [M, K]
+    total: torch.Tensor | None = None  # [M, K]
     with torch.autocast(grad.device.type, enabled=False):
-        for begin, end, w in dequantized_slices(qweight, scales, zeros):  # w [K, end - begin]
-            total += rows[:, begin:end].to(w.dtype) @ w.t()
+        for begin, end, w in dequantized_slices(qweight, scales, zeros, GRADIENT_BYTES):  # w [K, end - begin]
+            part = rows[:, begin:end].to(w.dtype) @ w.t()
+            total = part if total is None else total.float().add_(part)
+    assert total is not None
     result = total.to(grad.dtype)
     if perm is not None:
         result = torch.empty_like(result).index_copy_(1, perm.long(), result)
     return result.view(*grad.shape[:-1], qweight.k)
+
+
+_gradient_op = torch.library.custom_op("weightonly::gemm_gradient", mutates_args=(), schema=GRADIENT_SCHEMA)(
+    gradient_of_x
+)
 
 
 @_gradient_op.register_fake

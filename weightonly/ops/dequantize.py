@@ -56,9 +56,11 @@ def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor 
 
 
 def dequantized_slices(
-    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None
+    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, limit_bytes: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(begin, end, w): columns begin..end of the weight as a dense matrix [K, end - begin], slice after slice.
+
+    limit_bytes: the most that a slice of the kernel takes.
 
     w is fp32, or where the kernel reads the weight in the dtype of scales; then it is memory that the next slice
     overwrites. The arguments are checked.
@@ -69,7 +71,7 @@ def dequantized_slices(
         return
     scales = aligned_rows(scales, qweight.n_padded)
     zeros = None if zeros is None else aligned_rows(zeros, qweight.n_padded)
-    step = slice_columns(qweight.n, qweight.k) or TILE
+    step = slice_columns(qweight.n, qweight.k, limit_bytes) or TILE
     workspace = scales.new_empty(qweight.k, step)
     for begin in range(0, qweight.n, step):
         end = min(begin + step, qweight.n)
