@@ -6,6 +6,7 @@ and output embeddings stay dense.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class DoesNotFit(RuntimeError):
 class Built:
     """A model and what it cost.
 
-    weight_bytes: of its Parameters and buffers. load_s: to quantize and pack its layers; without making the random
+    weight_bytes: what it holds, see `_held_bytes`. load_s: to quantize and pack its layers; without making the random
     weights, and nothing is read from a disk.
     """
 
@@ -82,6 +83,7 @@ def build(
         model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
     model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     free_bytes = free_memory(device)
+    begin_bytes = _allocated_bytes(device)
     load_s = 0.0
     for place, layer in enumerate(tqdm(model.model.layers, disable=not progress, unit="layer", leave=False)):
         _fill(layer, device, seed=place)
@@ -92,11 +94,11 @@ def build(
         load_s += time.perf_counter() - start
         if place == 0:
             rest_bytes = sum(module_bytes(part) for part in (model.model.embed_tokens, model.lm_head))
-            _check_fits(module_bytes(layer), layers, rest_bytes, free_bytes)
+            _check_fits(_held_bytes(layer, begin_bytes, device), layers, rest_bytes, free_bytes)
     for place, part in enumerate((model.model.embed_tokens, model.model.norm, model.lm_head)):
         _fill(part, device, seed=layers + place)
     provider.finish(model)
-    return Built(model, module_bytes(model), load_s)
+    return Built(model, _held_bytes(model, begin_bytes, device), load_s)
 
 
 def _fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
@@ -108,6 +110,20 @@ def _fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
             parameter.data.fill_(1)
         else:
             parameter.data.normal_(std=_STD, generator=generator)
+
+
+def _held_bytes(module: torch.nn.Module, begin_bytes: int, device: torch.device) -> int:
+    """Bytes of a module: on a GPU what was allocated since `begin_bytes`, as the tensors of others do not tell their
+    size (torchao's say that of the dense weight, bitsandbytes keeps scales outside of Parameters and buffers)."""
+    return _allocated_bytes(device) - begin_bytes if device.type == "cuda" else module_bytes(module)
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    """Of PyTorch's allocator; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated(device)
 
 
 def _check_fits(layer_bytes: int, layers: int, rest_bytes: int, free_bytes: int) -> None:
