@@ -1,4 +1,4 @@
-"""The tables and the picture of README.md and docs/performance.md, made from the committed measurements.
+"""The tables and the pictures of README.md and docs/performance.md, made from the committed measurements.
 
     python -m weightonly.bench.published     writes them anew, from a checkout
 
@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import torch
 
+from .model import tables as models
+from .model.measure import read as read_models
+from .model.providers import MODEL_PROVIDERS
 from .report import results
 from .report.tables import Part, geometric_mean, lost, parts
 from .shapes import Shape
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "bench" / "measurements"
-PICTURE = ROOT / "docs" / "assets" / "h200_speedup.svg"
+ASSETS = ROOT / "docs" / "assets"
+PICTURE = ASSETS / "h200_speedup.svg"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
@@ -75,7 +80,24 @@ def peer_speedups() -> pd.DataFrame:
     return pd.DataFrame(rows).T
 
 
-def picture() -> Figure:
+def model_rows() -> pd.DataFrame:
+    """What `bench model` measured, without the rows that have no times."""
+    rows = read_models(MEASUREMENTS / "h200_models.csv").rows
+    return rows[rows["note"] == ""]
+
+
+def pictures() -> dict[Path, Figure]:
+    """Every picture of the documents, and where it is."""
+    rows = model_rows()
+    found = {PICTURE: peers_picture()}
+    for name in dict.fromkeys(rows["model"]):
+        figure = models.picture(rows[rows["model"] == name], f"{name}, one H200")
+        assert figure is not None
+        found[ASSETS / f"h200_{name}.svg"] = figure
+    return found
+
+
+def peers_picture() -> Figure:
     """`peer_speedups` over M."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
@@ -104,11 +126,10 @@ def picture() -> Figure:
     return figure
 
 
-def save_picture(path: Path) -> None:
+def save_picture(figure: Figure, path: Path) -> None:
     """An SVG file, the same bytes for the same data and version of matplotlib."""
     import matplotlib
 
-    figure = picture()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "weightonly"}):
         figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
@@ -199,6 +220,55 @@ def peer_us_table() -> str:
     return _markdown(["K x N", "M", OURS, *names], lines)
 
 
+_MODEL_COLUMNS = {
+    "decode": "decode, batch {batch}",
+    "prefill": "prompt of {tokens}",
+    "train": "LoRA, {batch} x {tokens}",
+}
+"""Measure -> the head of a column of `model_table`."""
+
+
+def model_table(name: str) -> str:
+    """tokens/s of a model: a line for each provider, in bold where a dense one of 16 bits is faster than ours."""
+    rows = model_rows()
+    rows = rows[(rows["model"] == name) & rows["measure"].isin(list(_MODEL_COLUMNS))]
+    heads = [_MODEL_COLUMNS[row.measure].format(batch=row.batch, tokens=row.tokens) for row in rows.itertuples()]
+    rows = rows.assign(head=heads)
+    columns = list(dict.fromkeys(rows.sort_values(["measure", "batch", "tokens"])["head"]))
+    speeds = rows.pivot(index="provider", columns="head", values="tokens_s")[columns]
+    first = rows[rows["measure"] == "decode"].groupby("provider")["weights_mb"].first() / 1e3
+    order = [provider.label(torch.device("cuda"), torch.bfloat16) for provider in MODEL_PROVIDERS.values()]
+    speeds = speeds.loc[sorted(speeds.index, key=order.index)]
+    dense = speeds.loc["cuBLAS bf16"]
+
+    def cell(provider: str, head: str) -> str:
+        speed = speeds.loc[provider, head]
+        if np.isnan(speed):
+            return ""
+        text = f"{speed:.{1 if speed < 100 else 0}f}"
+        return f"**{text}**" if provider.startswith("ours") and lost(speed / dense[head]) else text
+
+    lines = [
+        [provider, *(cell(provider, head) for head in columns), f"{first[provider]:.1f}"] for provider in speeds.index
+    ]
+    return _markdown(["tokens/s", *columns, "GB"], lines)
+
+
+def overlap_table() -> str:
+    """A decode step by what launches may overlap: times as fast as without, and whether tokens are the same."""
+    rows = model_rows()
+    rows = rows[rows["measure"] == "overlap"]
+    lines = []
+    for (model, provider, batch), found in rows.groupby(["model", "provider", "batch"], sort=False):
+        ms = found.set_index("overlap")["ms"]
+        same = "yes" if found["same_tokens"].astype(str).eq("True").all() else "no"
+        gains = [f"{ms['False'] / ms[mode]:.2f}" for mode in ("True", "constant_weights")]
+        lines.append([str(model), str(provider), str(batch), f"{ms['False']:.2f}", *gains, same])
+    return _markdown(
+        ["model", "weights", "batch", "ms without", "overlap", "and constant weights", "the same greedy tokens"], lines
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -207,6 +277,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "int4": lambda: report_table("int4"),
     "int8": lambda: report_table("int8"),
     "nf4": lambda: report_table("nf4"),
+    "llama3-8b": lambda: model_table("llama3-8b"),
+    "llama3-70b": lambda: model_table("llama3-70b"),
+    "overlap": overlap_table,
 }
 
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -218,8 +291,9 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(PICTURE)
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    for path, figure in pictures().items():
+        save_picture(figure, path)
     for path in DOCUMENTS:
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
 
