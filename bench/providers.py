@@ -22,13 +22,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 import weightonly as wo
 from weightonly.heuristics.problem import FORMATS
 
+from .shapes import Shape
 from .weights import DTYPES, Weights, dtype_name
 
 Operand = TypeVar("Operand")
@@ -66,6 +67,10 @@ class Provider(ABC):
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
         """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
+        return None
+
+    def unfit(self, device: torch.device, k: int, n: int) -> str | None:
+        """Why it cannot run a weight of this shape ("its N is a multiple of 16, not 77"), or None (the default)."""
         return None
 
     @abstractmethod
@@ -119,7 +124,7 @@ class Ours(Provider):
 
 
 class Dense(Provider):
-    """`torch.matmul` with the dense weight in the dtype of x: cuBLAS on a GPU, PyTorch's own library on a CPU."""
+    """The dense weight in the dtype of x: `torch.matmul`, cuBLAS, on a GPU, `torch.nn.functional.linear` on a CPU."""
 
     name = "dense"
 
@@ -128,10 +133,17 @@ class Dense(Provider):
         return f"{'cuBLAS' if device.type == 'cuda' else 'torch'} {dtype_name(dtype)}"
 
     def prepare(self, weights: Weights) -> Prepared[torch.Tensor]:
-        def run(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        def multiply(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return torch.matmul(x, w, out=out)
 
-        return Prepared(weights.dense, run, nbytes(weights.dense), weights.dense)
+        def linear(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, w)
+
+        dense = weights.dense  # [k, n]
+        if dense.device.type == "cuda":
+            return Prepared(dense, multiply, dense.nbytes, dense)
+        # [n, k], as torch.nn.Linear has it: the other order took 1.5 times as long at M = 1.
+        return Prepared(dense.t().contiguous(), linear, dense.nbytes, dense)
 
 
 class DequantizeMatmul(Provider):
@@ -148,7 +160,7 @@ class DequantizeMatmul(Provider):
 
 
 class Tinygemm(Provider):
-    """PyTorch's own int4 GEMM (`torch.ops.aten._weight_int4pack_mm`), on a CPU its `_for_cpu` form.
+    """PyTorch's own int4 GEMM (`torch.ops.aten._weight_int4pack_mm`), "tinygemm"; on a CPU its `_for_cpu` form.
 
     Its values are unsigned, w = (u - 8) * scale + zero, with scale and zero side by side in one bf16 tensor
     [k/g, n, 2], so that our scale * (q - z) has zero = -scale * z.
@@ -157,6 +169,14 @@ class Tinygemm(Provider):
     name = "tinygemm"
     _INNER_K_TILES = 8  # of 16 k each: the widest packing, for any k that 128 divides
     _GROUPS = (32, 64, 128, 256)
+    _CPU_COLUMNS = 16  # N is a multiple of it
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return self.name if device.type == "cuda" else "torch int4"
+
+    def unfit(self, device: torch.device, k: int, n: int) -> str | None:
+        columns = self._CPU_COLUMNS
+        return f"its N is a multiple of {columns}, not {n}" if device.type == "cpu" and n % columns else None
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
         if format != "int4":
@@ -191,31 +211,59 @@ class Tinygemm(Provider):
 
 
 class BitsAndBytes(Provider):
-    """bitsandbytes' NF4 in blocks of 64 along k. It quantizes for itself: compared with its own values."""
+    """bitsandbytes' NF4 in blocks of 64 along k. It quantizes for itself: compared with its own values.
+
+    On a CPU it is its Linear4bit, which packs the weight for kernels of its own where the CPU has AVX512-BF16: these
+    multiply in bf16, whatever the dtype of x.
+    """
 
     name = "bitsandbytes"
     _BLOCK = 64
+    _CPU_COLUMNS = 32  # N is a multiple of it
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return self.name if device.type == "cuda" else "bitsandbytes NF4"
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
         if FORMATS[format] != 4:
             return f"its NF4 has 4 bits, not those of {format}"
-        if device.type != "cuda":
-            return "it is compared on CUDA only"
         return missing_package("bitsandbytes")
+
+    def unfit(self, device: torch.device, k: int, n: int) -> str | None:
+        if device.type == "cpu" and n % self._CPU_COLUMNS:
+            return f"its N is a multiple of {self._CPU_COLUMNS}, not {n}"
+        return f"its K is a multiple of {self._BLOCK}, not {k}" if k % self._BLOCK else None
 
     def prepare(self, weights: Weights) -> Prepared:
         import bitsandbytes as bnb
 
-        packed, state = bnb.functional.quantize_4bit(
-            weights.dense.t().contiguous(), blocksize=self._BLOCK, quant_type="nf4"
-        )  # of [n, k]
+        layer = linear4bit(weights.dense.t().contiguous(), self._BLOCK).eval()
+        packed, state = layer.weight.data, layer.weight.quant_state
+        expected = bnb.functional.dequantize_4bit(packed, state).t()
+        size_bytes = nbytes(packed, state.absmax)
+
+        def run_layer(w: bnb.nn.Linear4bit, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return w(x)
 
         def run(w: tuple[torch.Tensor, bnb.functional.QuantState], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             values, statistics = w
             return bnb.matmul_4bit(x, values.t(), quant_state=statistics, out=out)
 
-        expected = bnb.functional.dequantize_4bit(packed, state).t()
-        return Prepared((packed, state), run, nbytes(packed, state.absmax), expected)
+        if weights.dense.device.type == "cpu":
+            return Prepared(layer, run_layer, size_bytes, expected)
+        return Prepared((packed, state), run, size_bytes, expected)
+
+
+def linear4bit(weight: torch.Tensor, block: int) -> Any:
+    """bitsandbytes' Linear4bit of a weight [n, k]: NF4, plain statistics, products in the dtype of the weight."""
+    import bitsandbytes as bnb
+
+    n, k = weight.shape
+    options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
+    layer = bnb.nn.Linear4bit(k, n, bias=False, compute_dtype=weight.dtype, device="meta", **options)
+    parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, blocksize=block, **options)
+    layer.weight = parameter.to(weight.device)
+    return layer
 
 
 def is_dense(label: str) -> bool:
@@ -225,8 +273,11 @@ def is_dense(label: str) -> bool:
 
 def of_label(label: str) -> Provider | None:
     """The provider of a label; None for one that is not registered here."""
-    return PROVIDERS.get(Dense.name if is_dense(label) else label)
+    of_cpu = {p.label(_CPU, torch.bfloat16): p for p in PROVIDERS.values()}
+    return PROVIDERS[Dense.name] if is_dense(label) else PROVIDERS.get(label) or of_cpu.get(label)
 
+
+_CPU = torch.device("cpu")
 
 PROVIDERS: dict[str, Provider] = {}
 """Name -> provider, in the order of tables and pictures."""
@@ -269,13 +320,18 @@ def named(
     dtype: torch.dtype,
     format: str,
     group_size: int,
+    shapes: Sequence[Shape],
 ) -> list[Provider]:
-    """The providers of these names; "all" means every one that can run this.
+    """The providers of these names; "all" means every one that can run this, for each of `shapes`.
 
     Raises ValueError for a name that does not exist and for a provider asked for by name that cannot run this.
     """
-    reasons = {p.name: p.unavailable(device, dtype, format, group_size) for p in PROVIDERS.values()}
-    return [PROVIDERS[name] for name in choose(names, reasons)]
+
+    def reason(p: Provider) -> str | None:
+        unfit = (p.unfit(device, k, n) for k, n in shapes)
+        return p.unavailable(device, dtype, format, group_size) or next(filter(None, unfit), None)
+
+    return [PROVIDERS[name] for name in choose(names, {name: reason(p) for name, p in PROVIDERS.items()})]
 
 
 def choose(names: str | Sequence[str], reasons: Mapping[str, str | None]) -> list[str]:

@@ -13,7 +13,13 @@ from tqdm import tqdm
 
 from weightonly.device import gpu_state
 from weightonly.heuristics import Problem
-from weightonly.heuristics.problem import CODE_FORMATS, FORMATS
+from weightonly.heuristics.problem import (
+    CODE_FORMATS,
+    FORMATS,
+    check_format_groups,
+    check_group_size,
+    check_kernel_group_size,
+)
 from weightonly.packing import format_of
 from weightonly.plan.choose import DTYPE_NAMES, preferred
 from weightonly.plan.tuned import table_of
@@ -50,11 +56,10 @@ def check_arguments(
         raise ValueError("dtype: expected torch.float16 or torch.bfloat16 on a GPU, got torch.float32")
     if not budget_ms > 0:
         raise ValueError(f"budget_ms: expected a positive number of milliseconds, got {budget_ms!r}")
-    if group_size != -1 and group_size < 1:
-        raise ValueError(f"group_size: expected -1 (per channel) or a positive integer, got {group_size!r}")
-    for k, n in shapes:
-        if group_size != -1 and k % group_size:
-            raise ValueError(f"group_size: expected a divisor of k = {k} (shape {k}x{n}), got {group_size}")
+    on_cpu = device is not None and device.type == "cpu"
+    for k, _ in shapes:
+        check_format_groups(format, group_size, k)
+        (check_group_size if on_cpu else check_kernel_group_size)(group_size, k)
     return sizes
 
 
@@ -102,14 +107,14 @@ def sweep(
     longer than it; NaN on a CPU), `config` (name of the kernel that `gemm` chose; empty for other providers), `sm_mhz`
     (clock of the SMs right after the measurement; NaN where the driver does not say).
 
-    Raises ValueError naming the argument for unknown names, sizes below 1, a group size that does not divide
-    k, and a provider that cannot run this.
+    Raises ValueError naming the argument for unknown names, sizes below 1, a group size that `gemm` does not take
+    or that is not the format's, and a provider that cannot run this.
     """
     pairs = resolve(shapes)
     name = format_of(bits, format)
     where = default_device(device)
     sizes = check_arguments(pairs, batch, name, group_size, symmetric, dtype, budget_ms, where)
-    chosen = _providers.named(providers, device=where, dtype=dtype, format=name, group_size=group_size)
+    chosen = _providers.named(providers, device=where, dtype=dtype, format=name, group_size=group_size, shapes=pairs)
     limits = ceilings(where)
     rows: list[dict[str, object]] = []
     with tqdm(total=len(pairs) * len(chosen) * len(sizes), disable=not progress, unit="cell") as bar:

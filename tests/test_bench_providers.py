@@ -29,6 +29,18 @@ def test_providers_on_a_cpu_compute_the_same_product(symmetric: bool, group_size
         providers.check_product(name, prepared, copies, x, torch.empty(5, weights.n, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_bitsandbytes_on_a_cpu_multiplies_by_its_own_values(dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = _weights(64, True, "nf4", dtype)
+    prepared = PROVIDERS["bitsandbytes"].prepare(weights)
+    assert prepared.weight_bytes == 256 * 64 // 2 + 256 * 64 // 64 * 4  # codes, and an fp32 number for each block
+    assert (prepared.expected - weights.dense).norm() < 0.1 * weights.dense.norm()
+    x, out = torch.randn(5, 256, dtype=dtype), torch.empty(5, 64, dtype=dtype)
+    for m in (1, 5):
+        providers.check_product("bitsandbytes", prepared, prepared.copies(2), x[:m], out[:m])
+
+
 @pytest.mark.parametrize("format", ["nf4", "fp4"])
 def test_providers_multiply_by_codes_of_a_table(format: str) -> None:
     weights = _weights(64, True, format)
@@ -86,6 +98,23 @@ def test_the_dense_product_is_called_what_it_is(device: str, dtype: torch.dtype,
     assert providers.is_dense(label) and providers.of_label(label) is dense
     assert PROVIDERS["ours"].label(torch.device(device), dtype) == "ours" and not providers.is_dense("ours")
     assert providers.of_label("marlin") is None
+
+
+@pytest.mark.parametrize(("name", "on_cpu"), [("tinygemm", "torch int4"), ("bitsandbytes", "bitsandbytes NF4")])
+def test_libraries_are_called_what_runs(name: str, on_cpu: str) -> None:
+    provider = PROVIDERS[name]
+    for device, label in (("cuda", name), ("cpu", on_cpu)):
+        assert provider.label(torch.device(device), torch.bfloat16) == label
+        assert providers.of_label(label) is provider
+
+
+def test_the_shapes_that_libraries_take() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for name, columns in (("tinygemm", 16), ("bitsandbytes", 32)):
+        assert PROVIDERS[name].unfit(cpu, 128, 2 * columns) is None
+        assert PROVIDERS[name].unfit(cpu, 128, columns + 8) == f"its N is a multiple of {columns}, not {columns + 8}"
+        assert PROVIDERS[name].unfit(cuda, 128, columns + 8) is None
+    assert PROVIDERS["bitsandbytes"].unfit(cuda, 96, 64) == "its K is a multiple of 64, not 96"
 
 
 @pytest.fixture
@@ -150,7 +179,7 @@ def test_a_plug_in_module_is_imported_first(tmp_path: Path, monkeypatch: pytest.
     assert list(pd.read_csv(tmp_path / "s.csv")["provider"]) == ["ours", "mine"]
 
 
-def _weights(group_size: int, symmetric: bool, format: str = "int4") -> Weights:
+def _weights(group_size: int, symmetric: bool, format: str = "int4", dtype: torch.dtype = torch.bfloat16) -> Weights:
     return Weights.random(
         256,
         64,
@@ -158,6 +187,6 @@ def _weights(group_size: int, symmetric: bool, format: str = "int4") -> Weights:
         format=format,
         group_size=group_size,
         symmetric=symmetric,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=torch.device("cpu"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from weightonly.bench import shapes
 from weightonly.bench.sweep import check_arguments, times_faster
 
 TINY = [(128, 64), (256, 128)]
+BF16 = {"dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,8 @@ def tiny() -> pd.DataFrame:
 
 
 def test_sweep_has_one_row_per_shape_batch_and_provider(tiny: pd.DataFrame) -> None:
-    names = ["ours", "torch bf16", "dequantize+matmul", "tinygemm"]
+    names = ["ours", "torch bf16", "dequantize+matmul", "torch int4"]
+    names += ["bitsandbytes NF4"] if importlib.util.find_spec("bitsandbytes") else []
     expected = [(k, n, m, name) for k, n in TINY for m in (1, 3, 16) for name in names]
     assert [tuple(row) for row in tiny[["k", "n", "m", "provider"]].itertuples(index=False)] == expected
 
@@ -62,6 +65,12 @@ def test_a_cpu_multiplies_in_fp32_too() -> None:
     assert ours["tb_s"] == pytest.approx((packed + scales + x + y) / ours["us"] / 1e6)
 
 
+def test_all_leaves_out_who_cannot_run_a_shape() -> None:
+    options: dict[str, Any] = {"device": "cpu", "budget_ms": 1, "progress": False}
+    frame = wo.bench.sweep([(128, 64), (128, 77)], 1, "all", **options, **BF16)
+    assert list(dict.fromkeys(frame["provider"])) == ["ours", "torch bf16", "dequantize+matmul"]
+
+
 @pytest.mark.parametrize(
     ("ratio", "words"), [(1.8, "1.80 times faster"), (0.02, "50.0 times slower"), (1.0, "1.00 times faster")]
 )
@@ -72,7 +81,7 @@ def test_a_speedup_in_words(ratio: float, words: str) -> None:
 def test_markdown_names_shapes_providers_and_units(tiny: pd.DataFrame) -> None:
     lines = wo.bench.to_markdown(tiny).splitlines()
     assert len(lines) == 2 + 6
-    for column in ("K x N", "M", "ours us", "tinygemm us", "torch bf16 us", "ours beside torch bf16", "ours host us"):
+    for column in ("K x N", "M", "ours us", "torch int4 us", "torch bf16 us", "ours beside torch bf16", "ours host us"):
         assert f" {column} " in lines[0]
     assert "roofline" not in lines[0]
     assert "256x128" in lines[-1]
@@ -94,10 +103,14 @@ def test_markdown_names_shapes_providers_and_units(tiny: pd.DataFrame) -> None:
         pytest.param("dtype", {"dtype": torch.float64}, id="double"),
         pytest.param("group_size", {"group_size": 100}, id="group-does-not-divide-k"),
         pytest.param("group_size", {"group_size": 0}, id="group-of-zero"),
+        pytest.param("group_size must be 16", {"format": "nvfp4", "group_size": 32}, id="group-of-another-format"),
         pytest.param("providers", {"providers": ["ours", "theirs"]}, id="unknown-provider"),
         pytest.param("providers", {"providers": []}, id="no-provider"),
         pytest.param("tinygemm", {"providers": "tinygemm", "dtype": torch.float16}, id="provider-cannot-fp16"),
-        pytest.param("bitsandbytes", {"providers": "bitsandbytes"}, id="provider-cannot-cpu"),
+        pytest.param("bitsandbytes", {"providers": "bitsandbytes", "bits": 8}, id="provider-cannot-int8"),
+        pytest.param(
+            "tinygemm .*not 77", {"providers": "tinygemm", "shapes": "128x77"} | BF16, id="provider-cannot-77"
+        ),
         pytest.param("budget_ms", {"budget_ms": 0}, id="no-budget"),
         pytest.param("symmetric", {"format": "nf4", "symmetric": False}, id="codes-with-zeros"),
         pytest.param("bits", {"format": "nf4", "bits": 8}, id="codes-of-eight-bits"),

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weightonly.codebooks import CODEBOOKS
+from weightonly.heuristics.problem import FORMAT_GROUPS
 
 from ..providers import PROVIDERS
 from ..shapes import NAMED
 from ..weights import DTYPES
+
+_GROUP_SIZE = 128
 
 
 def integers(text: str) -> list[int]:
@@ -41,7 +44,9 @@ def add_weights(parser: argparse.ArgumentParser, *, format: bool = True) -> None
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     if format:
         parser.add_argument("--format", choices=tuple(CODEBOOKS), help="codes of a codebook instead of integers")
-    parser.add_argument("--group-size", type=int, default=128, help="rows of w per scale (default 128); -1: all")
+    parser.add_argument(
+        "--group-size", type=int, help=f"rows of w per scale; -1: all (default {_GROUP_SIZE}; mxfp4 32, nvfp4 16)"
+    )
     parser.add_argument("--zeros", action="store_true", help="quantize with zero points")
 
 
@@ -72,8 +77,10 @@ def providers(options: argparse.Namespace) -> str | list[str]:
 
 def weights(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments that say how w is quantized."""
-    found = {"bits": options.bits, "group_size": options.group_size, "symmetric": not options.zeros}
-    return found | ({"format": options.format} if "format" in options else {})
+    format = getattr(options, "format", None)
+    group_size = FORMAT_GROUPS.get(format, _GROUP_SIZE) if options.group_size is None else options.group_size
+    found = {"bits": options.bits, "group_size": group_size, "symmetric": not options.zeros}
+    return found | ({"format": format} if "format" in options else {})
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

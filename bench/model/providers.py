@@ -12,7 +12,7 @@ import torch
 
 import weightonly as wo
 
-from ..providers import Dense, missing_package
+from ..providers import Dense, linear4bit, missing_package
 from ..report.measure import GROUP_SIZES
 
 
@@ -83,19 +83,9 @@ class BitsAndBytesModel(ModelProvider):
         return missing_package("bitsandbytes")
 
     def quantize(self, layer: torch.nn.Module) -> None:
-        import bitsandbytes as bnb
-
         for name, old in list(layer.named_modules()):
-            if type(old) is not torch.nn.Linear:
-                continue
-            weight = old.weight.detach()
-            options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": False}
-            new = bnb.nn.Linear4bit(
-                old.in_features, old.out_features, bias=False, compute_dtype=weight.dtype, device="meta", **options
-            )
-            parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, blocksize=64, **options)
-            new.weight = parameter.to(weight.device)
-            layer.set_submodule(name, new)
+            if type(old) is torch.nn.Linear:
+                layer.set_submodule(name, linear4bit(old.weight.detach(), 64))
 
     def finish(self, model: Any) -> None:
         model.is_loaded_in_4bit = True  # PEFT asks for it
