@@ -18,7 +18,7 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
-from .cpu import library
+from .cpu import library, table
 from .device import device_arch, driver_cuda, sm_count
 from .formats import convert, open_checkpoint
 from .formats.convert import SHARD_BYTES
@@ -104,7 +104,7 @@ def _print_info() -> None:
     print(describe_build(build, loaded=cuda_built()))
     if (problem := driver_problem(build, driver_cuda())) is not None:
         print(problem)
-    print(describe_cpu(library.backend()))
+    print(describe_cpu(library.backend()), table.describe(library.backend()), sep="\n")
     print(describe_gpus([c for c in CONFIGS if is_compiled(c)], visible_gpus()))
 
 

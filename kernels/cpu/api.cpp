@@ -16,17 +16,21 @@ void run_on_threads(void (*function)(void*), void* context, int threads);
 
 namespace generic {
 bool gemm(GemmParams const&);
-}
+Kernel kernel_of(int rows);
+}  // namespace generic
 #if defined(__x86_64__)
 namespace avx2 {
 bool gemm(GemmParams const&);
-}
+Kernel kernel_of(int rows);
+}  // namespace avx2
 namespace avx512 {
 bool gemm(GemmParams const&);
-}
+Kernel kernel_of(int rows);
+}  // namespace avx512
 namespace amx {
 bool gemm(GemmParams const&);
-}
+Kernel kernel_of(int rows);
+}  // namespace amx
 #endif
 
 namespace {
@@ -60,6 +64,20 @@ int find_level() {
 int level() {
   static int const found = find_level();
   return found;
+}
+
+struct Variant {
+  bool (*gemm)(GemmParams const&);
+  Kernel (*kernel_of)(int rows);
+};
+
+Variant variant_of(GemmParams const& p) {
+#if defined(__x86_64__)
+  if (p.level == kAmx && pays_in_tiles(p)) return {amx::gemm, amx::kernel_of};
+  if (p.level >= kAvx512) return {avx512::gemm, avx512::kernel_of};
+  if (p.level == kAvx2) return {avx2::gemm, avx2::kernel_of};
+#endif
+  return {generic::gemm, generic::kernel_of};
 }
 
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -99,12 +117,11 @@ int wo_cpu_has_threads() {
   return gomp_parallel() != nullptr;
 }
 
+int wo_cpu_kernel(GemmParams const* params) {
+  return variant_of(*params).kernel_of(params->m);
+}
+
 int wo_cpu_gemm(GemmParams const* params) {
   if (params->level > level()) return 2;
-#if defined(__x86_64__)
-  if (params->level == kAmx && pays_in_tiles(*params)) return amx::gemm(*params) ? 0 : 1;
-  if (params->level >= kAvx512) return avx512::gemm(*params) ? 0 : 1;
-  if (params->level == kAvx2) return avx2::gemm(*params) ? 0 : 1;
-#endif
-  return generic::gemm(*params) ? 0 : 1;
+  return variant_of(*params).gemm(*params) ? 0 : 1;
 }

@@ -13,6 +13,9 @@ enum Format : int { kInt4 = 0, kInt8 = 1, kCode4 = 2 };
 /// The instructions that a variant of the kernels is made of; each has those before it.
 enum Level : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
+/// What computes rows of y: the files of these names.
+enum Kernel : int { kFewRows = 0, kManyRows = 1, kMatrixTiles = 2 };
+
 /// y [m, n] = act(x [m, k] @ w [k, n] + bias [n]); the order of the fields is that of weightonly/cpu/library.py.
 struct GemmParams {
   void const* x;        // [m, k] of type `type`, rows `ldx` elements apart

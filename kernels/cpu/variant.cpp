@@ -9,6 +9,15 @@
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
+/// What computes that many rows at a time.
+Kernel kernel_of(int rows) {
+#if defined(__AMX_BF16__)
+  return kMatrixTiles;
+#else
+  return rows <= kMaxTileRows ? kFewRows : kManyRows;
+#endif
+}
+
 /// False where there is no memory.
 bool gemm(GemmParams const& p) {
   for (int first = 0; first < p.m; first += kMaxRows) {
@@ -16,7 +25,7 @@ bool gemm(GemmParams const& p) {
 #if defined(__AMX_BF16__)
     bool const ok = rows_in_tiles(p, first, rows);
 #else
-    bool const ok = rows <= kMaxTileRows ? few_rows(p, first, rows) : many_rows(p, first, rows);
+    bool const ok = kernel_of(rows) == kFewRows ? few_rows(p, first, rows) : many_rows(p, first, rows);
 #endif
     if (!ok) return false;
   }

@@ -13,8 +13,11 @@ VARIABLE = "WEIGHTONLY_CPU"
 LEVELS = ("generic", "avx2", "avx512", "amx")
 """enum Level of kernels/cpu/params.h."""
 
+TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
+"""enum FloatType of kernels/cpu/params.h."""
+
 _PATH = Path(__file__).parents[1] / "lib" / "libweightonly_cpu.so"
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 
 _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -90,5 +93,5 @@ def _load(path: Path) -> tuple[Any, str]:
         fits = False
     if not fits:
         return None, f"{path.name} is of another version of weightonly: install again"
-    library.wo_cpu_gemm.argtypes = [ctypes.POINTER(Params)]
+    library.wo_cpu_gemm.argtypes = library.wo_cpu_kernel.argtypes = [ctypes.POINTER(Params)]
     return library, ""

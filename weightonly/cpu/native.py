@@ -12,9 +12,9 @@ from ..layout import CPU, TILE
 from ..packed import PackedWeight
 from ..packing import relayout
 from .blocks import blocks_of
-from .library import Backend, Params
+from .library import TYPES, Backend, Params
 
-_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_TYPES = {torch.float16: TYPES["fp16"], torch.bfloat16: TYPES["bf16"], torch.float32: TYPES["fp32"]}
 _FORMATS = {"int4": 0, "int8": 1}  # the others are codes
 _CODES = 2
 _INT4 = tuple(float(u - 8) for u in range(16))
