@@ -77,8 +77,8 @@ def providers(options: argparse.Namespace) -> str | list[str]:
 
 def weights(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments that say how w is quantized."""
-    format = getattr(options, "format", None)
-    group_size = FORMAT_GROUPS.get(format, _GROUP_SIZE) if options.group_size is None else options.group_size
+    format: str | None = getattr(options, "format", None)
+    group_size = FORMAT_GROUPS.get(format or "", _GROUP_SIZE) if options.group_size is None else options.group_size
     found = {"bits": options.bits, "group_size": group_size, "symmetric": not options.zeros}
     return found | ({"format": format} if "format" in options else {})
 
