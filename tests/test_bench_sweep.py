@@ -16,7 +16,7 @@ from weightonly.bench import shapes
 from weightonly.bench.sweep import check_arguments, times_faster
 
 TINY = [(128, 64), (256, 128)]
-BF16 = {"dtype": torch.bfloat16}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
