@@ -14,9 +14,10 @@ import torch
 
 import weightonly as wo
 from weightonly.bench.__main__ import main
+from weightonly.bench.kept import DoesNotFit
 from weightonly.bench.model import build as build_module
 from weightonly.bench.model import measure as measure_module
-from weightonly.bench.model.build import Built, DoesNotFit, build
+from weightonly.bench.model.build import Built, build
 from weightonly.bench.model.cells import Cell, Sizes, cells_of
 from weightonly.bench.model.decoder import Decoder
 from weightonly.bench.model.measure import COLUMNS, measure

@@ -7,8 +7,9 @@ import math
 import sys
 from pathlib import Path
 
+from ..kept import ROWS, read
 from ..model.cells import MEASURES, Sizes
-from ..model.measure import ROWS, measure, read
+from ..model.measure import COLUMNS, measure
 from ..model.providers import MODEL_PROVIDERS
 from ..model.tables import write
 from ..report.results import join
@@ -62,7 +63,7 @@ def needs_gpu(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     if options.files:
-        results = join([read(Path(file)) for file in options.files])
+        results = join([read(Path(file), "model", COLUMNS) for file in options.files])
         out.mkdir(parents=True, exist_ok=True)
         print(*write(results, out), sep="\n")
         return 0
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if not found.results.rows.empty:
         file = out / ROWS
-        print(file, *write(read(file), out), sep="\n")  # of the file, so that --from makes the same
+        print(file, *write(read(file, "model", COLUMNS), out), sep="\n")  # of the file, so that --from makes the same
     if found.left:
         print(f"{found.left} cells are left: the same command measures them", file=sys.stderr)
     return 1 if found.failed else 0

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from weightonly.nn.summary import module_bytes
 
+from ..kept import DoesNotFit
 from ..shapes import LlamaSizes
 from ..timing import wait
 from .providers import ModelProvider
@@ -24,10 +25,6 @@ from .providers import ModelProvider
 _STD = 0.02  # of random weights: that of Llama's own initialization
 _MAX_POSITIONS = 8192
 _ROPE_THETA = 500000.0  # of Llama 3
-
-
-class DoesNotFit(RuntimeError):
-    """A model is larger than the memory that is free."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class Cell:
     batch: int
     tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.model} {self.provider} {self.measure} {self.batch} x {self.tokens}"
+
 
 KEY = [field.name for field in fields(Cell)]
 

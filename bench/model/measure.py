@@ -6,44 +6,27 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import torch
 from tqdm import tqdm
 
 from weightonly.device import gpu_state
 
 from ..devices import default_device, require_gpu
+from ..kept import ROWS, KeptRows, Measured, note_of
 from ..providers import choose
 from ..report.facts import machine_facts
-from ..report.results import Results, join, read_rows
 from ..roofline import ceilings, describe
 from ..shapes import LLAMAS
 from ..weights import dtype_name
-from .build import DoesNotFit, build
+from .build import build
 from .cells import KEY, MEASURES, Cell, Sizes, cells_of
 from .providers import MODEL_PROVIDERS, ModelProvider
 from .rows import ModelRows, free_unused, method
 
-ROWS = "results.csv"
-
 COLUMNS = [*KEY, "overlap", "ms", "ms_min", "tokens_s", "linears_ms", "head_ms", "roofline_ms", "same_tokens"]
 COLUMNS += ["weights_mb", "peak_mb", "load_s", "ready_s", "note"]
-
-_FAILED = "failed: "  # begins the note of a row that a later run tries again
-
-
-@dataclass(frozen=True)
-class Measured:
-    """results: all rows of the file. failed, left: how many cells of this call have no times, for an error or for lack
-    of time."""
-
-    results: Results
-    failed: int
-    left: int
 
 
 def measure(
@@ -102,8 +85,8 @@ def measure(
     with tqdm(total=sum(len(cells) for _, cells in todo), disable=not progress, unit="cell") as bar:
         for provider, cells in todo:
             session.run(provider, cells, deadline, bar)
-    left = sum(len(cells) for _, cells in todo) - session.measured
-    return Measured(session.results(), session.failed, left)
+    kept = session.kept
+    return Measured(kept.results(), kept.failed, sum(len(cells) for _, cells in todo) - kept.measured)
 
 
 class _Session:
@@ -118,29 +101,21 @@ class _Session:
         budget_ms: float,
         facts: Mapping[str, str],
     ) -> None:
-        self.measured = self.failed = 0  # cells of this session
-        self.path, self.device, self.dtype = path, device, dtype
+        self.device, self.dtype = device, dtype
         self.compile, self.budget_ms = compile, budget_ms
         self.limits = ceilings(device)
         here = machine_facts(device) | {"method": method(device), **facts}
         if self.limits is not None:
             here |= {"roofline": describe(self.limits), "GPU before": str(gpu_state(device))}
-        found = [read(path)] if path.exists() else []
-        self._rows: list[dict[str, Any]] = found[0].rows.to_dict("records") if found else []
-        self._facts = join([*found, Results(pd.DataFrame(), here)]).facts
-
-    def results(self) -> Results:
-        """All rows so far."""
-        return Results(pd.DataFrame(self._rows, columns=COLUMNS), self._facts)
+        self.kept = KeptRows(path, "model", COLUMNS, here)
 
     def left(
         self, model: str, layers: int, provider: ModelProvider, measures: Sequence[str], sizes: Sizes
     ) -> list[Cell]:
         """What of a provider has no row yet, or one that failed."""
-        done = {tuple(row[name] for name in KEY) for row in self._rows if not str(row.get("note")).startswith(_FAILED)}
         label = provider.label(self.device, self.dtype)
         cells = cells_of(model, layers, provider, label, dtype_name(self.dtype), self.compile, measures, sizes)
-        return [cell for cell in cells if tuple(asdict(cell).values()) not in done]
+        return self.kept.left(cells)
 
     def run(self, provider: ModelProvider, cells: Sequence[Cell], deadline: float, bar: tqdm) -> None:
         """Measures cells of one model and provider, until the deadline."""
@@ -154,7 +129,7 @@ class _Session:
             )
         except Exception as error:
             for cell in cells:
-                self._add(cell, [{"note": _note(error)}])
+                self.kept.add(cell, [{"note": note_of(error)}])
                 bar.update()
             return
         measured = ModelRows(built, self.device, self.limits, self.budget_ms)
@@ -165,27 +140,10 @@ class _Session:
             try:
                 rows = measured.rows(cell)
             except Exception as error:  # a package of others, or memory; the rows that follow may still run
-                rows = [{"note": _note(error)}]
-            self._add(cell, rows)
+                rows = [{"note": note_of(error)}]
+            self.kept.add(cell, rows)
             bar.update()
         del measured, built
-
-    def _add(self, cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
-        key = asdict(cell)
-        self.measured += 1
-        if note := rows[0].get("note"):
-            self.failed += str(note).startswith(_FAILED)
-            where = f"{cell.model} {cell.provider} {cell.measure} {cell.batch} x {cell.tokens}"
-            print(f"model: {where}: {note}", file=sys.stderr)
-        self._rows = [row for row in self._rows if any(row[name] != value for name, value in key.items())]
-        self._rows += [key | {"note": ""} | row for row in rows]
-        self.results().write(self.path)
-
-
-def read(path: Path) -> Results:
-    """The rows that `measure` wrote to a file. Raises ValueError, naming the file, for anything else."""
-    found = read_rows(path, "models", COLUMNS)
-    return Results(found.rows.astype({"note": object}).fillna({"note": ""}), found.facts)
 
 
 def _measures(measures: Sequence[str] | None, device: torch.device) -> list[str]:
@@ -210,14 +168,3 @@ def _require(*packages: str) -> None:
     for name in packages:
         if find_spec(name) is None:
             raise ImportError(f"bench model needs the package {name}: pip install '.[bench,hf]'")
-
-
-def _note(error: Exception) -> str:
-    """Why a row has no times, in a line."""
-    if isinstance(error, DoesNotFit | torch.cuda.OutOfMemoryError):
-        return f"does not fit: {_first_line(error)}"
-    return f"{_FAILED}{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,93 @@
+"""A file of rows that grows: each row is written as soon as it is measured, and a later run does what is left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pandas as pd
+import torch
+
+from .report.results import Results, join, read_rows
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Cell = TypeVar("Cell", bound=DataclassInstance)
+
+ROWS = "results.csv"
+"""The file in the folder that --out names."""
+
+_FAILED = "failed: "  # begins the note of a row that a later run tries again
+
+
+class DoesNotFit(RuntimeError):
+    """What is to be measured is larger than the memory that is free."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """results: all rows of the file. failed, left: how many cells of this call have no times, for an error or for lack
+    of time."""
+
+    results: Results
+    failed: int
+    left: int
+
+
+class KeptRows:
+    """The rows of one file. A cell, a dataclass, is what tells them apart: its fields are the first columns.
+
+    measured, failed: cells that were added here.
+    """
+
+    def __init__(self, path: Path, command: str, columns: Sequence[str], facts: Mapping[str, str]) -> None:
+        """command: whose rows they are. facts: of this run.
+
+        Raises ValueError for a file of another command, or of another machine.
+        """
+        self.path, self._command, self._columns = path, command, columns
+        self.measured = self.failed = 0
+        found = [read(path, command, columns)] if path.exists() else []
+        self._rows: list[dict[str, Any]] = found[0].rows.to_dict("records") if found else []
+        self._facts = join([*found, Results(pd.DataFrame(), dict(facts))]).facts
+
+    def results(self) -> Results:
+        """All rows so far."""
+        return Results(pd.DataFrame(self._rows, columns=list(self._columns)), self._facts)
+
+    def left(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Those of the cells that have no row yet, or one that failed."""
+        wanted = list(cells)
+        names = [field.name for field in fields(wanted[0])] if wanted else []
+        rows = [row for row in self._rows if not str(row.get("note")).startswith(_FAILED)]
+        done = {tuple(row[name] for name in names) for row in rows}
+        return [cell for cell in wanted if tuple(asdict(cell).values()) not in done]
+
+    def add(self, cell: DataclassInstance, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Puts the rows of a cell, at least one, in the place of those that it had, and writes the file."""
+        key = asdict(cell)
+        self.measured += 1
+        if note := str(rows[0].get("note", "")):
+            self.failed += note.startswith(_FAILED)
+            print(f"{self._command}: {cell}: {note}", file=sys.stderr)
+        self._rows = [row for row in self._rows if any(row[name] != value for name, value in key.items())]
+        self._rows += [key | {"note": ""} | dict(row) for row in rows]
+        self.results().write(self.path)
+
+
+def read(path: Path, command: str, columns: Sequence[str]) -> Results:
+    """The rows of a file of `KeptRows`. Raises ValueError, naming the file, for anything else."""
+    found = read_rows(path, f"bench {command}", columns)
+    return Results(found.rows.astype({"note": object}).fillna({"note": ""}), found.facts)
+
+
+def note_of(error: Exception) -> str:
+    """Why a row has no times, in a line."""
+    line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, DoesNotFit | torch.cuda.OutOfMemoryError):
+        return f"does not fit: {line}"
+    return f"{_FAILED}{type(error).__name__}: {line}"
