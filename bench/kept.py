@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,11 +61,18 @@ class KeptRows:
 
     def left(self, cells: Iterable[Cell]) -> list[Cell]:
         """Those of the cells that have no row yet, or one that failed."""
-        wanted = list(cells)
-        names = [field.name for field in fields(wanted[0])] if wanted else []
-        rows = [row for row in self._rows if not str(row.get("note")).startswith(_FAILED)]
-        done = {tuple(row[name] for name in names) for row in rows}
-        return [cell for cell in wanted if tuple(asdict(cell).values()) not in done]
+        return [cell for cell, note in self._notes(cells) if note is None or note.startswith(_FAILED)]
+
+    def failures(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Those of the cells whose row failed."""
+        return [cell for cell, note in self._notes(cells) if note is not None and note.startswith(_FAILED)]
+
+    def _notes(self, cells: Iterable[Cell]) -> list[tuple[Cell, str | None]]:
+        """Each cell with the note of its row; None without a row."""
+        wanted = [(cell, asdict(cell)) for cell in cells]
+        names = list(wanted[0][1]) if wanted else []
+        notes = {tuple(row[name] for name in names): str(row["note"]) for row in self._rows}
+        return [(cell, notes.get(tuple(key.values()))) for cell, key in wanted]
 
     def add(self, cell: DataclassInstance, rows: Sequence[Mapping[str, Any]]) -> None:
         """Puts the rows of a cell, at least one, in the place of those that it had, and writes the file."""

@@ -23,6 +23,8 @@ import weightonly as wo
 from weightonly.launch import LaunchOverlap
 
 Call = Callable[[], object]
+Agree = Callable[[float], float]
+"""The greatest of the numbers of all processes that time the same calls together; one process has its own."""
 
 _L2_MULTIPLE = 3  # different bytes between two uses of one copy, in L2 sizes
 _COPIES_LIMIT_BYTES = 2 << 30
@@ -92,10 +94,11 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
 
 def _capture(calls: Sequence[Call], repeats: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL has a thread of its own, which asks for events meanwhile.
     # Not `with torch.cuda.graph(...)`: each time it empties the allocator's cache, which takes longer than
     # measuring a short kernel.
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             for _ in range(repeats):
                 for call in calls:
@@ -123,12 +126,14 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _eager_us(calls: Sequence[Call], device: torch.device, budget_ms: float) -> list[float]:
+def _eager_us(calls: Sequence[Call], device: torch.device, budget_ms: float, agree: Agree = float) -> list[float]:
     """us of single calls, one after another, the device waited for after each."""
     fewest, most = _REPLAYS
     samples_us: list[float] = []
-    deadline = time.perf_counter() + budget_ms / 1e3
-    while len(samples_us) < fewest or (time.perf_counter() < deadline and len(samples_us) < most):
+    begin = time.perf_counter()
+    while agree(time.perf_counter() - begin) < budget_ms / 1e3 or len(samples_us) < fewest:
+        if len(samples_us) == most:
+            break
         start = time.perf_counter()
         calls[len(samples_us) % len(calls)]()
         wait(device)
@@ -170,12 +175,13 @@ class CallTimer:
 
     `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On CUDA they
     are captured, when the first round begins: they must launch on the current stream and not synchronize.
+    `agree`: of processes whose calls wait for each other, so that all repeat them equally often.
     """
 
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+    def __init__(self, calls: Sequence[Call], device: torch.device, agree: Agree = float) -> None:
         if not calls:
             raise ValueError("calls: expected at least one, got none")
-        self._calls, self._device = calls, device
+        self._calls, self._device, self._agree = calls, device, agree
         self.on_gpu = device.type == "cuda"
         self._samples_us: list[float] = []
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -188,13 +194,13 @@ class CallTimer:
             self._calls[0]()
             start = time.perf_counter()
             self._calls[0]()
-            return (time.perf_counter() - start) * 1e6
+            return self._agree((time.perf_counter() - start) * 1e6)
         calls = self._calls
         with torch.cuda.device(self._device):
             _release_old_graphs()
             stream = _run_apart(calls)
             once = _capture(calls, 1, stream)
-            quick_us = min(_replays_us(once, len(calls), 2))
+            quick_us = self._agree(min(_replays_us(once, len(calls), 2)))
             once_us = quick_us * len(calls)
             repeats = max(1, min(math.ceil(_GRAPH_US / once_us), _GRAPH_LAUNCHES // len(calls)))
             self._graph = once if repeats == 1 else _capture(calls, repeats, stream)
@@ -208,7 +214,7 @@ class CallTimer:
         """
         fewest, most = _REPLAYS
         if not self.on_gpu:
-            self._samples_us += _eager_us(self._calls, self._device, budget_ms)
+            self._samples_us += _eager_us(self._calls, self._device, budget_ms, self._agree)
             return
         if self._graph is None:
             self.prepare()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from . import chain, conversions, fuzz, host, model, regret, report, sweep, tune
+from . import chain, conversions, fuzz, host, model, parallel, regret, report, sweep, tune
 
 
 class Command(Protocol):
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "chain": chain,
     "model": model,
+    "parallel": parallel,
     "conversions": conversions,
     "regret": regret,
     "tune": tune,

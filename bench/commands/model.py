@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -20,14 +19,7 @@ HELP = "decode, prompts, LoRA and overlap of launches in transformers' models wi
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FOLDER", default="models", help="rows there are kept (default models)")
-    parser.add_argument(
-        "--from",
-        dest="files",
-        metavar="CSV",
-        nargs="+",
-        help="measure nothing: tables of the results.csv of earlier runs",
-    )
+    shared.add_folder(parser, "models")
     known = ", ".join(LLAMAS)
     parser.add_argument("--shapes", default="llama3-8b", help=f"models, by commas: {known} (default llama3-8b)")
     parser.add_argument("--layers", type=int, help="of each model (default: all that it has)")
@@ -47,13 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="the decode step, by torch.compile (default: on a GPU)"
     )
-    parser.add_argument(
-        "--time-budget",
-        metavar="SECONDS",
-        type=float,
-        default=math.inf,
-        help="begin no row after it; run again for more",
-    )
+    shared.add_time_budget(parser)
 
 
 def needs_gpu(options: argparse.Namespace) -> bool:

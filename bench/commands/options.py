@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,6 +57,27 @@ def add_run(parser: argparse.ArgumentParser, *, budget: bool = True, dtype: str 
     if budget:
         parser.add_argument("--budget-ms", type=float, help="device time per measurement")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def add_folder(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--out", metavar="FOLDER", default=default, help=f"rows there are kept (default {default})")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        metavar="CSV",
+        nargs="+",
+        help="measure nothing: tables of the results.csv of earlier runs",
+    )
+
+
+def add_time_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--time-budget",
+        metavar="SECONDS",
+        type=float,
+        default=math.inf,
+        help="begin no row after it; run again for more",
+    )
 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:

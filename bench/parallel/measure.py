@@ -1,0 +1,222 @@
+"""`measure`: pieces of models on several numbers of ranks, within a time budget."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ..devices import NoGpu, default_device, require_gpu
+from ..kept import ROWS, KeptRows, Measured, note_of
+from ..model.providers import MODEL_PROVIDERS, ModelProvider
+from ..model.rows import free_unused
+from ..providers import choose
+from ..report.facts import machine_facts
+from ..roofline import Ceilings, ceilings, describe
+from ..shapes import LLAMAS
+from ..weights import dtype_name
+from . import BATCH, DEFAULT_PROVIDERS, PROVIDERS, RANKS
+from .pieces import LAYER, LINEARS, check_ranks
+from .ranks import Ranks, launched_ranks, run
+from .rows import CALLS, ERRORS, GRAPHS, KEY, METHOD, TIMES, Cell, PieceRows
+
+COLUMNS = [*KEY, *TIMES, *ERRORS, "note"]
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What processes are told. deadline: of time.monotonic, which all processes of a machine share."""
+
+    path: Path
+    dtype: torch.dtype
+    max_m: int
+    backend: str
+    budget_ms: float
+    deadline: float
+    limits: Ceilings | None
+    facts: Mapping[str, str]
+    progress: bool
+
+
+def measure(
+    shapes: Sequence[str],
+    out: Path,
+    batch: Sequence[int] = BATCH,
+    providers: str | Sequence[str] = DEFAULT_PROVIDERS,
+    ranks: Sequence[int] | None = None,
+    *,
+    slices: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    compile: bool | None = None,
+    backend: str = "inductor",
+    budget_ms: float = 50.0,
+    time_budget_s: float = math.inf,
+    facts: Mapping[str, str] | None = None,
+    progress: bool = True,
+) -> Measured:
+    """Measures the linears of models on several numbers of ranks, and writes out/results.csv after each row; rows that
+    are there already are not measured again.
+
+    shapes: names of shapes.LLAMAS. providers: some of `PROVIDERS`, or "all". ranks: how many; None: those of `RANKS`
+    that there are GPUs for, on a CPU 1 and 2, under torchrun as many as it started. slices: of overlapped sums.
+    device: "cuda", "cpu", or None: GPUs. compile: whether the ranks are compared with one rank under torch.compile,
+    too, at the most rows of the batch; None: on GPUs. backend: of it. budget_ms, time_budget_s, facts: as `measure` of
+    models has them. Where processes fail, those of the other numbers of ranks are measured still; those cells are left.
+
+    Raises ValueError naming the argument; for a file of another machine, too. Raises RuntimeError without GPUs.
+    """
+    where = require_gpu("parallel") if device is None else default_device(device)
+    if str(where) not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected cuda or cpu, as each rank has its own GPU, got {where}")
+    for name in shapes:
+        if name not in LLAMAS:
+            raise ValueError(f"shapes: expected models, some of {', '.join(LLAMAS)}, got {name!r}")
+    if not batch or min(batch) < 1:
+        raise ValueError(f"batch: expected integers from 1 on, got {list(batch)}")
+    for argument, value in (("slices", slices), ("budget_ms", budget_ms), ("time_budget_s", time_budget_s)):
+        if not value > 0:
+            raise ValueError(f"{argument}: expected a positive number, got {value!r}")
+    if where.type == "cuda" and dtype == torch.float32:
+        raise ValueError("dtype: expected torch.float16 or torch.bfloat16 on a GPU, got torch.float32")
+    reasons = {name: MODEL_PROVIDERS[name].unavailable(where, dtype) for name in PROVIDERS}
+    chosen = [MODEL_PROVIDERS[name] for name in choose(providers, reasons)]
+    numbers = _numbers(ranks, where)
+    for name in shapes:
+        for number in numbers:
+            check_ranks(LLAMAS[name], name, number)
+    out.mkdir(parents=True, exist_ok=True)
+    is_compiled = where.type == "cuda" if compile is None else compile
+    setup = _Setup(
+        out / ROWS,
+        dtype,
+        max(batch),
+        backend,
+        budget_ms,
+        time.monotonic() + time_budget_s,
+        ceilings(where),
+        _facts(where) | dict(facts or {}),
+        progress,
+    )
+    todo = {
+        number: _left(_kept(setup), shapes, batch, chosen, number, slices, dtype, where, is_compiled)
+        for number in numbers
+    }
+    broken = 0
+    for number, cells in todo.items():
+        if not cells or time.monotonic() > setup.deadline:
+            continue
+        try:
+            run(number, where.type, partial(_measure_on, setup, cells))
+        except RuntimeError as error:
+            if launched_ranks() is not None:
+                raise
+            broken += 1
+            print(f"parallel: {error}", file=sys.stderr)
+    kept, every = _kept(setup), [cell for cells in todo.values() for cell in cells]
+    failed = len(kept.failures(every))
+    return Measured(kept.results(), failed + broken, len(kept.left(every)) - failed)
+
+
+def _numbers(ranks: Sequence[int] | None, device: torch.device) -> list[int]:
+    """How many ranks to measure. Raises ValueError for more than there are GPUs, or than torchrun has started."""
+    launched = launched_ranks()
+    gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    if ranks is None:
+        if launched is not None:
+            return [launched]
+        return [n for n in RANKS if n <= gpus] if gpus is not None else [1, 2]
+    if not ranks or min(ranks) < 1:
+        raise ValueError(f"ranks: expected integers from 1 on, got {list(ranks)}")
+    if launched is not None and list(ranks) != [launched]:
+        raise ValueError(f"ranks: expected {launched}, the processes of torchrun, got {list(ranks)}")
+    if gpus is not None and max(ranks) > gpus:
+        raise NoGpu(f"parallel needs a GPU for each rank: {gpus} are visible, and {max(ranks)} ranks were asked for")
+    return list(dict.fromkeys(ranks))
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    found = machine_facts(device) | {"method": METHOD + (GRAPHS if on_gpu else CALLS)}
+    if not on_gpu:
+        return found | {"ranks talk by": "gloo"}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    limits = ceilings(device)
+    assert limits is not None
+    return found | {"ranks talk by": f"NCCL {nccl}, {torch.cuda.device_count()} GPUs", "roofline": describe(limits)}
+
+
+def _kept(setup: _Setup) -> KeptRows:
+    return KeptRows(setup.path, "parallel", COLUMNS, setup.facts)
+
+
+def _left(
+    kept: KeptRows,
+    shapes: Sequence[str],
+    batch: Sequence[int],
+    providers: Sequence[ModelProvider],
+    ranks: int,
+    slices: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    compile: bool,
+) -> list[Cell]:
+    """What has no row yet, in the order in which it is measured."""
+    return kept.left(
+        Cell(
+            model,
+            provider.label(device, dtype),
+            dtype_name(dtype),
+            ranks,
+            piece,
+            m,
+            slices,
+            compile and piece == LAYER and m == max(batch),
+        )
+        for model in shapes
+        for provider in providers
+        for piece in (LAYER, *LINEARS)
+        for m in batch
+    )
+
+
+def _measure_on(setup: _Setup, cells: Sequence[Cell], ranks: Ranks) -> None:
+    """Measures cells on these ranks, until the deadline; the first of them writes the rows."""
+    kept = _kept(setup) if ranks.rank == 0 else None
+    providers = {one.label(ranks.device, setup.dtype): one for one in map(MODEL_PROVIDERS.__getitem__, PROVIDERS)}
+    held: tuple[str, str, str] | None = None
+    piece: PieceRows | None = None
+    bar = tqdm(cells, disable=not setup.progress or kept is None, unit="cell", desc=f"{ranks.count} ranks")
+    for cell in bar:
+        if ranks.most(time.monotonic()) > setup.deadline:
+            return
+        bar.set_postfix_str(f"{cell.provider} {cell.piece} M = {cell.m}")
+        rows, error = {}, None
+        try:
+            if held != (held := (cell.model, cell.provider, cell.piece)) or piece is None:
+                piece = None  # its memory is freed first
+                free_unused()
+                piece = PieceRows(
+                    cell.model,
+                    cell.piece,
+                    providers[cell.provider],
+                    setup.max_m,
+                    setup.dtype,
+                    ranks,
+                    setup.limits,
+                    setup.budget_ms,
+                )
+            rows = piece.row(cell, setup.backend)
+        except Exception as caught:  # memory, or a compiler; the rows that follow may still run
+            error = caught
+        if ranks.most(error is not None):
+            rows = {"note": note_of(error or RuntimeError("on another rank"))}
+        if kept is not None:
+            kept.add(cell, [rows])

@@ -1,0 +1,177 @@
+"""The rows of a piece: what its ranks compute compared with one rank, and what it takes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from weightonly.nn.summary import module_bytes
+
+from ..model.providers import ModelProvider
+from ..roofline import Ceilings, activation_bytes, least_us
+from ..shapes import LLAMAS
+from ..timing import Call, CallTimer, captured, copies_beyond_l2, overlapping, time_in_rounds
+from .pieces import LAYER, ROWWISE, Piece, names_of, own_input, own_output, shape_of, sums
+from .ranks import Ranks
+
+METHOD = (
+    "random weights, x random. A layer is its four linears one after another, without attention and norms; what it "
+    "computes is compared with one rank before its timing. product: what a rank multiplies, without the sums; sums: "
+    "the sums over ranks alone; us: both, as the layers run them; overlapped: sums in slices of rows, each under way "
+    "while the next slice is computed. Of all ranks the slowest counts. Weights rotate beyond the L2 cache. Launches "
+    "of a layer overlap, those of single linears do not. "
+)
+GRAPHS = "Times are medians of replays of CUDA graphs."
+CALLS = "Times are medians of single calls."
+
+TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us"]
+ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
+"""Greatest ||y - that of one rank|| / ||that|| of all ranks, sums in slices included."""
+
+_MOST_PERCENT = 2.0  # roundings to 16 bits stay below 1, a wrong part of a weight is near 100
+
+
+Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What tells rows apart. slices: of overlapped sums. compiled: whether the ranks are compared with one rank under
+    torch.compile, too."""
+
+    model: str
+    provider: str  # a label
+    dtype: str
+    ranks: int
+    piece: str  # a linear, or LAYER
+    m: int
+    slices: int
+    compiled: bool
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.provider} {self.piece} M = {self.m}, {self.ranks} ranks"
+
+
+KEY = [field.name for field in fields(Cell)]
+
+
+class PieceRows:
+    """A piece on this rank, with copies of its weights beyond the L2 cache."""
+
+    def __init__(
+        self,
+        model: str,
+        name: str,
+        provider: ModelProvider,
+        max_m: int,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        limits: Ceilings | None,
+        budget_ms: float,
+    ) -> None:
+        """max_m: the most rows of x that will be asked for. limits: of the roofline; None for a CPU."""
+        self.ranks, self.limits, self.budget_ms = ranks, limits, budget_ms
+        self.sizes, self.name, self.dtype = LLAMAS[model], name, dtype
+        device, count = ranks.device, ranks.count
+        whole = Piece(self.sizes, name, dtype, device)
+        provider.quantize(whole)
+        generator = torch.Generator(device).manual_seed(0)
+        k = shape_of(self.sizes, names_of(name)[0])[0]
+        x = torch.randn(max_m, k, generator=generator, device=device, dtype=dtype)  # [max_m, K]
+        with torch.no_grad():
+            self.expected = own_output(whole(x), self.sizes, name, count, ranks.rank)  # [max_m, N of this rank]
+        self.weight_bytes = module_bytes(whole) // count
+        copies = int(ranks.most(copies_beyond_l2(self.weight_bytes, device)))
+        pieces = [copy.deepcopy(whole) for _ in range(copies - 1)] + [whole]
+        self.pieces = pieces if ranks.mesh is None else [piece.cut(ranks.mesh) for piece in pieces]
+        self.x = own_input(x, name, count, ranks.rank)  # [max_m, K of this rank]
+
+    @torch.no_grad()
+    def row(self, cell: Cell, backend: str = "inductor") -> dict[str, Any]:
+        """Compares a cell and times it. backend: of torch.compile. Raises RuntimeError, on all ranks, for a wrong y."""
+        x, piece = self.x[: cell.m], self.pieces[0]
+        has_slices = self.ranks.count > 1 and min(cell.m, cell.slices) > 1 and piece.rowwise and piece.is_packed
+        slices = [1, cell.slices] if has_slices else [1]
+        errors = self._errors(x, slices, backend if cell.compiled else None)
+        return errors | self._times(x, slices) | {"roofline_us": self._roofline_us(cell.m)}
+
+    # --- compared with one rank ------------------------------------------------------------------------------------
+
+    def _errors(self, x: torch.Tensor, slices: list[int], backend: str | None) -> dict[str, float]:
+        """`ERRORS`; NaN for what is not asked for."""
+        piece, device = self.pieces[-1], self.ranks.device
+        found: dict[str, list[float]] = {name: [] for name in ERRORS}
+        for number in slices:
+            piece.set_slices(number)
+            ways: list[Way | None] = [piece, partial(_replayed, piece, device) if device.type == "cuda" else None, None]
+            if backend is not None:
+                torch.compiler.reset()
+                ways[-1] = torch.compile(piece, dynamic=False, backend=backend)
+            for name, way in zip(ERRORS, ways, strict=True):
+                if way is not None:
+                    found[name].append(self._error(name, way(x)))
+        piece.set_slices(1)
+        return {name: max(errors, default=math.nan) for name, errors in found.items()}
+
+    def _error(self, name: str, y: torch.Tensor) -> float:
+        expected = self.expected[: y.shape[0]].float()
+        percent = float(100 * (y.float() - expected).norm() / expected.norm())
+        percent = self.ranks.most(percent if math.isfinite(percent) else math.inf)
+        if not percent <= _MOST_PERCENT:
+            way = name.partition("_")[0]
+            raise RuntimeError(f"{way}: error of {percent:.3g}% against one rank, expected at most {_MOST_PERCENT}%")
+        return percent
+
+    # --- times -----------------------------------------------------------------------------------------------------
+
+    def _times(self, x: torch.Tensor, slices: list[int]) -> dict[str, float]:
+        count = copies_beyond_l2(self.weight_bytes, self.ranks.device, x.nbytes)
+        pieces = self.pieces[: int(self.ranks.most(count))]
+        calls: dict[str, list[Call]] = {"product_us": [partial(piece.products, x) for piece in pieces]}
+        mesh, rowwise = self.ranks.mesh, pieces[0].rowwise
+        if mesh is not None and rowwise:
+            columns = [shape_of(self.sizes, name)[1] for name in rowwise]
+            terms = [torch.randn(x.shape[0], n, device=x.device, dtype=x.dtype) for n in columns]  # (M, N) each
+            calls["sums_us"] = [partial(sums, mesh, terms)]
+            for name, number in zip(("us", "overlapped_us"), slices, strict=False):
+                calls[name] = [partial(_run, piece, number, x) for piece in pieces]
+        timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
+        with overlapping(self.name == LAYER):
+            timings = time_in_rounds(timers, self.budget_ms)
+        found = {name: self.ranks.most(timing.us) for name, timing in zip(calls, timings, strict=True)}
+        found["product_us_min"] = self.ranks.most(timings[0].min_us)
+        return dict.fromkeys(TIMES, math.nan) | {"us": found["product_us"]} | found
+
+    def _roofline_us(self, m: int) -> float:
+        """Of the products of a rank; NaN on a CPU."""
+        if self.limits is None:
+            return math.nan
+        shapes = [shape_of(self.sizes, name) for name in names_of(self.name)]
+        count = self.ranks.count
+        moved = float(self.weight_bytes)
+        for name, (k, n) in zip(names_of(self.name), shapes, strict=True):
+            own_k, own_n = (k // count, n) if name in ROWWISE else (k, n // count)
+            moved += activation_bytes(m, own_k, own_n, self.dtype)
+        operations = 2 * m * sum(k * n for k, n in shapes) // count
+        return least_us(moved, operations, self.limits) + len(shapes) * self.limits.launch_us
+
+
+def _run(piece: Piece, slices: int, x: torch.Tensor) -> torch.Tensor:
+    piece.set_slices(slices)
+    return piece(x)
+
+
+def _replayed(piece: Piece, device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """y of a replay of a CUDA graph, whose memory held NaN before it."""
+    results: list[torch.Tensor] = []
+    replay = captured(lambda: results.append(piece(x)), device)
+    results[-1].fill_(torch.nan)
+    replay()
+    torch.cuda.synchronize(device)
+    return results[-1].clone()
