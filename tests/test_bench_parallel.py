@@ -119,7 +119,7 @@ def test_a_rank_that_fails_stops_the_others() -> None:
 
 @pytest.mark.parametrize("provider", ["ours-int4", "dense"])
 def test_products_of_one_rank_are_the_layer(provider: str) -> None:
-    piece = Piece(TINY, LAYER, torch.float32, CPU)
+    piece: Any = Piece(TINY, LAYER, torch.float32, CPU)
     MODEL_PROVIDERS[provider].quantize(piece)
     assert [name for name, _ in piece.named_children()] == list(LINEARS)
     assert piece.is_packed == (provider != "dense") and piece.rowwise == ["o", "down"]
