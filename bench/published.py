@@ -17,8 +17,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from .kept import read as read_kept
 from .model import tables as models
-from .model.measure import read as read_models
+from .model.measure import COLUMNS as OF_MODELS
 from .model.providers import MODEL_PROVIDERS
 from .report import results
 from .report.tables import Part, geometric_mean, lost, parts
@@ -82,7 +83,7 @@ def peer_speedups() -> pd.DataFrame:
 
 def model_rows() -> pd.DataFrame:
     """What `bench model` measured, without the rows that have no times."""
-    rows = read_models(MEASUREMENTS / "h200_models.csv").rows
+    rows = read_kept(MEASUREMENTS / "h200_models.csv", "model", OF_MODELS).rows
     return rows[rows["note"] == ""]
 
 
