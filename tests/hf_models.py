@@ -15,6 +15,7 @@ from formats_llama import MODELS as QUANTIZED
 from formats_llama import VOCABULARY as QUANTIZED_VOCABULARY
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -28,6 +29,7 @@ from transformers import (
 
 import weightonly as wo
 from weightonly.formats import QuantizedLayer
+from weightonly.hf import WeightOnlyConfig
 
 VOCABULARY = 96
 TOKENS = torch.arange(24).view(2, 12) * 7 % VOCABULARY
@@ -89,6 +91,18 @@ def saved(folder: Path, make: Callable[[], PreTrainedModel], dtype: torch.dtype 
     """A folder that transformers wrote of `seeded(make)`."""
     seeded(make).to(dtype).save_pretrained(folder)
     return folder
+
+
+def quantized(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    config = WeightOnlyConfig(**{"group_size": 64} | options)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
+
+
+def dense_and_packed(path: Path) -> tuple[Path, Path, torch.Tensor]:
+    """A dense folder, a packed one, and the logits of the packed one."""
+    model = quantized(saved(path / "dense", llama))
+    model.save_pretrained(path / "packed")
+    return path / "dense", path / "packed", logits(model)
 
 
 @torch.no_grad()

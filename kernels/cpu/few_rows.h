@@ -88,13 +88,13 @@ inline bool few_rows(GemmParams const& p, int first, int rows) {
       x_sums[g * rows + m] = sum_of_row(p, first + m, g * p.group_size, end);
     }
   }
-  constexpr int kTicketPanels = 4;
+  int const ticket_panels = panels_of_ticket(p, 4);
   FewRowsPanel const multiply = few_rows_of(p.format, rows);
   std::atomic<bool> ok{true};
   int const panels = panels_of(p);
-  parallel_for(divide_up(panels, kTicketPanels), p.threads, [&](int64_t ticket) {
-    int const begin = int(ticket) * kTicketPanels, end = least(begin + kTicketPanels, panels);
-    int64_t const bytes = p.block_order == nullptr ? 0 : kTicketPanels * panel_bytes(p);
+  parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
+    int const begin = int(ticket) * ticket_panels, end = least(begin + ticket_panels, panels);
+    int64_t const bytes = p.block_order == nullptr ? 0 : ticket_panels * panel_bytes(p);
     auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
     auto* scales = Scratch<2>::get<float>(int64_t(2) * p.groups * kPanel);
     if (scratch == nullptr || scales == nullptr) {

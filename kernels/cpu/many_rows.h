@@ -8,7 +8,7 @@
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
 constexpr int kBlockRows = 512;    // of the weight: 64 KiB as floats in each panel
-constexpr int kTicketPanels = 4;   // 128 columns: a block of x is read once for all of them
+constexpr int kMostPanels = 4;  // of a ticket, 128 columns: a block of x is read once for all of them
 
 /// w [rows][32]: rows k_begin .. k_begin + rows - 1 of a panel, scaled; (q - z) * s as the equation has it.
 template <int kFormat>
@@ -90,10 +90,10 @@ inline bool many_rows(GemmParams const& p, int first, int rows) {
   });
   int const depth_of_all = rows_of(p);
   std::atomic<bool> ok{true};
-  int const panels = panels_of(p);
-  parallel_for(divide_up(panels, kTicketPanels), p.threads, [&](int64_t ticket) {
-    int const begin = int(ticket) * kTicketPanels, count = least(kTicketPanels, panels - begin);
-    int64_t const bytes = p.block_order == nullptr ? 0 : kTicketPanels * panel_bytes(p);
+  int const panels = panels_of(p), ticket_panels = panels_of_ticket(p, kMostPanels);
+  parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
+    int const begin = int(ticket) * ticket_panels, count = least(ticket_panels, panels - begin);
+    int64_t const bytes = p.block_order == nullptr ? 0 : ticket_panels * panel_bytes(p);
     int64_t const of_scales = int64_t(p.groups) * kPanel, of_sums = int64_t(tiles) * tile_rows * kPanel;
     auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
     auto* scales = Scratch<2>::get<float>(2 * count * of_scales);

@@ -229,8 +229,7 @@ inline bool rows_in_tiles(GemmParams const& p, int first, int rows) {
   });
   std::atomic<bool> ok{true};
   int const panels = panels_of(p);
-  int ticket_panels = rows > 2 * kTileRows ? kManyPanels : kFewPanels;
-  while (ticket_panels > 2 && divide_up(panels, ticket_panels) < 4 * p.threads) ticket_panels /= 2;
+  int const ticket_panels = panels_of_ticket(p, rows > 2 * kTileRows ? kManyPanels : kFewPanels);
   parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
     int const begin = int(ticket) * ticket_panels, width = least(ticket_panels, panels - begin);
     int64_t const bytes = p.block_order == nullptr ? 0 : (width + 1) / 2 * 2 * panel_bytes(p);

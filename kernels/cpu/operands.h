@@ -10,6 +10,12 @@ inline int least(int a, int b) {
   return a < b ? a : b;
 }
 
+/// Panels of a ticket: `most`, or half as many and again, down to 2, where threads would get fewer than four tickets each.
+inline int panels_of_ticket(GemmParams const& p, int most) {
+  while (most > 2 && divide_up(panels_of(p), most) < 4 * p.threads) most /= 2;
+  return most;
+}
+
 /// Scales or zeros of a panel as floats [groups][32], zeros beyond column n.
 inline void load_panel(GemmParams const& p, void const* source, int panel, float* out) {
   for (int g = 0; g < p.groups; ++g) {
