@@ -1,7 +1,8 @@
 """Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
-(`model`), their linears on several GPUs (`parallel`), what a call costs the host (`host`) and the conversions of whole
-weights (`conversions`); compare the heuristic's choice with the best configuration (`regret`), or replace it by what is
-measured to be the quickest on this GPU (`tune`); try random calls (`fuzz`)."""
+(`model`), their linears on several GPUs (`parallel`), mixtures of experts (`experts`), what a call costs the host
+(`host`) and the conversions of whole weights (`conversions`); compare the heuristic's choice with the best
+configuration (`regret`), or replace it by what is measured to be the quickest on this GPU (`tune`); try random calls
+(`fuzz`)."""
 
 from __future__ import annotations
 

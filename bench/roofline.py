@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weightonly.heuristics.problem import FORMATS
+
 _COPY_BYTES = 1 << 30
 _MATMUL_SIZE = 8192
 _LAUNCH_US = 1.5
@@ -86,6 +88,29 @@ def roofline_us(
         return math.nan
     moved = weight_bytes(k, n, bits, group_size, symmetric) + activation_bytes(m, k, n)
     return least_us(moved, 2 * m * n * k, limits) + limits.launch_us
+
+
+def experts_roofline_us(
+    experts: int,
+    rows: int,
+    k: int,
+    n: int,
+    *,
+    format: str,
+    group_size: int,
+    x_rows: int,
+    y_rows: int,
+    limits: Ceilings | None,
+) -> float:
+    """The roofline in us of a grouped product of `rows` rows by the weights [k, n] of their experts; NaN for a CPU.
+
+    experts: how many have rows; the weights of the others are not read. x_rows, y_rows: rows of x and y that are moved;
+    fewer than `rows` where each token is read, or written, once for all of its experts.
+    """
+    if limits is None:
+        return math.nan
+    moved = experts * weight_bytes(k, n, FORMATS[format], group_size, symmetric=True) + 2 * (x_rows * k + y_rows * n)
+    return least_us(moved, 2 * rows * n * k, limits) + limits.launch_us
 
 
 def least_us(moved_bytes: float, operations: float, limits: Ceilings) -> float:

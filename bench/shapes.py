@@ -55,6 +55,33 @@ NAMED: dict[str, tuple[Shape, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class MixtureSizes:
+    """The sizes of the experts of a mixture: w13 [hidden, 2 inner] is gate and up, w2 [inner, hidden] down.
+
+    format: in which its weights are measured.
+    """
+
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    format: str = "int4"
+
+    def shape(self, product: str) -> Shape:
+        """(K, N) of "w13" or "w2"."""
+        return {"w13": (self.hidden, 2 * self.inner), "w2": (self.inner, self.hidden)}[product]
+
+
+MIXTURES: dict[str, MixtureSizes] = {
+    "mixtral-8x7b": MixtureSizes(4096, 14336, experts=8, top_k=2),
+    "qwen3-30b-a3b": MixtureSizes(2048, 768, experts=128, top_k=8),
+    "deepseek-v3": MixtureSizes(7168, 2048, experts=256, top_k=8),
+    "gpt-oss-120b": MixtureSizes(2880, 2880, experts=128, top_k=4, format="mxfp4"),
+    "tiny": MixtureSizes(128, 128, experts=8, top_k=2),  # for a CPU: a second or two
+}
+
+
 def _parse_one(text: str) -> tuple[Shape, ...]:
     """A name of `NAMED`, or "KxN"."""
     if text in NAMED:

@@ -23,7 +23,7 @@ from weightonly.bench.parallel import measure as measure_module
 from weightonly.bench.parallel import rows as rows_module
 from weightonly.bench.parallel.measure import COLUMNS, measure
 from weightonly.bench.parallel.pieces import LAYER, LINEARS, Piece, check_ranks, local_product
-from weightonly.bench.parallel.ranks import Ranks, run
+from weightonly.bench.parallel.ranks import Ranks, RanksApart, run
 from weightonly.bench.parallel.rows import Cell, PieceRows
 from weightonly.bench.parallel.tables import markdown, reductions, scaling, times_dense, write
 from weightonly.bench.report.results import Results
@@ -99,8 +99,14 @@ def _unequal(ranks: Ranks) -> None:
     assert ranks.most(float(ranks.rank)) == ranks.count - 1
 
 
+def _apart(ranks: Ranks) -> None:
+    """A rank that has failed does not take the others' numbers for its own."""
+    with pytest.raises(RanksApart, match=r"^ranks are apart, at steps 0 and 1$"):
+        ranks.most(7.0, step=ranks.rank)
+
+
 @over_gloo
-@pytest.mark.parametrize("work", [_compiled, _unequal], ids=["compiled", "unequal ranks"])
+@pytest.mark.parametrize("work", [_compiled, _unequal, _apart], ids=["compiled", "unequal ranks", "apart"])
 def test_on_two_ranks(work: Any) -> None:
     run(2, "cpu", work)
 

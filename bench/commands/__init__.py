@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from . import chain, conversions, fuzz, host, model, parallel, regret, report, sweep, tune
+from . import chain, conversions, experts, fuzz, host, model, parallel, regret, report, sweep, tune
 
 
 class Command(Protocol):
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "chain": chain,
     "model": model,
     "parallel": parallel,
+    "experts": experts,
     "conversions": conversions,
     "regret": regret,
     "tune": tune,

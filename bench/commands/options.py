@@ -36,9 +36,9 @@ def add_shapes(parser: argparse.ArgumentParser, default: str, help: str = "of w"
     parser.add_argument("--shapes", default=default, help=f"{help}: {known} or KxN, by commas (default {default})")
 
 
-def add_batch(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
+def add_batch(parser: argparse.ArgumentParser, default: Sequence[int], what: str = "rows of x") -> None:
     listed = ",".join(map(str, default))
-    parser.add_argument("--batch", type=integers, default=list(default), help=f"rows of x (default {listed})")
+    parser.add_argument("--batch", type=integers, default=list(default), help=f"{what} (default {listed})")
 
 
 def add_weights(parser: argparse.ArgumentParser, *, format: bool = True) -> None:

@@ -24,7 +24,7 @@ from ..shapes import LLAMAS
 from ..weights import dtype_name
 from . import BATCH, DEFAULT_PROVIDERS, PROVIDERS, RANKS
 from .pieces import LAYER, LINEARS, check_ranks
-from .ranks import Ranks, launched_ranks, run
+from .ranks import Ranks, RanksApart, launched_ranks, run
 from .rows import CALLS, ERRORS, GRAPHS, KEY, METHOD, TIMES, Cell, PieceRows
 
 COLUMNS = [*KEY, *TIMES, *ERRORS, "note"]
@@ -216,7 +216,11 @@ def _measure_on(setup: _Setup, cells: Sequence[Cell], ranks: Ranks) -> None:
             rows = piece.row(cell, setup.backend)
         except Exception as caught:  # memory, or a compiler; the rows that follow may still run
             error = caught
-        if ranks.most(error is not None):
+        try:
+            has_failed = ranks.most(error is not None, step=1)
+        except RanksApart as apart:
+            raise error or apart from apart
+        if has_failed:
             rows = {"note": note_of(error or RuntimeError("on another rank"))}
         if kept is not None:
             kept.add(cell, [rows])

@@ -19,6 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _TIMEOUT = datetime.timedelta(minutes=5)  # a rank that waits so long for another gives up: compiling takes its time
 
 
+class RanksApart(RuntimeError):
+    """Ranks are at different steps: one of them failed where the others did not."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks, as one of them sees them. mesh: None where there is one alone, which sends nothing."""
@@ -29,14 +33,17 @@ class Ranks:
     mesh: DeviceMesh | None
     control: distributed.ProcessGroup | None
 
-    def most(self, value: float) -> float:
-        """The greatest value of all ranks, each of which gives one."""
+    def most(self, value: float, step: int = 0) -> float:
+        """The greatest value of all ranks, each of which gives one. Raises RanksApart where steps differ."""
         if self.control is None:
             return float(value)
-        tensor = torch.tensor(float(value), dtype=torch.float64, device=self.device)
-        # In a group of its own: a rank whose product failed meets no other there in the middle of a sum.
+        tensor = torch.tensor([float(value), step, -step], dtype=torch.float64, device=self.device)
+        # In a group of its own: a rank that failed meets no other there in the middle of a sum.
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.control)
-        return tensor.item()
+        greatest, last, first = tensor.tolist()
+        if last != -first:
+            raise RanksApart(f"ranks are apart, at steps {int(-first)} and {int(last)}")
+        return float(greatest)
 
 
 Work = Callable[[Ranks], None]

@@ -1,0 +1,11 @@
+"""Mixtures of experts: the two grouped products and the whole layer, for each number of tokens.
+
+`python -m weightonly.bench experts --out experts` compares `grouped_gemm` and `fused_experts` with one `gemm` for each
+expert and with torch's bf16 grouped product.
+
+    routing.py    which tokens go to which experts
+    stacks.py     the random weights of all experts, and the results that providers must give
+    providers.py  what multiplies by them
+    measure.py    measures them within a time budget, and writes each row as it comes
+    tables.py     the tables
+"""
