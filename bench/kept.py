@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -98,3 +99,10 @@ def note_of(error: Exception) -> str:
     if isinstance(error, DoesNotFit | torch.cuda.OutOfMemoryError):
         return f"does not fit: {line}"
     return f"{_FAILED}{type(error).__name__}: {line}"
+
+
+def require_packages(command: str, *packages: str) -> None:
+    """Raises ImportError, which says what installs it, for a package that is not there."""
+    for name in packages:
+        if find_spec(name) is None:
+            raise ImportError(f"bench {command} needs the package {name}: pip install '.[bench,hf]'")

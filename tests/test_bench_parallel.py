@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from weightonly.bench.kept import read
 from weightonly.bench.model.providers import MODEL_PROVIDERS
 from weightonly.bench.parallel import measure as measure_module
 from weightonly.bench.parallel import rows as rows_module
+from weightonly.bench.parallel.decode import DecodeRows
 from weightonly.bench.parallel.measure import COLUMNS, measure
 from weightonly.bench.parallel.pieces import LAYER, LINEARS, Piece, check_ranks, local_product
 from weightonly.bench.parallel.ranks import Ranks, RanksApart, run
 from weightonly.bench.parallel.rows import Cell, PieceRows
-from weightonly.bench.parallel.tables import markdown, reductions, scaling, times_dense, write
+from weightonly.bench.parallel.tables import markdown, reductions, scaling, times_dense, tokens, write
 from weightonly.bench.report.results import Results
 from weightonly.bench.shapes import LLAMAS
 from weightonly.bench.timing import CallTimer, time_in_rounds
@@ -105,8 +107,27 @@ def _apart(ranks: Ranks) -> None:
         ranks.most(7.0, step=ranks.rank)
 
 
+def _greedy(ranks: Ranks) -> None:
+    """Models whose layers are cut write the tokens of the whole ones, compiled, too."""
+    for name in ("ours-int4", "dense"):
+        provider = MODEL_PROVIDERS[name]
+        whole = DecodeRows("tiny", 2, provider, torch.float32, ALONE, 0.1).decoder(2, 40)
+        part = DecodeRows("tiny", 2, provider, torch.float32, ranks, 0.1)
+        prompt = whole.random_tokens(7)
+        expected = whole.greedy(prompt, 9)
+        assert torch.equal(part.decoder(2, 40).greedy(prompt, 9), expected), name
+        assert part.decoder(2, 40).caches[0].keys.shape[1] == TINY.kv_heads // 2
+        if name != "dense":
+            assert part.built.weight_bytes < sum(p.nbytes for p in whole.model.parameters())
+            assert torch.equal(part.decoder(2, 40, True, "aot_eager").greedy(prompt, 9), expected)
+
+
 @over_gloo
-@pytest.mark.parametrize("work", [_compiled, _unequal, _apart], ids=["compiled", "unequal ranks", "apart"])
+@pytest.mark.parametrize(
+    "work",
+    [_compiled, _unequal, _apart, _greedy],
+    ids=["compiled", "unequal ranks", "apart", "greedy tokens"],
+)
 def test_on_two_ranks(work: Any) -> None:
     run(2, "cpu", work)
 
@@ -114,7 +135,7 @@ def test_on_two_ranks(work: Any) -> None:
 def _fails(text: str, ranks: Ranks) -> None:
     if ranks.rank == 1:
         raise ValueError(text)
-    ranks.most(0)
+    time.sleep(600)  # in no call that would notice by itself
 
 
 @over_gloo
@@ -162,6 +183,21 @@ def test_a_time_budget_leaves_cells_for_the_next_run(tmp_path: Path, capsys: pyt
     assert captured.err.splitlines()[-1] == "40 cells are left: the same command measures them" and not captured.out
 
 
+def test_decode_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "run", lambda count, device, work: work(ALONE))  # in this process
+    options = "--ranks 1 --batch 1 --providers dense --decode 3 --context 20 --layers 1"
+    assert main(command(tmp_path, *options.split())) == 0
+    rows = read(tmp_path / "results.csv", "parallel", COLUMNS).rows
+    (step,) = rows[rows["piece"] == "decode"].to_dict("records")
+    assert (step["m"], step["layers"], step["context"]) == (3, 1, 20) and pd.isna(step["product_us"])
+    assert step["tokens_s"] == pytest.approx(3e6 / step["us"], rel=0.01)
+    assert set(rows["layers"]) == {0, 1} and len(rows) == 6
+    text = (tmp_path / "parallel.md").read_text()
+    assert "## tiny, bf16, 1 layers: tokens/s of decode steps after 20 tokens" in text
+    two = pd.concat([rows, rows.assign(ranks=2, tokens_s=2 * rows["tokens_s"])])
+    assert tokens(two[two["piece"] == "decode"])["2 x 1 rank"].to_list() == [2.0]
+
+
 def made_up() -> pd.DataFrame:
     """Products that scale to 80% of ideal on two ranks, sums of 10 us of which half is hidden."""
     rows = []
@@ -178,7 +214,15 @@ def made_up() -> pd.DataFrame:
                     "piece": "down",
                     "m": m,
                 }
-                row |= {"slices": 4, "compiled": False, "product_us": product, "us": both, "overlapped_us": overlapped}
+                row |= {
+                    "layers": 0,
+                    "context": 0,
+                    "slices": 4,
+                    "compiled": False,
+                    "product_us": product,
+                    "us": both,
+                    "overlapped_us": overlapped,
+                }
                 row |= {"sums_us": float("nan") if ranks == 1 else 9.0, "roofline_us": product / 2, "note": ""}
                 rows.append(row | {"eager_error_percent": 0.25, "graph_error_percent": 0.5})
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -220,6 +264,9 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--ranks 0", r"ranks: expected integers from 1 on, got \[0\]"),
         ("--ranks 3", "ranks: expected a divisor of 128, of qkv of tiny, got 3"),
+        ("--decode 0", r"decode: expected integers from 1 on, got \[0\]"),
+        ("--context 0", "context: expected a positive number, got 0"),
+        ("--layers 0", "layers: expected a positive number, got 0"),
         ("--slices 0", "slices: expected a positive number, got 0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),

@@ -26,9 +26,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--providers", default=default, help=f"all, or some of {cut} (default {default})")
     shared.add_batch(parser, BATCH)
     parser.add_argument("--slices", type=int, default=4, help="of rows, of overlapped sums (default 4)")
+    parser.add_argument(
+        "--decode", metavar="LINES", type=shared.integers, default=[], help="such as 1,16: also steps of whole models"
+    )
+    parser.add_argument("--context", type=int, default=512, help="tokens before a decode step (default 512)")
+    parser.add_argument("--layers", type=int, help="of whole models (default: all that they have)")
     shared.add_run(parser, dtype="bf16")
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="compare under torch.compile, too (default: on GPUs)"
+        "--compile", action=argparse.BooleanOptionalAction, help="a layer, too, and steps (default: on GPUs)"
     )
     shared.add_time_budget(parser)
 
@@ -57,6 +62,9 @@ def run(options: argparse.Namespace) -> int:
         shared.providers(options),
         options.ranks,
         slices=options.slices,
+        decode=options.decode,
+        context=options.context,
+        layers=options.layers,
         compile=options.compile,
         time_budget_s=options.time_budget,
         facts={"command": options.command_line},

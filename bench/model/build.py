@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,12 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    cut: Callable[[torch.nn.Module], None] | None = None,
     progress: bool = False,
 ) -> Built:
     """A LlamaForCausalLM in eval mode whose decoder layers `provider` has quantized.
+
+    cut: called with each of them then; what it leaves of the layer is kept.
 
     The weights of a layer depend on its place alone: all providers quantize the same. Raises DoesNotFit, after the
     first layer, where all of them and the embeddings are larger than the free memory of the device. Raises what the
@@ -87,6 +91,8 @@ def build(
         wait(device)
         start = time.perf_counter()
         provider.quantize(layer)
+        if cut is not None:
+            cut(layer)
         wait(device)
         load_s += time.perf_counter() - start
         if place == 0:

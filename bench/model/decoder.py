@@ -30,11 +30,18 @@ _CHECK_LAYERS = 32
 class Decoder:
     """A model, with a static cache of [batch, kv_heads, length, head_dim] for each layer.
 
-    compile: the decode step by torch.compile. backend: of it.
+    compile: the decode step by torch.compile. backend: of it. kv_heads: of a model of which some are here; None: all.
     """
 
     def __init__(
-        self, model: Any, batch: int, length: int, *, compile: bool, backend: str | Callable[..., Any] = "inductor"
+        self,
+        model: Any,
+        batch: int,
+        length: int,
+        *,
+        compile: bool,
+        backend: str | Callable[..., Any] = "inductor",
+        kv_heads: int | None = None,
     ) -> None:
         from transformers import StaticCache
 
@@ -42,7 +49,8 @@ class Decoder:
         self.model, self.batch, self.length, self.device = model, batch, length, weight.device
         self.compiled = compile
         cache = StaticCache(config, max_cache_len=length)
-        cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
+        heads = config.num_key_value_heads if kv_heads is None else kv_heads
+        cache.early_initialization(batch, heads, config.head_dim, weight.dtype, weight.device)
         self.caches: list[Any] = cache.layers
         # Its length counts the tokens of a cache, and each call of a layer adds to it: set before each.
         self._lengths = [layer.cumulative_length for layer in self.caches]

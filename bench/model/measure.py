@@ -14,7 +14,7 @@ from tqdm import tqdm
 from weightonly.device import gpu_state
 
 from ..devices import default_device, require_gpu
-from ..kept import ROWS, KeptRows, Measured, note_of
+from ..kept import ROWS, KeptRows, Measured, note_of, require_packages
 from ..providers import choose
 from ..report.facts import machine_facts
 from ..roofline import ceilings, describe
@@ -67,7 +67,7 @@ def measure(
             raise ValueError(f"{argument}: expected a positive number, got {value!r}")
     if where.type == "cuda" and dtype == torch.float32:
         raise ValueError("dtype: expected torch.float16 or torch.bfloat16 on a GPU, got torch.float32")
-    _require("transformers", *(["peft"] if "train" in measures else []))
+    require_packages("model", "transformers", *(["peft"] if "train" in measures else []))
     reasons = {name: one.unavailable(where, dtype) for name, one in MODEL_PROVIDERS.items()}
     chosen = [MODEL_PROVIDERS[name] for name in choose(providers, reasons)]
     for name, reason in reasons.items():
@@ -159,12 +159,3 @@ def _measures(measures: Sequence[str] | None, device: torch.device) -> list[str]
     if not measures:
         raise ValueError(f"measures: expected some of {', '.join(MEASURES)}, got none")
     return list(measures)
-
-
-def _require(*packages: str) -> None:
-    """Raises ImportError, which says what installs it, for a package that is not there."""
-    from importlib.util import find_spec
-
-    for name in packages:
-        if find_spec(name) is None:
-            raise ImportError(f"bench model needs the package {name}: pip install '.[bench,hf]'")

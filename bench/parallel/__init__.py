@@ -5,6 +5,7 @@ it takes the processes that are there.
 
     ranks.py    the processes, as one of them sees the others
     pieces.py   a linear, or all of a decoder layer, whole and cut
+    decode.py   decode steps of whole models
     rows.py     the rows of a piece: compared with one rank, then timed
     measure.py  measures them within a time budget, and writes each as it comes
     tables.py   the tables

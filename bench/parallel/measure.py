@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ..devices import NoGpu, default_device, require_gpu
-from ..kept import ROWS, KeptRows, Measured, note_of
+from ..kept import ROWS, KeptRows, Measured, note_of, require_packages
 from ..model.providers import MODEL_PROVIDERS, ModelProvider
 from ..model.rows import free_unused
 from ..providers import choose
@@ -23,6 +23,7 @@ from ..roofline import Ceilings, ceilings, describe
 from ..shapes import LLAMAS
 from ..weights import dtype_name
 from . import BATCH, DEFAULT_PROVIDERS, PROVIDERS, RANKS
+from .decode import STEP, DecodeRows
 from .pieces import LAYER, LINEARS, check_ranks
 from .ranks import Ranks, RanksApart, launched_ranks, run
 from .rows import CALLS, ERRORS, GRAPHS, KEY, METHOD, TIMES, Cell, PieceRows
@@ -53,6 +54,9 @@ def measure(
     ranks: Sequence[int] | None = None,
     *,
     slices: int = 4,
+    decode: Sequence[int] = (),
+    context: int = 512,
+    layers: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     compile: bool | None = None,
@@ -67,6 +71,7 @@ def measure(
 
     shapes: names of shapes.LLAMAS. providers: some of `PROVIDERS`, or "all". ranks: how many; None: those of `RANKS`
     that there are GPUs for, on a CPU 1 and 2, under torchrun as many as it started. slices: of overlapped sums.
+    decode: lines of decode steps of whole models, after `context` tokens each, of `layers` decoder layers (None: all).
     device: "cuda", "cpu", or None: GPUs. compile: whether the ranks are compared with one rank under torch.compile,
     too, at the most rows of the batch; None: on GPUs. backend: of it. budget_ms, time_budget_s, facts: as `measure` of
     models has them. Where processes fail, those of the other numbers of ranks are measured still; those cells are left.
@@ -81,7 +86,10 @@ def measure(
             raise ValueError(f"shapes: expected models, some of {', '.join(LLAMAS)}, got {name!r}")
     if not batch or min(batch) < 1:
         raise ValueError(f"batch: expected integers from 1 on, got {list(batch)}")
-    for argument, value in (("slices", slices), ("budget_ms", budget_ms), ("time_budget_s", time_budget_s)):
+    if decode and min(decode) < 1:
+        raise ValueError(f"decode: expected integers from 1 on, got {list(decode)}")
+    positive = {"slices": slices, "context": context, "layers": 1 if layers is None else layers}
+    for argument, value in (positive | {"budget_ms": budget_ms, "time_budget_s": time_budget_s}).items():
         if not value > 0:
             raise ValueError(f"{argument}: expected a positive number, got {value!r}")
     if where.type == "cuda" and dtype == torch.float32:
@@ -92,6 +100,8 @@ def measure(
     for name in shapes:
         for number in numbers:
             check_ranks(LLAMAS[name], name, number)
+    if decode:
+        require_packages("parallel", "transformers")
     out.mkdir(parents=True, exist_ok=True)
     is_compiled = where.type == "cuda" if compile is None else compile
     setup = _Setup(
@@ -105,10 +115,30 @@ def measure(
         _facts(where) | dict(facts or {}),
         progress,
     )
-    todo = {
-        number: _left(_kept(setup), shapes, batch, chosen, number, slices, dtype, where, is_compiled)
-        for number in numbers
-    }
+    kept, labels = _kept(setup), [provider.label(where, dtype) for provider in chosen]
+    todo: dict[int, list[Cell]] = {}
+    for number in numbers:
+        pieces = [
+            Cell(
+                *(model, label, dtype_name(dtype), number, piece, m, slices),
+                compiled=is_compiled and piece == LAYER and m == max(batch),
+            )
+            for model in shapes
+            for label in labels
+            for piece in (LAYER, *LINEARS)
+            for m in batch
+        ]
+        steps = [
+            Cell(
+                *(model, label, dtype_name(dtype), number, STEP, m, 1, is_compiled),
+                layers=layers or LLAMAS[model].layers,
+                context=context,
+            )
+            for model in shapes
+            for label in labels
+            for m in decode
+        ]
+        todo[number] = kept.left(pieces + steps)
     broken = 0
     for number, cells in todo.items():
         if not cells or time.monotonic() > setup.deadline:
@@ -157,42 +187,12 @@ def _kept(setup: _Setup) -> KeptRows:
     return KeptRows(setup.path, "parallel", COLUMNS, setup.facts)
 
 
-def _left(
-    kept: KeptRows,
-    shapes: Sequence[str],
-    batch: Sequence[int],
-    providers: Sequence[ModelProvider],
-    ranks: int,
-    slices: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    compile: bool,
-) -> list[Cell]:
-    """What has no row yet, in the order in which it is measured."""
-    return kept.left(
-        Cell(
-            model,
-            provider.label(device, dtype),
-            dtype_name(dtype),
-            ranks,
-            piece,
-            m,
-            slices,
-            compile and piece == LAYER and m == max(batch),
-        )
-        for model in shapes
-        for provider in providers
-        for piece in (LAYER, *LINEARS)
-        for m in batch
-    )
-
-
 def _measure_on(setup: _Setup, cells: Sequence[Cell], ranks: Ranks) -> None:
     """Measures cells on these ranks, until the deadline; the first of them writes the rows."""
     kept = _kept(setup) if ranks.rank == 0 else None
     providers = {one.label(ranks.device, setup.dtype): one for one in map(MODEL_PROVIDERS.__getitem__, PROVIDERS)}
-    held: tuple[str, str, str] | None = None
-    piece: PieceRows | None = None
+    held: tuple[str, str, str, int] | None = None
+    measured: PieceRows | DecodeRows | None = None
     bar = tqdm(cells, disable=not setup.progress or kept is None, unit="cell", desc=f"{ranks.count} ranks")
     for cell in bar:
         if ranks.most(time.monotonic()) > setup.deadline:
@@ -200,20 +200,11 @@ def _measure_on(setup: _Setup, cells: Sequence[Cell], ranks: Ranks) -> None:
         bar.set_postfix_str(f"{cell.provider} {cell.piece} M = {cell.m}")
         rows, error = {}, None
         try:
-            if held != (held := (cell.model, cell.provider, cell.piece)) or piece is None:
-                piece = None  # its memory is freed first
+            if held != (held := (cell.model, cell.provider, cell.piece, cell.layers)) or measured is None:
+                measured = None  # its memory is freed first
                 free_unused()
-                piece = PieceRows(
-                    cell.model,
-                    cell.piece,
-                    providers[cell.provider],
-                    setup.max_m,
-                    setup.dtype,
-                    ranks,
-                    setup.limits,
-                    setup.budget_ms,
-                )
-            rows = piece.row(cell, setup.backend)
+                measured = _in_memory(setup, cell, providers[cell.provider], ranks)
+            rows = measured.row(cell, setup.backend)
         except Exception as caught:  # memory, or a compiler; the rows that follow may still run
             error = caught
         try:
@@ -224,3 +215,9 @@ def _measure_on(setup: _Setup, cells: Sequence[Cell], ranks: Ranks) -> None:
             rows = {"note": note_of(error or RuntimeError("on another rank"))}
         if kept is not None:
             kept.add(cell, [rows])
+
+
+def _in_memory(setup: _Setup, cell: Cell, provider: ModelProvider, ranks: Ranks) -> PieceRows | DecodeRows:
+    if cell.piece == STEP:
+        return DecodeRows(cell.model, cell.layers, provider, setup.dtype, ranks, setup.budget_ms)
+    return PieceRows(cell.model, cell.piece, provider, setup.max_m, setup.dtype, ranks, setup.limits, setup.budget_ms)

@@ -25,12 +25,13 @@ METHOD = (
     "computes is compared with one rank before its timing. product: what a rank multiplies, without the sums; sums: "
     "the sums over ranks alone; us: both, as the layers run them; overlapped: sums in slices of rows, each under way "
     "while the next slice is computed. Of all ranks the slowest counts. Weights rotate beyond the L2 cache. Launches "
-    "of a layer overlap, those of single linears do not. "
+    "of a layer overlap, those of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
+    "model` measures it, its decoder layers cut, embeddings and output embeddings dense and on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
 
-TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us"]
+TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
 """Greatest ||y - that of one rank|| / ||that|| of all ranks, sums in slices included."""
 
@@ -42,17 +43,22 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Cell:
-    """What tells rows apart. slices: of overlapped sums. compiled: whether the ranks are compared with one rank under
-    torch.compile, too."""
+    """What tells rows apart.
+
+    slices: of overlapped sums. compiled: whether the ranks are compared with one rank under torch.compile, too; of a
+    decode step, whether it is compiled. layers, context: of a decode step; 0 of pieces.
+    """
 
     model: str
     provider: str  # a label
     dtype: str
     ranks: int
-    piece: str  # a linear, or LAYER
+    piece: str  # a linear, LAYER, or STEP
     m: int
     slices: int
     compiled: bool
+    layers: int = 0
+    context: int = 0
 
     def __str__(self) -> str:
         return f"{self.model} {self.provider} {self.piece} M = {self.m}, {self.ranks} ranks"
@@ -146,7 +152,7 @@ class PieceRows:
             timings = time_in_rounds(timers, self.budget_ms)
         found = {name: self.ranks.most(timing.us) for name, timing in zip(calls, timings, strict=True)}
         found["product_us_min"] = self.ranks.most(timings[0].min_us)
-        return dict.fromkeys(TIMES, math.nan) | {"us": found["product_us"]} | found
+        return {"us": found["product_us"]} | found
 
     def _roofline_us(self, m: int) -> float:
         """Of the products of a rank; NaN on a CPU."""

@@ -10,11 +10,13 @@ import pandas as pd
 from ..providers import is_dense
 from ..report.results import Results
 from ..report.tables import MEAN, geometric_mean, number_text
+from .decode import STEP
 from .pieces import LAYER, LINEARS
 from .rows import ERRORS
 
 _PLACES = {name: place for place, name in enumerate((*LINEARS, LAYER))}
 _MANY_ROWS = 16  # from so many on products are to scale; fewer are near the time of a launch
+_MODEL = ["model", "dtype", "layers", "context"]
 _CELL = ["provider", "piece", "m"]
 
 
@@ -31,8 +33,12 @@ def markdown(results: Results) -> str:
     """A section for each model with its tables, what has no times and why, and the facts."""
     machine = results.facts.get("GPU") or results.facts.get("CPU") or "machine not recorded"
     lines = [f"# Tensor parallel: {machine}"]
-    for (model, dtype, slices), rows in results.rows.groupby(["model", "dtype", "slices"], sort=False):
+    is_step = results.rows["piece"] == STEP
+    for (model, dtype, slices), rows in results.rows[~is_step].groupby(["model", "dtype", "slices"], sort=False):
         lines += ["", f"## {model}, {dtype}", *_sections(rows, int(slices))]
+    for (model, dtype, layers, context), rows in results.rows[is_step].groupby(_MODEL, sort=False):
+        title = f"## {model}, {dtype}, {layers} layers: tokens/s of decode steps after {context} tokens"
+        lines += ["", title, "", _text(tokens(rows[rows["note"] == ""])), "", *_notes(rows)]
     lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in results.facts.items())]
     return "\n".join(lines) + "\n"
 
@@ -58,6 +64,10 @@ def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
         errors.columns = ["provider", "ranks", *(f"{name.partition('_')[0]}, %" for name in ERRORS)]
         title = "The greatest error against one rank, whose sums are in another order: norm of the difference / norm"
         yield from (title, "", _text(errors))
+    yield from _notes(rows)
+
+
+def _notes(rows: pd.DataFrame) -> Iterator[str]:
     for row in rows[rows["note"] != ""].to_dict("records"):
         yield f"- {row['provider']}, {row['piece']}, M = {row['m']}, {row['ranks']} ranks: {row['note']}"
 
@@ -107,6 +117,18 @@ def times_dense(rows: pd.DataFrame) -> pd.DataFrame:
     ratios = ratios.sort_index(key=lambda level: level.map(_PLACES) if level.name == "piece" else level)
     ratios.columns = [f"{provider}, {_ranks(ranks)}" for provider, ranks in ratios.columns]
     return ratios.reset_index().rename(columns={"m": "M"})
+
+
+def tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """A line for each provider and batch: tokens/s and, beyond one rank, how many times those of one."""
+    rows = rows.drop_duplicates([*_CELL, "ranks"], keep="last")
+    found = rows.pivot(index=["provider", "m"], columns="ranks", values="tokens_s")
+    table = pd.DataFrame(index=found.index)
+    for ranks in found:
+        table[_ranks(ranks)] = found[ranks]
+        if ranks > 1 and 1 in found:
+            table[f"{ranks} x 1 rank"] = found[ranks] / found[1]
+    return table.reset_index().rename(columns={"m": "batch"})
 
 
 def _ranks(count: int) -> str:
