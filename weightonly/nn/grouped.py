@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.compiler import is_compiling
 
 from ..experts import product
 from ..formats.plain import unsort_rows
 from ..grouped import GroupedArgs
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
-from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..ops.dequantize import dequantize
-from ..packed import PackedWeight, format_bits
-from ..packing import code_layout, default_layout, format_of, repack
-from ..quantize import resolve_group_size
+from ..packed import PackedWeight
+from ..packing import format_of
 from ..quantize_codes import check_scales_as
-from .linear import _codebook_bits, frozen
+from .base import PackedLayer, zero_operands
 
 
 class Part(Protocol):
@@ -37,7 +33,7 @@ class Part(Protocol):
     def perm(self) -> torch.Tensor | None: ...
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(PackedLayer):
     """y[t] = x[t, perm[e]] @ w[e] + bias[e], e being the expert of row t: see `weightonly.grouped_gemm`.
 
     Parameters, all frozen:
@@ -54,13 +50,6 @@ class GroupedLinear(torch.nn.Module):
     The state dict holds the tensors alone and loads into a layer that was made with the same arguments, for a GPU of
     the same layout. Conversions of dtype and moves are those of `Linear`.
     """
-
-    qweight: torch.nn.Parameter
-    scales: torch.nn.Parameter
-    zeros: torch.nn.Parameter | None
-    bias: torch.nn.Parameter | None
-    perm: torch.Tensor | None
-    codebook: torch.Tensor | None
 
     def __init__(
         self,
@@ -81,24 +70,14 @@ class GroupedLinear(torch.nn.Module):
 
         Raises what `Linear` raises.
         """
-        format = format_of(None, format)
-        bits, is_code = format_bits(format), format in CODE_FORMATS
-        if is_code and not symmetric:
-            raise ValueError(f"symmetric: expected True for {format}, got False")
-        layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
-        k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
-        if group_size is None:
-            group_size = FORMAT_GROUPS.get(format, 128)
-        groups = in_features // resolve_group_size(group_size, in_features)
-        data = torch.zeros(num_experts * k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
-        code = (0.0,) * 16 if format == "code4" else None
-        weight = PackedWeight(data, in_features, out_features, format, layout, code, experts=num_experts)
-        scales = torch.zeros(num_experts, groups, out_features, dtype=dtype, device=device)
+        weight, scales, zeros = zero_operands(
+            format_of(None, format), in_features, out_features, group_size, symmetric, dtype, device, arch, num_experts
+        )
         order = torch.arange(in_features, dtype=torch.int32, device=device)
         self._adopt(
             weight,
             scales,
-            None if symmetric else torch.zeros_like(scales),
+            zeros,
             torch.zeros(num_experts, out_features, dtype=dtype, device=device) if bias else None,
             order.repeat(num_experts, 1) if act_order else None,
         )
@@ -112,24 +91,12 @@ class GroupedLinear(torch.nn.Module):
         perm: torch.Tensor | None,
     ) -> None:
         super().__init__()
-        group_size = weight.k // scales.shape[1]
-        check_group_size(group_size, weight.k)
-        weight = weight.expecting(group_size, zeros is not None, perm is not None)
         self.num_experts = weight.experts or 0
-        self.in_features = weight.k
-        self.out_features = weight.n
-        self.format = weight.format
-        self.layout = weight.layout
-        self.group_size = weight.group_size
-        self.symmetric = zeros is None
-        self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
-        self.scales = frozen(scales)
-        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
-        self.register_parameter("bias", None if bias is None else frozen(bias))
-        self.register_buffer("perm", perm)
-        self.register_buffer("codebook", _codebook_bits(weight) if self.format == "code4" else None)
-        self._packed: PackedWeight | None = weight
-        self._packed_from = (self.qweight, self.codebook)
+        self._set_operands(weight, scales, zeros, bias, perm)
+
+    @property
+    def _experts(self) -> int:
+        return self.num_experts
 
     @classmethod
     def from_quantized(
@@ -186,36 +153,6 @@ class GroupedLinear(torch.nn.Module):
         assert scales is not None
         return cls.from_quantized(weight, scales, **stacked)
 
-    @property
-    def packed(self) -> PackedWeight:
-        """The Parameter `qweight` with its metadata, as `grouped_gemm` takes it: on the same memory."""
-        qweight, codebook = self._packed_from
-        packed = self._packed
-        if packed is None or qweight is not self.qweight or codebook is not self.codebook:
-            packed = self._pack()
-            if not is_compiling():
-                self._packed = packed
-                self._packed_from = (self.qweight, self.codebook)
-        return packed
-
-    def _pack(self) -> PackedWeight:
-        code = None
-        if self.codebook is not None:
-            is_meta = self.codebook.is_meta
-            code = (0.0,) * 16 if is_meta else self.codebook.view(torch.float32).tolist()
-        return PackedWeight(
-            self.qweight.detach().view(-1),
-            self.in_features,
-            self.out_features,
-            self.format,
-            self.layout,
-            code,
-            self.group_size,
-            self.zeros is not None,
-            self.perm is not None,
-            experts=self.num_experts,
-        )
-
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """x [T, K] sorted by expert, offs int32 [E] -> y [T, N]. Rows after those of the last expert give zeros.
 
@@ -230,64 +167,20 @@ class GroupedLinear(torch.nn.Module):
         dtype: None: that of the scales.
         """
         dtype = self.scales.dtype if dtype is None else dtype
-        scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
-        if dtype != scales.dtype:
-            scales, zeros = scales.float(), None if zeros is None else zeros.float()
+        scales, zeros = self._operands_in(dtype)
         w = torch.empty(self.num_experts, self.in_features, self.out_features, dtype=dtype, device=scales.device)
         for expert, weight in enumerate(self.packed):
             matrix = dequantize(weight, scales[expert], None if zeros is None else zeros[expert])
             w[expert] = unsort_rows(matrix, None if self.perm is None else self.perm[expert])
         return w
 
-    def repack(self, arch: Arch | None = None) -> GroupedLinear:
-        """Brings the weights, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
-
-        arch: the GPU to pack for; None: that of the device of the weights. Returns this layer.
-        """
-        weight = repack(self.packed, arch)
-        if weight is not self.packed:
-            self.layout = weight.layout
-            self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
-            self._packed, self._packed_from = weight, (self.qweight, self.codebook)
-        return self
-
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, format={self.format}, "
-            f"group_size={self.in_features // self.scales.shape[1]}, "
-            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}"
-        )
-
-    def _stored_shape(self, layout: str) -> tuple[int, int, int]:
-        bits = format_bits(self.format)
-        padded = padded_shape(self.in_features, self.out_features, bits, layout)
-        return self.num_experts, *stored_shape(*padded, bits, layout)
+        return f"num_experts={self.num_experts}, {super().extra_repr()}"
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        shape = tuple(getattr(state_dict.get(f"{prefix}qweight"), "shape", self.qweight.shape))
-        for layout in LAYOUTS:
-            if shape == self._stored_shape(layout) != tuple(self.qweight.shape):
-                raise ValueError(
-                    f"state dict: {prefix}qweight: expected {list(self.qweight.shape)} for layout {self.layout!r}, got "
-                    f"{list(shape)}, the shape of layout {layout!r}; make the layer for a GPU of that layout (arch=), "
-                    "load the state, and call repack"
-                )
+        self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._packed = None
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
-        dtype = fn(self.scales[:0]).dtype
-        if dtype == torch.float64:
-            raise TypeError("GroupedLinear: expected float16, bfloat16 or float32, got float64 to convert to")
-        check_scales_as(self.scales, dtype, self.format)
-        super()._apply(fn, recurse)
-        self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles hold the bytes once: as a Parameter.
-        return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
 
 
 def _description(part: Part) -> dict[str, Any]:

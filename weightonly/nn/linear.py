@@ -14,20 +14,17 @@ from ..args import check_expected, check_perm, check_perm_expected, check_single
 from ..formats.plain import unsort_rows
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
-from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..ops.dequantize import dequantize
-from ..packed import PackedWeight, format_bits
-from ..packing import code_layout, default_layout, format_of, repack
-from ..quantize import resolve_group_size
-from ..quantize_codes import check_scales_as
+from ..packed import PackedWeight
+from ..packing import format_of
+from .base import PackedLayer, codebook_bits, frozen, zero_operands
 from .recipe import Recipe
 
 METADATA = "weightonly.packed"
 """Key of a state dict's metadata for each layer: the fields of its weight. Files of safetensors do not keep it."""
 
 
-class Linear(torch.nn.Module):
+class Linear(PackedLayer):
     """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
 
     The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`.
@@ -55,13 +52,6 @@ class Linear(torch.nn.Module):
     PEFT's prepare_model_for_kbit_training does, the module computes in the dtype from before and returns that of x.
     """
 
-    qweight: torch.nn.Parameter
-    scales: torch.nn.Parameter
-    zeros: torch.nn.Parameter | None
-    bias: torch.nn.Parameter | None
-    perm: torch.Tensor | None
-    codebook: torch.Tensor | None
-
     def __init__(
         self,
         in_features: int,
@@ -87,22 +77,13 @@ class Linear(torch.nn.Module):
         Raises ValueError for unknown `bits`, format, activation or arch, a group size that `gemm` does not take, zero
         points of a code format, and an arch whose GPU does not read code formats.
         """
-        format = format_of(bits, format)
-        bits = format_bits(format)
-        is_code = format in CODE_FORMATS
-        if is_code and not symmetric:
-            raise ValueError(f"symmetric: expected True for {format}, got False")
-        layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
-        k_padded, n_padded = padded_shape(in_features, out_features, bits, layout)
-        if group_size is None:
-            group_size = FORMAT_GROUPS.get(format, 128)
-        groups = in_features // resolve_group_size(group_size, in_features)
-        data = torch.zeros(k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
-        scales = torch.zeros(groups, out_features, dtype=dtype, device=device)
+        weight, scales, zeros = zero_operands(
+            format_of(bits, format), in_features, out_features, group_size, symmetric, dtype, device, arch
+        )
         self._adopt(
-            PackedWeight(data, in_features, out_features, format, layout, (0.0,) * 16 if format == "code4" else None),
+            weight,
             scales,
-            None if symmetric else torch.zeros_like(scales),
+            zeros,
             torch.zeros(out_features, dtype=dtype, device=device) if bias else None,
             activation,
             torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None,
@@ -132,25 +113,7 @@ class Linear(torch.nn.Module):
         bias: torch.Tensor | None,
         perm: torch.Tensor | None,
     ) -> None:
-        """Another weight, in place of the one that the layer has."""
-        group_size = weight.k // scales.shape[0]
-        check_group_size(group_size, weight.k)
-        weight = weight.expecting(group_size, zeros is not None, perm is not None)
-        self.in_features = weight.k
-        self.out_features = weight.n
-        self.format = weight.format
-        self.layout = weight.layout
-        self.group_size = -1 if group_size == weight.k else group_size
-        self.symmetric = zeros is None
-        rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
-        self.qweight = frozen(weight.data.view(rows))
-        self.scales = frozen(scales)
-        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
-        self.register_parameter("bias", None if bias is None else frozen(bias))
-        self.register_buffer("perm", perm)
-        self.register_buffer("codebook", _codebook_bits(weight) if self.format == "code4" else None)
-        self._packed: PackedWeight | None = weight
-        self._packed_from = (self.qweight, self.codebook)
+        super()._set_operands(weight, scales, zeros, bias, perm)
         self._scales_from = (self.scales, self.scales.dtype)
 
     @classmethod
@@ -248,41 +211,6 @@ class Linear(torch.nn.Module):
         weight, scales, zeros = recipe.quantize(w)
         return cls.from_quantized(weight, scales, zeros, bias, activation)
 
-    @property
-    def packed(self) -> PackedWeight:
-        """The Parameter `qweight` with its metadata, as `gemm` takes it: on the same memory, in one dimension."""
-        qweight, codebook = self._packed_from
-        packed = self._packed
-        if packed is None or qweight is not self.qweight or codebook is not self.codebook:
-            # Replaced, by .to(), load_state_dict(assign=True), or hooks that bring weights to a device.
-            packed = self._pack()
-            if not is_compiling():
-                self._packed = packed
-                self._packed_from = (self.qweight, self.codebook)
-        return packed
-
-    @property
-    def _order(self) -> torch.Tensor | None:
-        """The permutation that `gemm` applies to x."""
-        return self.perm
-
-    def _pack(self) -> PackedWeight:
-        code = None
-        if self.codebook is not None:
-            is_meta = self.codebook.is_meta
-            code = (0.0,) * 16 if is_meta else self.codebook.view(torch.float32).tolist()
-        return PackedWeight(
-            self.qweight.detach().view(-1),
-            self.in_features,
-            self.out_features,
-            self.format,
-            self.layout,
-            code,
-            self.group_size,
-            self.zeros is not None,
-            self._order is not None,
-        )
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> y [..., out_features], both in the dtype of scales.
 
@@ -328,23 +256,8 @@ class Linear(torch.nn.Module):
         dtype: None: that of the scales.
         """
         dtype = self.scales.dtype if dtype is None else dtype
-        scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
-        if dtype != scales.dtype:
-            scales, zeros = scales.float(), None if zeros is None else zeros.float()
+        scales, zeros = self._operands_in(dtype)
         return unsort_rows(dequantize(self.packed, scales, zeros), self._order).to(dtype)
-
-    def repack(self, arch: Arch | None = None) -> Linear:
-        """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
-
-        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer.
-        """
-        weight = repack(self.packed, arch)
-        if weight is not self.packed:
-            rows = stored_shape(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
-            self.layout = weight.layout
-            self.qweight = frozen(weight.data.view(rows))
-            self._packed, self._packed_from = weight, (self.qweight, self.codebook)
-        return self
 
     @torch.no_grad()
     def requantize(self, w: torch.Tensor) -> None:
@@ -363,13 +276,7 @@ class Linear(torch.nn.Module):
             self.zeros.copy_(zeros)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, format={self.format}, "
-            f"group_size={self.in_features // self.scales.shape[0]}, "
-            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, "
-            f"layout={self.layout}, activation={self.activation}"
-        )
+        return f"{super().extra_repr()}, activation={self.activation}"
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -406,58 +313,21 @@ class Linear(torch.nn.Module):
         if got != expected:
             raise ValueError(f"state dict: expected a weight with {expected}, got {got}")
         state = dict(state_dict)
-        bits, layout = format_bits(self.format), str(fields.get("layout"))
-        rows = stored_shape(*padded_shape(self.in_features, self.out_features, bits, layout), bits, layout)
+        layout = str(fields.get("layout"))
+        rows = self._stored_shape(layout)
         data = state.get(f"{prefix}qweight")
         if isinstance(data, torch.Tensor):
             state[f"{prefix}qweight"] = weight = data.view(rows) if data.numel() == rows[0] * rows[1] else data
             code = fields.get("code")
             if weight.dtype == torch.uint8 and weight.shape == rows and code is not None:
                 flat = PackedWeight(weight.view(-1), self.in_features, self.out_features, self.format, layout, code)
-                state[f"{prefix}codebook"] = _codebook_bits(flat)
+                state[f"{prefix}codebook"] = codebook_bits(flat)
             if weight.shape == rows and layout != self.layout:
                 self.layout = layout
                 self.qweight = frozen(self.qweight.new_empty(rows))
         return state
 
-    def _check_layout(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raises ValueError for bytes in another layout, which nothing but their shape tells."""
-        shape = getattr(state_dict.get(f"{prefix}qweight"), "shape", self.qweight.shape)
-        if shape == self.qweight.shape:
-            return
-        bits = format_bits(self.format)
-        for layout in LAYOUTS:
-            rows = stored_shape(*padded_shape(self.in_features, self.out_features, bits, layout), bits, layout)
-            if shape == rows:
-                raise ValueError(
-                    f"state dict: {prefix}qweight: expected {list(self.qweight.shape)} for layout {self.layout!r}, got "
-                    f"{list(shape)}, the shape of layout {layout!r}; make the layer for a GPU of that layout (arch=), "
-                    "load the state, and call repack"
-                )
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
-        dtype = fn(self.scales[:0]).dtype
-        if dtype == torch.float64:
-            raise TypeError(f"{self._title()}: expected float16, bfloat16 or float32, got float64 to convert to")
-        try:
-            check_scales_as(self.scales, dtype, self.format)
-        except ValueError as error:
-            raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
         self._scales_from = (self.scales, self.scales.dtype)
-        self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles hold the bytes once: as a Parameter.
-        return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
-
-
-def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """`tensor` itself if it is a Parameter, else a frozen Parameter on its memory."""
-    return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
-
-
-def _codebook_bits(weight: PackedWeight) -> torch.Tensor:
-    """int32 [16]: no conversion of a module's dtype rounds integers."""
-    return torch.tensor(weight.code, dtype=torch.float32).view(torch.int32).to(weight.device)

@@ -14,7 +14,8 @@ from ..activations import activation_of
 from ..heuristics.arch import Arch
 from ..layout import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
 from ..nn import Linear
-from ..nn.linear import METADATA, frozen
+from ..nn.base import frozen
+from ..nn.linear import METADATA
 from ..packed import PackedWeight, format_bits
 from ..packing import preprocess, unpack
 from ..slicing import Operands, cut_weight, rows_of_a_group
@@ -61,7 +62,7 @@ class ParallelLinear(Linear):
             return self.scales.new_zeros(self.in_features, self.out_features, dtype=dtype)
         return super().dequantize(dtype)
 
-    def repack(self, arch: Arch | None = None) -> Linear:
+    def repack(self, arch: Arch | None = None) -> ParallelLinear:
         """See `Linear.repack`; it brings this rank's part alone into another order."""
         return self if self.is_empty else super().repack(arch)
 

@@ -1,0 +1,207 @@
+"""PackedLayer: what Linear and GroupedLinear have in common, a packed weight and its operands in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+
+from ..heuristics.arch import Arch
+from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
+from ..layout import LAYOUTS, padded_shape, stored_shape
+from ..packed import PackedWeight, format_bits
+from ..packing import code_layout, default_layout, repack
+from ..quantize import resolve_group_size
+from ..quantize_codes import check_scales_as
+
+Layer = TypeVar("Layer", bound="PackedLayer")
+
+
+class PackedLayer(torch.nn.Module):
+    """One weight, or those of `_experts` experts, whose tensors then begin with a dimension of that size.
+
+    The docstrings of the layers say what their tensors and attributes are.
+    """
+
+    qweight: torch.nn.Parameter
+    scales: torch.nn.Parameter
+    zeros: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+    perm: torch.Tensor | None
+    codebook: torch.Tensor | None
+
+    @property
+    def _experts(self) -> int | None:
+        """How many experts are stacked; None: the tensors have no dimension of experts."""
+        return None
+
+    @property
+    def _order(self) -> torch.Tensor | None:
+        """The permutation that the product applies to x."""
+        return self.perm
+
+    def _title(self) -> str:
+        """What errors begin with."""
+        return type(self).__name__
+
+    def _set_operands(
+        self,
+        weight: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        perm: torch.Tensor | None,
+    ) -> None:
+        """Another weight, in place of the one that the layer has."""
+        group_size = weight.k // scales.shape[-2]
+        check_group_size(group_size, weight.k)
+        weight = weight.expecting(group_size, zeros is not None, perm is not None)
+        self.in_features = weight.k
+        self.out_features = weight.n
+        self.format = weight.format
+        self.group_size = -1 if group_size == weight.k else group_size
+        self.symmetric = zeros is None
+        self.scales = frozen(scales)
+        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
+        self.register_parameter("bias", None if bias is None else frozen(bias))
+        self.register_buffer("perm", perm)
+        self.register_buffer("codebook", codebook_bits(weight) if self.format == "code4" else None)
+        self._hold(weight)
+
+    def _hold(self, weight: PackedWeight) -> None:
+        """The bytes of a weight of the same shape and format, and their layout."""
+        self.layout = weight.layout
+        self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
+        self._packed: PackedWeight | None = weight
+        self._packed_from = (self.qweight, self.codebook)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The Parameter `qweight` with its metadata, as the product takes it: on the same memory, in one dimension."""
+        qweight, codebook = self._packed_from
+        packed = self._packed
+        if packed is None or qweight is not self.qweight or codebook is not self.codebook:
+            # Replaced, by .to(), load_state_dict(assign=True), or hooks that bring weights to a device.
+            packed = self._pack()
+            if not is_compiling():
+                self._packed = packed
+                self._packed_from = (self.qweight, self.codebook)
+        return packed
+
+    def _pack(self) -> PackedWeight:
+        code = None
+        if self.codebook is not None:
+            is_meta = self.codebook.is_meta
+            code = (0.0,) * 16 if is_meta else self.codebook.view(torch.float32).tolist()
+        return PackedWeight(
+            self.qweight.detach().view(-1),
+            self.in_features,
+            self.out_features,
+            self.format,
+            self.layout,
+            code,
+            self.group_size,
+            self.zeros is not None,
+            self._order is not None,
+            experts=self._experts,
+        )
+
+    def repack(self: Layer, arch: Arch | None = None) -> Layer:
+        """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
+
+        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer.
+        """
+        weight = repack(self.packed, arch)
+        if weight is not self.packed:
+            self._hold(weight)
+        return self
+
+    def _operands_in(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zeros to dequantize with: in fp32 where the result is rounded to another dtype than theirs."""
+        scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
+        if dtype == scales.dtype:
+            return scales, zeros
+        return scales.float(), None if zeros is None else zeros.float()
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format}, "
+            f"group_size={self.in_features // self.scales.shape[-2]}, "
+            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}"
+        )
+
+    def _stored_shape(self, layout: str) -> tuple[int, ...]:
+        bits = format_bits(self.format)
+        rows = stored_shape(*padded_shape(self.in_features, self.out_features, bits, layout), bits, layout)
+        return rows if self._experts is None else (self._experts, *rows)
+
+    def _check_layout(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raises ValueError for bytes in another layout, which nothing but their shape tells."""
+        expected = tuple(self.qweight.shape)
+        shape = tuple(getattr(state_dict.get(f"{prefix}qweight"), "shape", expected))
+        if shape == expected:
+            return
+        for layout in LAYOUTS:
+            if shape == self._stored_shape(layout):
+                raise ValueError(
+                    f"state dict: {prefix}qweight: expected {list(expected)} for layout {self.layout!r}, got "
+                    f"{list(shape)}, the shape of layout {layout!r}; make the layer for a GPU of that layout (arch=), "
+                    "load the state, and call repack"
+                )
+
+    def _apply(self: Layer, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Layer:
+        dtype = fn(self.scales[:0]).dtype
+        if dtype == torch.float64:
+            raise TypeError(f"{self._title()}: expected float16, bfloat16 or float32, got float64 to convert to")
+        try:
+            check_scales_as(self.scales, dtype, self.format)
+        except ValueError as error:
+            raise ValueError(f"{self._title()}: {error}") from error
+        super()._apply(fn, recurse)
+        self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles hold the bytes once: as a Parameter.
+        return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
+
+
+def zero_operands(
+    format: str,
+    k: int,
+    n: int,
+    group_size: int | None,
+    symmetric: bool,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    arch: Arch | None,
+    experts: int | None = None,
+) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
+    """(weight, scales, zeros or None) of zeros, for a layer to load a state dict into; its arguments are those of
+    `Linear`, and it raises what that raises."""
+    bits, is_code = format_bits(format), format in CODE_FORMATS
+    if is_code and not symmetric:
+        raise ValueError(f"symmetric: expected True for {format}, got False")
+    layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
+    k_padded, n_padded = padded_shape(k, n, bits, layout)
+    groups = k // resolve_group_size(FORMAT_GROUPS.get(format, 128) if group_size is None else group_size, k)
+    lead = () if experts is None else (experts,)
+    count = 1 if experts is None else experts
+    data = torch.zeros(count * k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
+    code = (0.0,) * 16 if format == "code4" else None
+    weight = PackedWeight(data, k, n, format, layout, code, experts=experts)
+    scales = torch.zeros(*lead, groups, n, dtype=dtype, device=device)
+    return weight, scales, None if symmetric else torch.zeros_like(scales)
+
+
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """`tensor` itself if it is a Parameter, else a frozen Parameter on its memory."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def codebook_bits(weight: PackedWeight) -> torch.Tensor:
+    """int32 [16]: no conversion of a module's dtype rounds integers."""
+    return torch.tensor(weight.code, dtype=torch.float32).view(torch.int32).to(weight.device)
