@@ -21,6 +21,9 @@ K_ALIGNMENT = 64
 
 LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
 
+CODE_LAYOUTS: tuple[str, ...] = ("interleaved", "tiled")
+"""Those that codes are packed in."""
+
 
 def layouts_of(arch: int) -> tuple[str, ...]:
     """The weight layouts that the kernels of an architecture read, its own (what `preprocess` makes) first.
@@ -40,9 +43,9 @@ class Problem:
 
     `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
     channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
-    that of the packed weight; "": the format's or else the architecture's own. Raises ValueError naming the field for a
-    size below 1, an unknown format, arch or layout, a group size that K is no multiple of, that no kernel takes or that
-    is not the format's, or codes in another layout than "tiled" or with zeros.
+    that of the packed weight; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
+    unknown format, arch or layout, a group size that K is no multiple of, that no kernel takes or that is not the
+    format's, or codes in a layout that has none or with zeros.
     """
 
     m: int
@@ -64,12 +67,13 @@ class Problem:
         object.__setattr__(self, "arch", parse_arch(self.arch))
         is_code = self.format in CODE_FORMATS
         if not self.layout:
-            object.__setattr__(self, "layout", "tiled" if is_code else layouts_of(self.arch)[0])
+            object.__setattr__(self, "layout", layouts_of(self.arch)[0])
         elif self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if is_code:
-            if self.layout != "tiled":
-                raise ValueError(f"layout must be 'tiled' for {self.format}, got {self.layout!r}")
+            if self.layout not in CODE_LAYOUTS:
+                expected = " or ".join(map(repr, CODE_LAYOUTS))
+                raise ValueError(f"layout must be {expected} for {self.format}, got {self.layout!r}")
             if self.zeros:
                 raise ValueError(f"zeros must be False for {self.format}, got True")
             check_format_groups(self.format, self.group_size, self.k)

@@ -44,4 +44,4 @@ def random_weight(
         return Weight(wo.preprocess(q, bits=bits, layout=layout), scales, z)
     codes = torch.randint(0, 16, (k, n), dtype=torch.int8, generator=g)
     table = torch.randn(16, generator=g) if format == "code4" else None
-    return Weight(wo.preprocess(codes, format=format, code=table), scales, None)
+    return Weight(wo.preprocess(codes, format=format, code=table, layout=layout), scales, None)

@@ -12,7 +12,7 @@ from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.configs import KernelConfig, TypeConfig
 from weightonly.heuristics.legal import why_not
-from weightonly.heuristics.problem import layouts_of
+from weightonly.heuristics.problem import CODE_LAYOUTS, layouts_of
 from weightonly.kernels import is_compiled, runs_on
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -90,7 +90,7 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
 
 def formats_of(layout: str) -> tuple[str, ...]:
     """The formats that there are in a layout; "code4" stands for every codebook."""
-    return ("int4", "int8", "code4") if layout == "tiled" else ("int4", "int8")
+    return ("int4", "int8", "code4") if layout in CODE_LAYOUTS else ("int4", "int8")
 
 
 def this_gpu() -> int:

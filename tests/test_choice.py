@@ -124,7 +124,7 @@ def test_config_that_cannot_compute_this(name: str) -> None:
 def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> None:
     message = (
         f"qweight: packed in layout {packed!r}, but a GPU of compute capability {arch / 10} reads {read}; "
-        f"call preprocess(q, bits, arch='sm{arch}')"
+        f"call repack(qweight, arch='sm{arch}')"
     )
     asked = dataclasses.replace(problem(arch), layout=packed)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -133,11 +133,15 @@ def test_weight_packed_for_another_gpu(arch: int, packed: str, read: str) -> Non
     assert read.startswith(repr(made))
 
 
-@pytest.mark.parametrize("arch", [70, 80, 100])
-def test_code_table_on_another_gpu(arch: int) -> None:
-    """There is no layout to pack it in."""
-    with pytest.raises(ValueError, match=r"^qweight: packed in layout 'tiled', but .* reads .*; dequantize it$"):
-        PLAN.choose(problem(arch, format="nf4"), TypeConfig("f16", "code4", "group"), None)
+@pytest.mark.parametrize(
+    ("arch", "cure"),
+    [(70, "dequantize it"), (80, "call repack(qweight, arch='sm80')"), (100, "call repack(qweight, arch='sm100')")],
+)
+def test_code_table_on_another_gpu(arch: int, cure: str) -> None:
+    """Volta has no layout to pack it in."""
+    asked = dataclasses.replace(problem(90, format="nf4"), arch=arch)
+    with pytest.raises(ValueError, match=rf"^qweight: packed in layout 'tiled', but .* reads .*; {re.escape(cure)}$"):
+        PLAN.choose(asked, TypeConfig("f16", "code4", "group"), None)
 
 
 @pytest.mark.parametrize("layout", ["tiled", "interleaved"])

@@ -50,7 +50,7 @@ def test_state_of_another_format_is_refused() -> None:
     [
         ({"format": "nf4", "symmetric": False}, "symmetric: expected True for nf4, got False"),
         ({"format": "nf4", "bits": 8}, "bits: expected 4 for nf4, got 8"),
-        ({"format": "fp4", "arch": "sm80"}, "arch: expected sm90 for fp4, .*got 'sm80'"),
+        ({"format": "fp4", "arch": "sm70"}, "arch: expected sm75 .*for fp4, .*got 'sm70'"),
         ({"format": "af4"}, "format: expected one of int4, .*got 'af4'"),
     ],
     ids=["zero points", "bits", "arch", "format"],

@@ -46,8 +46,8 @@ GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "code4
     ("fields", "message"),
     [
         (
-            {"layout": "interleaved"},
-            "layout: expected 'tiled', or 'cpu', for codes of a codebook, got 'interleaved'",
+            {"layout": "row_major"},
+            "layout: expected 'interleaved' or 'tiled' or 'cpu' for codes of a codebook, got 'row_major'",
         ),
         ({"code": None}, "code: expected the codebook of a code4 weight, got None"),
         ({"format": "fp4"}, "code: expected None for fp4, got a codebook; only code4 takes one"),
@@ -80,7 +80,7 @@ def test_save_and_load(tmp_path: Path, generator: torch.Generator) -> None:
         (lambda fields: fields["code"].pop(), r"code: expected 16 numbers, got shape \[15\]"),
         (lambda fields: fields.update(code="0123456789abcdef"), "code: expected 16 numbers, got str"),
         (lambda fields: fields.update(format="nf4"), "code: expected None for nf4"),
-        (lambda fields: fields.update(layout="row_major"), "layout: expected 'tiled'"),
+        (lambda fields: fields.update(layout="row_major"), "layout: expected 'interleaved' or 'tiled'"),
     ],
     ids=["missing", "short", "text", "another format", "layout"],
 )

@@ -20,7 +20,7 @@ import weightonly as wo
     n=st.integers(1, 300),
     format=st.sampled_from(FORMATS),
     dtype=st.sampled_from([torch.int8, torch.uint8]),
-    layout=st.sampled_from(["tiled", "cpu"]),
+    layout=st.sampled_from(["interleaved", "tiled", "cpu"]),
 )
 def test_unpack_is_the_inverse_of_preprocess(
     seed: int, k: int, n: int, format: str, dtype: torch.dtype, layout: str
@@ -69,19 +69,52 @@ def test_a_slice_is_the_weight_packed_alone(
         assert torch.equal(got.data, expected.data)
 
 
-@pytest.mark.parametrize("arch", ["sm90", "sm_90a", 90])
-def test_packed_for_hopper(arch: str | int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("arch", "layout"),
+    [("sm90", "tiled"), ("sm_90a", "tiled"), (90, "tiled"), ("sm75", "interleaved"), ((8, 6), "interleaved")],
+    ids=str,
+)
+def test_packed_for_a_gpu(arch: Any, layout: str, generator: torch.Generator) -> None:
     codes = random_codes(64, 64, generator)
-    assert torch.equal(wo.preprocess(codes, arch=arch, format="nf4").data, packed(codes, "nf4", "tiled").data)
+    weight = wo.preprocess(codes, arch=arch, format="nf4")
+    assert weight.layout == layout
+    assert torch.equal(weight.data, packed(codes, "nf4", layout).data)
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0), (10, 0)], ids=str)
-def test_one_layout_whatever_gpu_is_visible(
-    capability: tuple[int, int], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "layout"),
+    [((7, 0), "tiled"), ((7, 5), "interleaved"), ((8, 0), "interleaved"), ((9, 0), "tiled"), ((10, 0), "interleaved")],
+    ids=str,
+)
+def test_the_layout_is_that_of_the_visible_gpu(
+    capability: tuple[int, int], layout: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Volta's has no codes: it can dequantize those of "tiled"."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert packed(random_codes(64, 64, generator), "fp4").layout == "tiled"
+    assert packed(random_codes(64, 64, generator), "fp4").layout == layout
+
+
+def test_a_word_of_interleaved_codes(generator: torch.Generator) -> None:
+    """Byte i of the word of lane t, n 0: the codes of rows 8i + 2t and 8i + 2t + 1, the even one in the low nibble."""
+    codes = random_codes(64, 64, generator)
+    line = packed(codes, "nf4", "interleaved").data.view(16, 4, 2, 4, 4)  # line, column, chunk of 32 k, t, byte
+    for n, chunk, t, i in ((0, 0, 0, 0), (5, 1, 3, 2), (62, 0, 2, 3)):
+        k = 32 * chunk + 8 * i + 2 * t
+        assert int(line[n // 4, n % 4, chunk, t, i]) == int(codes[k, n]) + 16 * int(codes[k + 1, n])
+
+
+def test_repacked_for_every_gpu(generator: torch.Generator) -> None:
+    """There and back, byte for byte; the CPU multiplies by each."""
+    codes = random_codes(130, 77, generator)
+    scales, x = torch.rand(13, 77, generator=generator), torch.randn(3, 130, generator=generator)
+    weight = packed(codes, "nf4", "cpu")
+    for arch in ("sm75", "sm80", "sm89", "sm90", "sm120", "cpu"):
+        other = wo.repack(weight, arch)
+        assert torch.equal(other.data, wo.preprocess(codes, format="nf4", arch=arch).data)
+        assert torch.equal(wo.repack(other, "cpu").data, weight.data)
+        assert torch.equal(wo.dequantize(other, scales), wo.dequantize(weight, scales))
+        assert torch.equal(wo.gemm(x, other, scales[:1]), wo.gemm(x, weight, scales[:1]))
 
 
 def test_packed_for_cpus_where_no_gpu_is_visible(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +130,9 @@ def test_packed_for_cpus_where_no_gpu_is_visible(generator: torch.Generator, mon
 
 CODES = torch.zeros(64, 64, dtype=torch.uint8)
 BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "arch": (CODES, {"format": "nf4", "arch": "sm80"}, ValueError, "arch: expected sm90 for nf4, .*got 'sm80'"),
+    "arch": (CODES, {"format": "nf4", "arch": "sm70"}, ValueError, "arch: expected sm75 or .*for nf4, .*got 'sm70'"),
     "unknown arch": (CODES, {"format": "nf4", "arch": "sm50"}, ValueError, "arch: expected one of .*got 'sm50'"),
-    "layout": (CODES, {"format": "fp4", "layout": "interleaved"}, ValueError, "layout: expected 'tiled', .*got 'inter"),
+    "layout": (CODES, {"format": "fp4", "layout": "row_major"}, ValueError, "layout: expected 'interleaved' .*got 'r"),
     "unknown layout": (CODES, {"format": "fp4", "layout": "t"}, ValueError, "layout: expected one of .*got 't'"),
     "bits": (CODES, {"format": "nf4", "bits": 8}, ValueError, "bits: expected 4 for nf4, got 8"),
     "bits of int8": (CODES.to(torch.int8), {"format": "int8"}, ValueError, "bits: expected 8 for int8, got 4"),

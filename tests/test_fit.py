@@ -194,6 +194,43 @@ def test_the_file_that_stands_is_what_would_be_written() -> None:
     assert write.source(constants) == Path(h200.__file__).read_text()
 
 
+def test_kernels_measured_by_themselves_leave_the_others_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of decode_sm80, on times of kernels twice as slow: their constants move, all others stay."""
+    true = {
+        key: times._replace(k_tile_us=2 * times.k_tile_us, latency_us=2 * times.latency_us)
+        for key, times in h200.WAVES.kernels.items()
+        if key[0].startswith("decode_sm80")
+    }
+    rows = []
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(h200.WAVES), "kernels", h200.WAVES.kernels | true)
+        for k, n in SHAPES:
+            for m in (1, 4, 8):
+                p = Problem(m, n, k, "nf4", 64, 90, 132, "interleaved")
+                cell = {f: getattr(p, f) for f in ("m", "n", "k", "format", "group_size", "arch", "sm_count")}
+                for config in candidates(p):
+                    if config.family == "decode_sm80":
+                        times_us = {"split_k": config.split_k, "us": estimate_us(config, p), "coarse": False}
+                        rows.append({**cell, "config": config.name, "family": config.family, **times_us})
+    for kernel, _ in true:
+        used = f"{kernel}12F16Code4Group\nUsed 60 registers\n{kernel}13Bf16Code4Group\nUsed 72 registers\n"
+        (tmp_path / f"{kernel}.cu.o.log").write_text(used)
+    monkeypatch.setattr(waves, "polish", lambda rows, kernels, shared: None)
+    fitted = waves.run(pd.DataFrame(rows), tmp_path, h200.WAVES)
+    assert all(fitted.kernels[key] == times for key, times in h200.WAVES.kernels.items() if key not in true)
+    assert all(fitted.kernels[key].registers == 72 for key in true)
+    configs = {c.with_split_k(s).name: c.with_split_k(s) for c in CONFIGS for s in range(1, 8)}
+    monkeypatch.setitem(vars(h200.WAVES), "kernels", fitted.kernels)
+    sizes = ("m", "n", "k", "format", "group_size", "arch", "sm_count")
+    problems = [Problem(**{f: row[f] for f in sizes}, layout="interleaved") for row in rows]
+    errors = [np.log(estimate_us(configs[row["config"]], p) / row["us"]) for row, p in zip(rows, problems, strict=True)]
+    assert np.median(np.abs(errors)) < 0.03
+    assert (fitted.launch_us, fitted.reduce_tb_s) == (h200.WAVES.launch_us, h200.WAVES.reduce_tb_s)
+    assert fitted.fitted_to.endswith("code4 by itself")
+
+
 def test_the_fit_of_waves_computes_what_the_model_does() -> None:
     rows, kernels = [], set()
     for m, k, n in ((1, 4096, 4096), (40, 14336, 6144), (700, 8192, 8192)):

@@ -98,7 +98,8 @@ def test_weight_is_that_of_the_package(
 
     packed = pack("layer", weight, None, None)
     assert (packed.weight.format, packed.weight.layout) == (quant_type, record_code_layout(None))
-    assert pack("layer", weight, None, "sm80").weight.layout == "tiled"
+    for arch, layout in (("sm70", "tiled"), ("sm80", "interleaved"), ("sm90", "tiled")):
+        assert pack("layer", weight, None, arch).weight.layout == layout
     assert packed.zeros is None and packed.perm is None
     assert torch.equal(packed.scales, weight.scales)
     assert torch.equal(packed.dequantize(), dense(data, state, torch.float32))

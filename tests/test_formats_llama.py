@@ -105,9 +105,9 @@ def test_load_run_convert_and_read_back(name: str, tmp_path: Path, generator: to
     assert written == llama.CONFIG
     check_same(records, list(load_checkpoint(tmp_path / "converted")))
 
-    # For another GPU: from the converted folder, the same as from the source. Codes are for Hopper alone.
+    # For another GPU: from the converted folder, the same as from the source. Volta has no kernels for codes.
     if name.startswith("bitsandbytes"):
-        with pytest.raises(ValueError, match="expected sm90"):
+        with pytest.raises(ValueError, match="expected sm75"):
             convert(tmp_path / "converted", tmp_path / "volta", arch="sm70")
         return
     convert(tmp_path / "converted", tmp_path / "volta", arch="sm70")

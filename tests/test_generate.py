@@ -89,10 +89,11 @@ def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
     [
         (["70"], {"gemm_sm70"}),
         (["75"], {"gemm_sm75", "gemv"}),
-        (["80"], {"gemm_sm80", "gemv"}),
-        (["90"], {"gemm_sm80", "gemv"}),  # without "a" there is no wgmma, and such code would run on later GPUs
-        (["90a"], {"gemm_sm80", "gemv", "decode_sm90", "gemm_sm90"}),
-        (["100a"], {"gemm_sm80", "gemv"}),
+        (["80"], {"gemm_sm80", "decode_sm80", "gemv"}),
+        # Without "a" there is no wgmma, and such code would run on later GPUs.
+        (["90"], {"gemm_sm80", "decode_sm80", "gemv"}),
+        (["90a"], {"gemm_sm80", "decode_sm80", "gemv", "decode_sm90", "gemm_sm90"}),
+        (["100a"], {"gemm_sm80", "decode_sm80", "gemv"}),
     ],
 )
 def test_families_of_a_build(archs: list[str], families: set[str]) -> None:

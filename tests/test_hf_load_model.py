@@ -267,7 +267,7 @@ def test_records_that_are_no_layers() -> None:
         record.to_linear(arch="sm80")
     nf4 = next(r for r in wo.load_checkpoint(CHECKPOINTS / "bnb_nf4") if isinstance(r, QuantizedLayer))
     with pytest.raises(ValueError, match=rf"{nf4.name}: arch: expected .* for nf4"):
-        nf4.to_linear(arch="sm80")
+        nf4.to_linear(arch="sm70")
     with pytest.raises(ValueError, match="dtype: expected float16, bfloat16, float32 or None, got float64"):
         nf4.to_linear(torch.float64)
 
@@ -322,7 +322,7 @@ def test_wrong_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_codes_for_a_gpu_that_does_not_read_them(tmp_path: Path, generator: torch.Generator) -> None:
     folder = write(tmp_path / "model", "bitsandbytes-nf4", generator)
-    fails(folder, "arch: expected sm90.* got 'sm80'. Leave arch away", arch="sm80")
+    fails(folder, "arch: expected sm75.* got 'sm70'. Leave arch away", arch="sm70")
 
 
 def test_another_shape(checkpoint: Path) -> None:

@@ -63,7 +63,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group size 0": ({"group_size": 0}, ValueError, "group_size: .*got 0"),
     "group size text": ({"group_size": "64"}, TypeError, "group_size: expected an int, got str"),
     "zeros of codes": ({"format": "nf4", "symmetric": False}, ValueError, "symmetric: expected True for nf4"),
-    "nf4 on sm80": ({"format": "nf4", "arch": "sm80"}, ValueError, "arch: expected .*sm90.* for nf4.*got 'sm80'"),
+    "nf4 on sm70": ({"format": "nf4", "arch": "sm70"}, ValueError, "arch: expected .*sm90.* for nf4.*got 'sm70'"),
     "arch": ({"arch": "sm91"}, ValueError, "arch: .*'sm91'"),
     "skip": ({"modules_to_not_convert": "lm_head"}, TypeError, "modules_to_not_convert: expected a list.*'lm_head'"),
     "unknown": ({"bits": 4}, ValueError, "quantization_config: unknown entries bits"),

@@ -301,9 +301,9 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         r"q: expected codes in 0\.\.15, got -1\.\.-1",
     ),
     "layout of codes": (
-        lambda q: layout.pack_bytes(q, 4, "interleaved", codes=True),
+        lambda q: layout.pack_bytes(q, 4, "row_major", codes=True),
         ValueError,
-        "layout: expected 'tiled', or 'cpu', for codes of a codebook, got 'interleaved'",
+        "layout: expected 'interleaved' or 'tiled' or 'cpu' for codes of a codebook, got 'row_major'",
     ),
     "bits of codes": (
         lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 8, "tiled", codes=True),

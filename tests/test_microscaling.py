@@ -161,8 +161,8 @@ def test_gemm_is_exact_on_a_grid(format: str, dtype: torch.dtype, generator: tor
 def test_gemm_against_fp64(kind: str, dtype: torch.dtype, layout: str, generator: torch.Generator) -> None:
     """Integers in groups of 16, and both formats."""
     format = kind.split()[0]
-    if format in GROUPS and layout != "tiled":
-        pytest.skip("codes are tiled")
+    if format in GROUPS and layout == "row_major":
+        pytest.skip("codes have no such layout")
     k, n = 208 if format != "mxfp4" else 224, 77
     w = torch.randn(k, n, generator=generator).to(dtype)
     group = GROUPS.get(format, 16)
@@ -291,8 +291,8 @@ def test_layers_for_a_gpu_that_does_not_compute_them() -> None:
         Linear.from_linear(linear, format="nvfp4", arch="sm90")
     with pytest.raises(ValueError, match="on a GPU; got 16"):
         Linear.from_linear(linear, format="int4", group_size=16, arch="sm80")
-    with pytest.raises(ValueError, match=r"arch: expected sm90 for mxfp4.* got 'sm80'"):
-        quantize_model(linear, format="mxfp4", arch="sm80")
+    with pytest.raises(ValueError, match=r"arch: expected sm75 .*for mxfp4.* got 'sm70'"):
+        quantize_model(linear, format="mxfp4", arch="sm70")
 
 
 @pytest.mark.gpu

@@ -177,7 +177,7 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "code4": ({"format": "code4"}, ValueError, "format: expected one of int4, int8, nf4, fp4.* to quantize to"),
     "bits of a format": ({"format": "nf4", "bits": 8}, ValueError, "bits: expected 4 for nf4, got 8"),
     "zeros of codes": ({"format": "nf4", "symmetric": False}, ValueError, "symmetric: expected True for nf4"),
-    "arch of codes": ({"format": "nf4", "arch": "sm80"}, ValueError, "arch: expected sm90 for nf4"),
+    "arch of codes": ({"format": "nf4", "arch": "sm70"}, ValueError, "arch: expected sm75 .*for nf4"),
     "arch": ({"arch": "sm60"}, ValueError, "arch: expected one of"),
     "dtype": ({"dtype": torch.float64}, TypeError, "dtype: expected one of .*got torch.float64"),
     "group of codes": ({"format": "nf4", "group_size": 192, "only": ["0"]}, ValueError, "group_size"),

@@ -10,7 +10,7 @@ import torch
 
 from .codebooks import codebook_of, codebook_on
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
-from .layout import CODE_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
+from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
 
 
@@ -23,7 +23,7 @@ class PackedWeight:
     format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
         a number in a codebook of 16.
     layout: the order of the bytes, "row_major", "interleaved" or "tiled" for GPUs, "cpu" for CPUs; their number and
-        shape cannot tell. Codes are "tiled" or "cpu".
+        shape cannot tell. Codes are "interleaved", "tiled" or "cpu".
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
         holds 16 floats, rounded to fp32, for every code format, and None for integers.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
@@ -245,8 +245,8 @@ class PackedWeight:
         return cut_bytes(self.data, self.k_padded, self.n_padded, self.bits, self.layout, rows, [columns])
 
     def _check_slice(self, dimension: str, size: int, begin: int, end: int) -> None:
-        if self.layout not in CODE_LAYOUTS:
-            expected = ", or ".join(map(repr, CODE_LAYOUTS))
+        if self.layout not in SLICED_LAYOUTS:
+            expected = ", or ".join(map(repr, SLICED_LAYOUTS))
             raise ValueError(f"layout: expected {expected}, which can be sliced, got {self.layout!r}")
         for name, bound in (("begin", begin), ("end", end)):
             if isinstance(bound, bool) or not isinstance(bound, int):

@@ -61,7 +61,7 @@ def preprocess(
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
     layout: the layout itself, instead of an arch. With neither: that of the GPU that `q` is on; for a CPU tensor that
-        of the visible GPU, else "cpu". Codes have one layout on every GPU, "tiled".
+        of the visible GPU, else "cpu".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
         codes of `code`.
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
@@ -190,31 +190,28 @@ def format_of(bits: int | None, format: str | None) -> str:
 def code_layout(
     format: str, arch: Arch | None, layout: str | None = None, device: torch.device | str | int | None = None
 ) -> str:
-    """The layout of a code format: "tiled" for GPUs, "cpu" for `arch="cpu"`.
+    """The layout of a code format: that of `arch`.
 
-    With neither arch nor layout "tiled" for a GPU `device`, and wherever a GPU is visible, else "cpu". Raises
-    ValueError for another layout, and for an arch whose layout has no codes.
+    With neither arch nor layout that of the GPU `device`, for other devices that of the visible GPU, else "cpu". A GPU
+    whose layout has no codes gets "tiled", which it can `dequantize`. Raises ValueError for another layout, and for an
+    arch whose layout has no codes.
     """
     if arch is not None and layout_for_arch(arch) not in CODE_LAYOUTS:
-        tiled = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) == TILED)
-        raise ValueError(f"arch: expected {tiled} for {format}, which has no layout for other GPUs, got {arch!r}")
+        archs = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) in CODE_LAYOUTS)
+        raise ValueError(f"arch: expected {archs} for {format}, which has no layout for other GPUs, got {arch!r}")
     if layout is not None:
         check_layout(layout)
         check_code_layout(4, layout)
         if arch is not None and layout_for_arch(arch) != layout:
             raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
         return layout
-    if arch is not None:
-        return layout_for_arch(arch)
-    is_cuda = device is not None and torch.device(device).type == "cuda"
-    return TILED if is_cuda or torch.cuda.is_available() else CPU
+    return record_code_layout(arch, device)
 
 
-def record_code_layout(arch: Arch | None) -> str:
-    """That of codes of a checkpoint: "cpu", or "tiled" for every GPU, as those without kernels can `dequantize` it."""
-    if arch is None:
-        return code_layout("nf4", None)
-    return CPU if layout_for_arch(arch) == CPU else TILED
+def record_code_layout(arch: Arch | None, device: torch.device | str | int | None = None) -> str:
+    """That of codes of a checkpoint, for every GPU: "tiled" where its own layout has no codes, to `dequantize` them."""
+    layout = default_layout(device, arch)
+    return layout if layout in CODE_LAYOUTS else TILED
 
 
 def default_layout(device: torch.device | str | int | None, arch: Arch | None = None) -> str:

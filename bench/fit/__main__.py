@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         decode, gemm = clusters.run(frame[is_clusters], arguments.moves)
         found = found._replace(decode_sm90=decode, gemm_sm90=gemm)
     if is_waves.any():
-        found = found._replace(waves=waves.run(frame[is_waves], arguments.log))
+        found = found._replace(waves=waves.run(frame[is_waves], arguments.log, h200.WAVES))
     write(arguments.out, found)
 
 

@@ -8,7 +8,7 @@ the compiler's logs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,11 @@ from .choices import Choices
 def fitted_configs() -> list[KernelConfig]:
     """Those with constants of their own."""
     waves = ((c, c.rules) for c in CONFIGS)
-    return [c for c, family in waves if isinstance(family, WaveFamily) and family.calibrated_as(c) == c.kernel]
+    return [
+        c
+        for c, family in waves
+        if isinstance(family, WaveFamily) and all(family.calibrated_as(c, f) == c.kernel for f in c.formats)
+    ]
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
@@ -40,12 +44,13 @@ def usable(frame: pd.DataFrame) -> pd.Series:
 def registers_of(logs: Path) -> dict[tuple[str, str], int]:
     """(kernel, format) -> registers of a thread, the most over dtypes and scale modes, from ptxas -v logs."""
     found: dict[tuple[str, str], int] = {}
-    for log in logs.rglob("*.log"):
-        match = re.search(r"((?:gemm|gemv)_\w+?)_(?:f16|bf16)_(int4|int8)_", log.name)
-        used = re.findall(r"Used (\d+) registers", log.read_text())
-        if match and used:
-            key = match[1], match[2]
-            found[key] = max(found.get(key, 0), *map(int, used))
+    for config in fitted_configs():
+        # A unit has all kernels of its configuration. In their mangled names a length stands before the types.
+        of_kernel = re.compile(rf"{config.kernel}\d+B?[Ff]16(Int4|Int8|Code4).*?Used (\d+) registers", re.DOTALL)
+        for log in logs.rglob(f"{config.kernel}.*log"):
+            for format, used in of_kernel.findall(log.read_text()):
+                key = config.kernel, format.lower()
+                found[key] = max(found.get(key, 0), int(used))
     return found
 
 
@@ -107,9 +112,16 @@ def collect(frame: pd.DataFrame, registers: dict[tuple[str, str], int]) -> dict[
     return found
 
 
-def fit(rows: dict[tuple[str, str], Rows]) -> tuple[dict[tuple[str, str], NDArray], NDArray]:
-    """Alternates between each kernel's constants and the shared ones; all are fitted as logarithms."""
+def fit(
+    rows: dict[tuple[str, str], Rows], known: WaveConstants | None
+) -> tuple[dict[tuple[str, str], NDArray], NDArray]:
+    """Alternates between each kernel's constants and the shared ones; all are fitted as logarithms.
+
+    known: has the shared ones, which then stay as they are.
+    """
     shared = np.log([2.0, 1.5, 3.0])
+    if known is not None:
+        shared = np.log([known.launch_us, known.reduce_launch_us, known.reduce_tb_s])
     shared_bounds = np.log([1.0, 0.3, 0.5]), np.log([2.5, 4.0, 20.0])
     kernel_bounds = np.log([0.01, 0.05, 0.01]), np.log([10.0, 10.0, 10.0])
     starts = [np.log(start) for start in ([0.1, 0.5, 1.0], [0.5, 0.5, 2.0], [2.0, 1.0, 1.0], [0.02, 0.3, 0.5])]
@@ -119,6 +131,8 @@ def fit(rows: dict[tuple[str, str], Rows]) -> tuple[dict[tuple[str, str], NDArra
             begin = [*starts, kernels.get(key, starts[0])]
             tried = [least_squares(part.residuals, s, bounds=kernel_bounds, args=(shared,)) for s in begin]
             kernels[key] = min(tried, key=lambda solution: solution.cost).x
+        if known is not None:
+            break
 
         def all_residuals(values: NDArray) -> NDArray:
             return np.concatenate([part.residuals(kernels[key], values) for key, part in rows.items()])
@@ -165,16 +179,21 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
             kernels[key] = before
 
 
-def run(frame: pd.DataFrame, logs: Path) -> WaveConstants:
-    """The constants by rows that are `usable`."""
+def run(frame: pd.DataFrame, logs: Path, known: WaveConstants) -> WaveConstants:
+    """The constants by rows that are `usable`.
+
+    known: the present ones. Unless every kernel was measured the shared ones stay, and those of kernels that were not.
+    """
     registers = registers_of(logs)
     rows = collect(frame, registers)
-    wanted = {(c.kernel, f) for c in fitted_configs() for f in c.formats}
-    if missing := sorted(wanted - set(rows)):
-        raise SystemExit(f"not measured: {', '.join(f'{kernel} {format}' for kernel, format in missing)}")
-    kernels, shared = fit(rows)
+    is_all = all((c.kernel, f) in rows for c in fitted_configs() for f in c.formats)
+    kernels, shared = fit(rows, None if is_all else known)
     polish(rows, kernels, shared)
     times = {key: WaveTimes(registers[key], *(_digits(v) for v in np.exp(values))) for key, values in kernels.items()}
+    if not is_all:
+        formats = " and ".join(sorted({format for _, format in times}))
+        note = f"{known.fitted_to.split('; ')[0]}; {formats} by itself"
+        return replace(known, fitted_to=note, kernels=dict(sorted((known.kernels | times).items())))
     count = sum(len(part.us) for part in rows.values())
     note = f"{count} times, then moved so that choices cost least"
     launch_us, reduce_launch_us, reduce_tb_s = (round(float(value), 3) for value in np.exp(shared))

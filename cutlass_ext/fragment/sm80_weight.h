@@ -16,7 +16,7 @@ struct WeightFragment {
   using Layout = InterleavedLayout<Weight>;
   using Scales = ScaleTile<Element, kScaleMode, kBlockN>;
   using Math = PackedMath<Element>;
-  using Convert = detail::ConvertWord<Element, Weight>;
+  using Codebook = CodebookPairs<false>;  // of codes alone
 
   static constexpr int kStepK = Layout::kChunkK;
   static constexpr int kSteps = kLineBlockK / kStepK;         // per k_block: 2 (int4) or 4 (int8)
@@ -70,12 +70,16 @@ struct WeightFragment {
   }
 
   /// packed -> values. q is exact, q - z is rounded once (exact for integer z), and the product with the scale once:
-  /// the weight is the one that `dequantize` writes.
-  CUTLASS_DEVICE void dequantize() {
+  /// the weight is the one that `dequantize` writes. Integers need no codebook.
+  CUTLASS_DEVICE void dequantize(Codebook const& codebook) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kTilesN; ++j) {
       uint32_t pairs[2 * kMmaSteps];
-      Convert::apply(packed[j], pairs);
+      if constexpr (WeightFormat<Weight>::kIsCodebook) {
+        codebook.look_up_word(packed[j], pairs);
+      } else {
+        detail::ConvertWord<Element, Weight>::apply(packed[j], pairs);
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kMmaSteps; ++i) {
         if constexpr (Scales::kHasZeros) pairs[i] = Math::sub(pairs[i], zero[j]);

@@ -32,15 +32,20 @@ struct MmaPipelined {
   static constexpr int kWeightOffsetBytes = CopyX::kTileBytes;
   static constexpr int kScalesOffsetBytes = kWeightOffsetBytes + CopyWeight::kTileBytes;
   static constexpr int kStageBytes = kScalesOffsetBytes + Scales::kBytes;
-  static constexpr int kSmemBytes = kStages * kStageBytes;
+  using Codebook = typename FragmentWeight::Codebook;
+  static constexpr bool kHasCodebook = WeightFormat<Weight>::kIsCodebook;
+  static constexpr int kCodebookOffsetBytes = kStages * kStageBytes;
+  static constexpr int kSmemBytes = kCodebookOffsetBytes + (kHasCodebook ? Codebook::kBytes : 0);
   static constexpr int kTilesM = FragmentX::kTilesM;
   static constexpr int kTilesN = FragmentWeight::kTilesN;
 
-  /// Adds the product of k_blocks [first_block, first_block + blocks) to accumulators.
+  /// Adds the product of k_blocks [first_block, first_block + blocks) to accumulators. code_values: the codebook in
+  /// global memory; not read for integers.
   CUTLASS_DEVICE static void run(float (&accumulators)[kTilesM][kTilesN][4], CopyX const& copy_x,
-                                 CopyWeight const& copy_weight, Scales const& scales, char* smem, int first_block,
-                                 int blocks, int warp_m, int warp_n) {
+                                 CopyWeight const& copy_weight, Scales const& scales, void const* code_values,
+                                 char* smem, int first_block, int blocks, int warp_m, int warp_n) {
     int const lane = threadIdx.x % 32;
+    Codebook const codebook(cute::cast_smem_ptr_to_uint(smem + kCodebookOffsetBytes), lane);
     FragmentX x;
     FragmentWeight weight(warp_n, lane);
     uint4 next_x[CopyX::kCopies];
@@ -58,6 +63,9 @@ struct MmaPipelined {
                         true);  // a plain copy on sm75
     };
 
+    if constexpr (kHasCodebook) {
+      Codebook::fill(smem + kCodebookOffsetBytes, Codebook::fetch_code(code_values), kThreads);
+    }
     if (blocks > 0) {
       fetch(0);
       store(0);
@@ -70,7 +78,7 @@ struct MmaPipelined {
       for (int step = 0; step < FragmentWeight::kSteps; ++step) {
         weight.load_packed(read + kWeightOffsetBytes, step);
         weight.load_scales(read + kScalesOffsetBytes, step, scales.second_row_bytes);
-        weight.dequantize();
+        weight.dequantize(codebook);
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < FragmentWeight::kMmaSteps; ++half) {
           x.load(read + warp_m * SwizzledTile::kRowBytes, step * FragmentWeight::kMmaSteps + half, lane);

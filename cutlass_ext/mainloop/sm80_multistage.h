@@ -40,17 +40,24 @@ struct MmaMultistage {
   static constexpr int kWeightOffsetBytes = CopyX::kTileBytes;
   static constexpr int kScalesOffsetBytes = kWeightOffsetBytes + CopyWeight::kTileBytes;
   static constexpr int kStageBytes = kScalesOffsetBytes + Scales::kBytes;
-  static constexpr int kSmemBytes = kStages * kStageBytes;
+  using Codebook = typename FragmentWeight::Codebook;
+  static constexpr bool kHasCodebook = WeightFormat<Weight>::kIsCodebook;
+  static constexpr int kCodebookOffsetBytes = kStages * kStageBytes;
+  static constexpr int kSmemBytes = kCodebookOffsetBytes + (kHasCodebook ? Codebook::kBytes : 0);
   static constexpr int kTilesM = FragmentX::kTilesM;
   static constexpr int kTilesN = FragmentWeight::kTilesN;
   static constexpr int kMmaSteps = FragmentWeight::kMmaSteps;
   static constexpr int kStepsPerBlock = 4;  // k16 steps in a k_block
 
-  /// Adds the product of k_blocks [first_block, first_block + blocks) to accumulators.
+  /// Adds the product of k_blocks [first_block, first_block + blocks) to accumulators. code_values: the codebook in
+  /// global memory; not read for integers.
   CUTLASS_DEVICE static void run(float (&accumulators)[kTilesM][kTilesN][4], CopyX const& copy_x,
-                                 CopyWeight const& copy_weight, Scales const& scales, char* smem, int first_block,
-                                 int blocks, int warp_m, int warp_n) {
+                                 CopyWeight const& copy_weight, Scales const& scales, void const* code_values,
+                                 char* smem, int first_block, int blocks, int warp_m, int warp_n) {
     int const lane = threadIdx.x % 32;
+    Codebook const codebook(cute::cast_smem_ptr_to_uint(smem + kCodebookOffsetBytes), lane);
+    uint32_t code_value = 0;
+    if constexpr (kHasCodebook) code_value = Codebook::fetch_code(code_values);
     FragmentX x[2];
     FragmentWeight weight(warp_n, lane);
     int const warp_x_bytes = warp_m * SwizzledTile::kRowBytes;
@@ -74,6 +81,7 @@ struct MmaMultistage {
       copy_block(block, block);
       cute::cp_async_fence();
     }
+    if constexpr (kHasCodebook) Codebook::fill(smem + kCodebookOffsetBytes, code_value, kThreads);
     cute::cp_async_wait<kStages - 2>();
     __syncthreads();
     load_weight(smem, 0);
@@ -85,7 +93,7 @@ struct MmaMultistage {
       char const* read = smem + read_stage * kStageBytes;
       CUTLASS_PRAGMA_UNROLL
       for (int t = 0; t < kStepsPerBlock; ++t) {
-        if (t % kMmaSteps == 0) weight.dequantize();
+        if (t % kMmaSteps == 0) weight.dequantize(codebook);
 
         if (t == kStepsPerBlock - 1) {
           // This warp has read all of this k_block. After the barrier every warp has, and the next one has arrived.

@@ -1,6 +1,7 @@
 """The kernel families, each with its tiles, rules, shared memory, work, and constants of generated code."""
 
 from .base import FAMILIES, Family, KernelConfig
+from .decode_sm80 import DecodeSm80
 from .decode_sm90 import DecodeSm90
 from .dequantize_cublas import DequantizeCublasSm75, DequantizeCublasSm90
 from .gemm_sm70 import GemmSm70
@@ -13,6 +14,7 @@ __all__ = ["FAMILIES", "Family", "KernelConfig"]
 
 _IN_ORDER: tuple[Family, ...] = (
     Gemv(),
+    DecodeSm80(),
     GemmSm80(),
     DecodeSm90(),
     GemmSm90(),

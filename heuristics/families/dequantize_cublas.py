@@ -21,6 +21,8 @@ from .base import Bounds, Family, Kernel, KernelConfig, Split
 MIN_M = 256
 """Rows of x from which `select` looks at it: with fewer, reading the packed weight is quicker."""
 
+_FORMATS = ("int4", "int8", "code4")
+
 _MOST_PARTS = 8  # of K, that cuBLAS is taken to compute at once where tiles are few
 
 
@@ -123,7 +125,7 @@ class DequantizeCublasSm75(DequantizeCublas):
     min_m = MIN_M
 
     def configs(self) -> Iterable[KernelConfig]:
-        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1)
+        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)
 
 
 class DequantizeCublasSm90(DequantizeCublas):
@@ -138,4 +140,4 @@ class DequantizeCublasSm90(DequantizeCublas):
     min_m = None
 
     def configs(self) -> Iterable[KernelConfig]:
-        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, ("int4", "int8", "code4"))
+        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)

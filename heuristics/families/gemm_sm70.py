@@ -26,5 +26,5 @@ class GemmSm70(WaveFamily):
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         return gemm_sm80.tile_constants(config)
 
-    def calibrated_as(self, config: KernelConfig) -> str:
-        return gemm_sm80.calibrated_as(config)
+    def calibrated_as(self, config: KernelConfig, format: str) -> str:
+        return gemm_sm80.calibrated_as(config, format)

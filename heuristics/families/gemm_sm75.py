@@ -17,8 +17,9 @@ class GemmSm75(WaveFamily):
     header = "sm75.cuh"
 
     def configs(self) -> Iterable[KernelConfig]:
+        formats = ("int4", "int8", "code4")  # 128 tokens and a codebook are more than an SM has room for
         for m in (16, 32, 64):
-            yield KernelConfig(self.name, m, 128, 64, min(m, 32), 64 if m > 16 else 32, 2)
+            yield KernelConfig(self.name, m, 128, 64, min(m, 32), 64 if m > 16 else 32, 2, 1, formats)
         yield KernelConfig(self.name, 128, 128, 64, 64, 32, 2)
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
@@ -27,5 +28,5 @@ class GemmSm75(WaveFamily):
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         return {**gemm_sm80.tile_constants(config), "kStages": config.stages}
 
-    def calibrated_as(self, config: KernelConfig) -> str:
-        return gemm_sm80.calibrated_as(config)
+    def calibrated_as(self, config: KernelConfig, format: str) -> str:
+        return gemm_sm80.calibrated_as(config, format)

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from .base import KernelConfig
 from .waves import WaveFamily
 
+CODEBOOK_BYTES = 256 * 128
+"""Pairs of codes, for each lane (cutlass_ext/convert/codebook.h)."""
+
 
 class GemmSm80(WaveFamily):
     name = "gemm_sm80"
@@ -27,7 +30,9 @@ class GemmSm80(WaveFamily):
             (128, 128, (2, 3, 4)),
         ):
             for s in stages:
-                yield KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s)
+                has_codes = s == code_stages(block_m, block_n)
+                formats = ("int4", "int8", "code4") if has_codes else ("int4", "int8")
+                yield KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s, 1, formats)
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
         return pipeline_bytes(config, format)
@@ -48,10 +53,11 @@ class GemmSm80(WaveFamily):
 
 def pipeline_bytes(config: KernelConfig, format: str) -> int:
     """Shared memory of the stages, x, weights, scales and zero points, in whose place y is collected at the end."""
-    bits = {"int4": 4, "int8": 8}[format]
+    bits = 8 if format == "int8" else 4
     scales_and_zeros = 2 * 2 * config.block_n * 2
     stage = config.block_m * config.block_k * 2 + config.block_n * config.block_k * bits // 8 + scales_and_zeros
-    return max(config.stages * stage, config.block_m * (config.block_n + 8) * 2)
+    codebook_bytes = CODEBOOK_BYTES if format == "code4" else 0
+    return max(config.stages * stage + codebook_bytes, config.block_m * (config.block_n + 8) * 2)
 
 
 def tile_constants(config: KernelConfig) -> dict[str, int]:
@@ -63,6 +69,12 @@ def tile_constants(config: KernelConfig) -> dict[str, int]:
     }
 
 
-def calibrated_as(config: KernelConfig) -> str:
+def code_stages(block_m: int, block_n: int) -> int:
+    """Stages of codes: as many as leave room for the codebook on every GPU."""
+    return 3 if block_m * block_n > 64 * 128 else 4
+
+
+def calibrated_as(config: KernelConfig, format: str) -> str:
     """Turing and Volta borrow the constants of the Ampere tile with as many rows."""
-    return f"{GemmSm80.name}_{config.block_m}x128x64_w{config.block_m}x32_s2"
+    stages = code_stages(config.block_m, 128) if format == "code4" else 2
+    return f"{GemmSm80.name}_{config.block_m}x128x64_w{config.block_m}x32_s{stages}"

@@ -142,16 +142,16 @@ class WaveFamily(Family):
     def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
         return self.cta_smem_bytes(config, problem.format)
 
-    def calibrated_as(self, config: KernelConfig) -> str:
+    def calibrated_as(self, config: KernelConfig, format: str) -> str:
         """The kernel whose constants count."""
         return config.kernel
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (self.calibrated_as(config), format) in WAVES.kernels
+        return (self.calibrated_as(config, format), format) in WAVES.kernels
 
     def times(self, config: KernelConfig, format: str, arch: int) -> WaveTimes:
         """Of a kernel on an architecture. Raises KeyError for one that is not calibrated."""
-        registers, k_tile_us, latency_us, fixed_us = WAVES.kernels[self.calibrated_as(config), format]
+        registers, k_tile_us, latency_us, fixed_us = WAVES.kernels[self.calibrated_as(config, format), format]
         speed = machine(arch).speed
         return WaveTimes(registers, k_tile_us / speed, latency_us / speed, fixed_us / speed)
 

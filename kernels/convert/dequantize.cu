@@ -141,6 +141,11 @@ struct InterleavedReader {
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < 8; ++c) detail::ConvertWord<Element, Weight>::apply(words[c][step], pairs[c]);
   }
+
+  /// As in TiledReader.
+  CUTLASS_DEVICE float look_up(float codebook, int step, int c, int i, int e) const {
+    return __shfl_sync(0xffffffffu, codebook, words[c][step] >> (4 * (2 * i + e)), 16);
+  }
 };
 
 /// Scales or zeros of a lane's eight columns, two in a register.
@@ -263,8 +268,13 @@ CUTLASS_DEVICE void dequantize_block(DequantizeParams const& p, int column, int 
 }
 
 /// blockIdx.x counts blocks along the columns, so that CTAs that run together write whole rows.
+/// CTAs on an SM that a kernel asks for; 0: as many as nvcc finds. It finds four here, for which it spills registers.
+template <class Reader, Values kValues>
+inline constexpr int kMinCtas = Reader::kParts == 2 && kValues == Values::kCodebook ? 3 : 0;
+
 template <class Element, class Reader, Values kValues>
-__global__ void __launch_bounds__(32 * kWarps) dequantize_kernel(__grid_constant__ DequantizeParams const p) {
+__global__ void __launch_bounds__(32 * kWarps, kMinCtas<Reader, kValues>)
+    dequantize_kernel(__grid_constant__ DequantizeParams const p) {
   using WarpBlock = Block<Element, Reader, kValues>;
   int const column = p.n_begin + WarpBlock::kColumns * (kWarps * blockIdx.x + threadIdx.x / 32);
   if (column >= p.n_end) return;
@@ -291,7 +301,11 @@ template <class Element>
 cudaError_t launch_as(DequantizeParams const& p, cudaStream_t stream) {
   using Int4 = cutlass::uint4b_t;
   using Int8 = uint8_t;
-  if (p.codebook != nullptr) return launch<Element, TiledReader<Int4>, Values::kCodebook>(p, stream);
+  if (p.codebook != nullptr) {
+    return p.layout == int(PackedLayout::kTiled)
+               ? launch<Element, TiledReader<Int4>, Values::kCodebook>(p, stream)
+               : launch<Element, InterleavedReader<Int4>, Values::kCodebook>(p, stream);
+  }
   if (p.layout == int(PackedLayout::kTiled)) {
     return p.bits == 4 ? launch_integers<Element, TiledReader, Int4>(p, stream)
                        : launch_integers<Element, TiledReader, Int8>(p, stream);
@@ -317,9 +331,8 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
   if (p.layout < 0 || p.layout > int(PackedLayout::kTiled)) return fail("layout", "0 or 1", p.layout);
   if (p.bits != 4 && p.bits != 8) return fail("bits", "4 or 8", p.bits);
   if (p.type != int(FloatType::kF16) && p.type != int(FloatType::kBf16)) return fail("type", "0 or 1", p.type);
-  if (p.codebook != nullptr && (wrong(p.codebook, 4) || !tiled || p.bits != 4 || p.zeros != nullptr))
-    return fail("codebook", "null, or 4-byte aligned for a tiled weight of 4 bits without zeros",
-                (long long)p.codebook);
+  if (p.codebook != nullptr && (wrong(p.codebook, 4) || p.bits != 4 || p.zeros != nullptr))
+    return fail("codebook", "null, or 4-byte aligned for a weight of 4 bits without zeros", (long long)p.codebook);
   if (p.k < 1) return fail("k", "at least 1", p.k);
   if (p.k_padded < p.k || p.k_padded % 64 != 0) return fail("k_padded", "a multiple of 64 from k on", p.k_padded);
   if (p.k_padded > (1 << 20)) return fail("k_padded", "at most 2^20", p.k_padded);

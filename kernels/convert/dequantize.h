@@ -14,7 +14,7 @@ struct DequantizeParams {
   void const* weight;  // packed bytes of [k_padded, n_padded], 16-byte aligned
   void const* scales;  // T [groups, n_padded], rows ld_scales elements apart, each row 16-byte aligned
   void const* zeros;   // like scales, or null
-  float const* codebook;  // [16], of the codes of a tiled weight; null for integers
+  float const* codebook;  // [16], of codes; null for integers
   void* w;  // T [k, n_end - n_begin], rows ldw elements apart; stores are quicker where rows are 16-byte aligned
   int64_t ld_scales;  // elements, at least n_padded
   int64_t ldw;  // elements

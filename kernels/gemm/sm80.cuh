@@ -58,7 +58,8 @@ struct GemmTile {
     typename Mma::Scales const scales(p, n0);
 
     float accumulators[Mma::kTilesM][Mma::kTilesN][4] = {};
-    Mma::run(accumulators, copy_x, copy_weight, scales, smem, first_block, blocks, warp_m, warp_n);
+    // A codebook is passed as the zero points.
+    Mma::run(accumulators, copy_x, copy_weight, scales, p.zeros, smem, first_block, blocks, warp_m, warp_n);
 
     if (p.split_k > 1) {
 #if __CUDA_ARCH__ >= 900

@@ -13,7 +13,7 @@ MUTATIONS = [
             ("groups of 96", "(group_size < 64 or group_size % 64 != 0)", "(group_size < 64 or group_size % 32 != 0)"),
             ("groups of 16", "if group_size == 16 != k:", "if group_size == 15 != k:"),
             ("groups that do not divide K", "if k % group_size != 0:", "if k < group_size:"),
-            ("codes of another layout", 'if self.layout != "tiled":', 'if self.layout == "row_major":'),
+            ("codes of another layout", "if self.layout not in CODE_LAYOUTS:", "if self.layout not in LAYOUTS:"),
             (
                 "codes per channel",
                 'self.format != "code4" and self.group_size in (-1, self.k)',

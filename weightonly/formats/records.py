@@ -98,7 +98,7 @@ Record: TypeAlias = QuantizedLayer | PlainTensor
 def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, arch: Arch | None) -> QuantizedLayer:
     """A layer, packed for `arch` (see `weightonly.preprocess`).
 
-    Codes are packed as `record_code_layout` says. GPUs whose kernels do not read "tiled" can still `dequantize` them.
+    Codes are packed as `record_code_layout` says: GPUs without kernels for them can still `dequantize` them.
     """
     if isinstance(weight, CodeWeight):
         code = weight.table if weight.format == "code4" else None

@@ -32,8 +32,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     group_size: rows of K that share a scale: 32, a multiple of 64, 16 on a CPU, or -1 for all of K. A layer with a K
         that it does not divide stays dense. None: 128; those of mxfp4 are 32, of nvfp4 16.
     symmetric: whether there are no zero points; True for nf4 and fp4.
-    arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. "nf4" and "fp4"
-        have kernels on Hopper and the CPU alone.
+    arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. Volta has no
+        kernels for codes.
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
         and tied layers always stay dense.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.

@@ -52,17 +52,20 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
         check_codes(q)
         if layout == CPU:
             return pack_panels(q, bits, bias=0).view(-1)
-        return pack_codes_unchecked(tile_fragments(q, bits)).view(-1)
+        return pack_codes_unchecked(_in_order(q, bits, layout)).view(-1)
     check_range(q, bits)
     if layout == CPU:
         return pack_panels(q, bits, bias=1 << (bits - 1)).view(-1)
+    return bias_and_pack_unchecked(_in_order(q, bits, layout), bits).view(-1)
+
+
+def _in_order(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
+    """The passes before the last one: int8 [K, N] with its elements in the order of a GPU's layout."""
     if layout == INTERLEAVED:
         q = permute_rows(q, bits)  # (K', N)
         q = transpose(q)  # (N, K')
-        q = interleave_columns(q, bits)  # (N / I, K' * I)
-    elif layout == TILED:
-        q = tile_fragments(q, bits)  # (N / 64, K * 64)
-    return bias_and_pack_unchecked(q, bits).view(-1)
+        return interleave_columns(q, bits)  # (N / I, K' * I)
+    return tile_fragments(q, bits) if layout == TILED else q  # (N / 64, K * 64)
 
 
 def unpack_bytes(
@@ -95,10 +98,15 @@ def unpack_bytes(
         return unpack_panels(panels, bits, bias=0 if codes else 1 << (bits - 1))
     if layout == TILED:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
-        return untile_fragments(unpack_codes(panels) if codes else remove_bias_and_deinterleave(panels, bits), bits)
+        return untile_fragments(_elements(panels, bits, codes), bits)
     interleave = 16 // bits
     lines = data.view(stored_shape(k, n, bits, layout))[begin // interleave : end // interleave]
-    q = remove_bias_and_deinterleave(lines, bits)  # (N / I, K' * I)
+    q = _elements(lines, bits, codes)  # (N / I, K' * I)
     q = deinterleave_columns(q, bits)  # (N, K')
     q = untranspose(q)  # (K', N)
     return unpermute_rows(q, bits)  # (K, N)
+
+
+def _elements(data: torch.Tensor, bits: int, codes: bool) -> torch.Tensor:
+    """uint8 [rows, bytes] -> int8 elements, in the order of their layout."""
+    return unpack_codes(data) if codes else remove_bias_and_deinterleave(data, bits)

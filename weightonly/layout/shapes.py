@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..heuristics.problem import CODE_LAYOUTS as GPU_CODE_LAYOUTS
 from ..heuristics.problem import K_ALIGNMENT
 from ..heuristics.problem import LAYOUTS as GPU_LAYOUTS
 
@@ -13,8 +14,11 @@ CPU = "cpu"
 
 LAYOUTS = (*GPU_LAYOUTS, CPU)
 
-CODE_LAYOUTS = (TILED, CPU)
+CODE_LAYOUTS = (*GPU_CODE_LAYOUTS, CPU)
 """Those that codes of a codebook are packed in."""
+
+SLICED_LAYOUTS = (TILED, CPU)
+"""Those whose weights `slice_n` and `slice_k` cut."""
 
 K_ALIGN = K_ALIGNMENT
 """K is padded to a multiple of this: 64 activations of 16 bits are one 128-byte line."""
@@ -101,8 +105,8 @@ def check_code_layout(bits: int, layout: str) -> None:
     if bits != 4:
         raise ValueError(f"bits: expected 4 for codes of a codebook, got {bits}")
     if layout not in CODE_LAYOUTS:
-        expected = ", or ".join(map(repr, CODE_LAYOUTS))
-        raise ValueError(f"layout: expected {expected}, for codes of a codebook, got {layout!r}")
+        expected = " or ".join(map(repr, CODE_LAYOUTS))
+        raise ValueError(f"layout: expected {expected} for codes of a codebook, got {layout!r}")
 
 
 def check_codes(q: torch.Tensor) -> None:

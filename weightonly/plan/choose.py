@@ -10,7 +10,7 @@ from ..heuristics import KernelConfig, Problem, select
 from ..heuristics.configs import TypeConfig
 from ..heuristics.launches import launches
 from ..heuristics.legal import why_not
-from ..heuristics.problem import layouts_of
+from ..heuristics.problem import CODE_LAYOUTS, layouts_of
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
 from ..layout import CPU, TILE
 from .base import Plan
@@ -104,7 +104,10 @@ def check_layout(problem: Problem, gpu: str) -> None:
     """Raises ValueError unless the kernels of the GPU, which `gpu` names in words, read the layout of the weight."""
     layouts = layouts_of(problem.arch)
     if problem.layout not in layouts:
-        cure = "dequantize it" if problem.format == "code4" else f"call preprocess(q, bits, arch='sm{problem.arch}')"
+        has_codes = any(layout in CODE_LAYOUTS for layout in layouts)
+        cure = f"call repack(qweight, arch='sm{problem.arch}')"
+        if problem.format == "code4" and not has_codes:
+            cure = "dequantize it"
         raise ValueError(
             f"qweight: packed in layout {problem.layout!r}, but {gpu} reads {' or '.join(map(repr, layouts))}; {cure}"
         )

@@ -18,8 +18,7 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from ..experts import fused_experts
 from ..formats.groups import group_rows
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_kernel_group_size
-from ..layout import TILED
+from ..heuristics.problem import FORMATS, check_kernel_group_size
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .expert_tensors import ExpertTensors, of_config
@@ -239,14 +238,11 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
     def _pack(self, layer: Any, name: str, stem: str) -> None:
         """One expert at a time, so that no more than one is unpacked."""
         format = self.tensors.format
-        is_code = format in CODE_FORMATS
         rows = getattr(layer, name).data  # (E, N, K * bits / 8)
         stacked = torch.empty(0, dtype=torch.uint8)
         for expert, matrix in enumerate(rows):
             q = unpack_rows(matrix, format)  # (K, N)
-            packed = preprocess(
-                q, FORMATS[format], None if is_code else self.arch, TILED if is_code else None, format=format
-            )
+            packed = preprocess(q, FORMATS[format], self.arch, format=format)
             if expert == 0:
                 self.layouts[stem] = packed.layout
                 stacked = packed.data.new_empty(len(rows), packed.data.numel())

@@ -19,7 +19,6 @@ from ..formats.layers import LayerShape
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMATS, check_kernel_group_size
-from ..layout import TILED
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .rows import LOADED_FORMATS, unpack_rows
@@ -138,8 +137,7 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         if not self.is_whole:
             rows, source, perm = self._grouped(layer, rows, len(scales))
             scales, zeros = scales[source], None if zeros is None else zeros[source]
-        is_code = shape.format in CODE_FORMATS
-        packed = preprocess(rows, bits, None if is_code else self.arch, TILED if is_code else None, format=shape.format)
+        packed = preprocess(rows, bits, self.arch, format=shape.format)
         self.layout, self.k_packed = packed.layout, packed.k
         for name, value in (("qweight", packed.data), ("scales", scales), ("zeros", zeros)):
             if value is not None:
