@@ -17,12 +17,12 @@ def longest_k() -> int:
     return WORKSPACE_BYTES // (2 * _ALIGN)
 
 
-def slice_columns(n: int, k: int, limit_bytes: int = WORKSPACE_BYTES) -> int:
+def slice_columns(n: int, k: int, limit_bytes: int | None = None) -> int:
     """Columns of a slice of [K, N], a multiple of 64: as few slices as fit, of equal width. 0 where K is too long.
 
-    limit_bytes: the most that a slice may take in 16-bit floats.
+    limit_bytes: the most that a slice may take in 16-bit floats; None: WORKSPACE_BYTES.
     """
-    limit = limit_bytes // (2 * k) // _ALIGN * _ALIGN
+    limit = (limit_bytes or WORKSPACE_BYTES) // (2 * k) // _ALIGN * _ALIGN
     if n <= limit:
         return -(-n // _ALIGN) * _ALIGN
     step = _TILE if limit >= _TILE else _ALIGN

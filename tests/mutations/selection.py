@@ -125,7 +125,7 @@ MUTATIONS = [
         "heuristics/slices.py",
         "unfused heuristics choice",
         [
-            ("more than the workspace", "limit = WORKSPACE_BYTES // (2 * k) //", "limit = WORKSPACE_BYTES // k //"),
+            ("more than the workspace", "WORKSPACE_BYTES) // (2 * k) //", "WORKSPACE_BYTES) // k //"),
             ("a weight that fits", "    if n <= limit:\n", "    if n < limit:\n"),
             ("slices of odd width", "return -(-n // (slices * step)) * step", "return -(-n // slices)"),
         ],
