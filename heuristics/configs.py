@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from .families import FAMILIES, KernelConfig
 
-CONFIGS: tuple[KernelConfig, ...] = tuple(config for family in FAMILIES.values() for config in family.configs())
+
+def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
+    return tuple(c for family in FAMILIES.values() if family.grouped == grouped for c in family.configs())
+
+
+CONFIGS = _configs(grouped=False)
+
+GROUPED_CONFIGS = _configs(grouped=True)
+"""Those of grouped products, which compute nothing else."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-// kernels/api/api.cu for the host alone, with three kernels that launch nothing, so that the checks of the C interface
+// kernels/api/*.cu for the host alone, with kernels that launch nothing, so that the checks of the C interface
 // are tested without a GPU and without a build of the kernels.
 #include "kernels/api/api.cu"
+#include "kernels/api/grouped.cu"
 
 namespace {
 
@@ -17,12 +18,23 @@ KernelEntry const gemm = {"gemm_sm80_f16_int8_group_zeros", &count_launch, 1 << 
 KernelEntry const decode = {"decode_sm90_f16_code4_group", &count_launch, 16, 8};
 KernelEntry const* const table[] = {&gemv, &gemm, &decode};
 
+cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStream_t) {
+  ++launches;
+  return cudaSuccess;
+}
+
+using weightonly::GroupedEntry;
+GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch};
+GroupedEntry const* const grouped_table[] = {&grouped};
+
 }  // namespace
 
 namespace weightonly {
 
 KernelEntry const* const* const kKernels = table;
 int const kKernelCount = 3;
+GroupedEntry const* const* const kGroupedKernels = grouped_table;
+int const kGroupedKernelCount = 1;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

@@ -1,7 +1,7 @@
 """The C interface, called by ctypes without a GPU: what it refuses is refused with a reason, before any launch.
 
-`wo_gemm` is tested from kernels/api/api.cu, compiled here for the host with kernels that launch nothing; all functions
-are tested from the kernels library where that is built.
+`wo_gemm` and `wo_grouped_gemm` are tested from kernels/api/, compiled here for the host with kernels that launch
+nothing; all functions are tested from the kernels library where that is built.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ def struct_of(header: str, name: str) -> type[ctypes.Structure]:
 
 
 GemmParams = struct_of("cutlass_ext/gemm_params.h", "GemmParams")
+_TYPES["GemmParams"] = GemmParams
+GroupedGemmParams = struct_of("cutlass_ext/grouped_params.h", "GroupedGemmParams")
 STRUCTS = [
     GemmParams,
     struct_of("kernels/convert/conversions.h", "AwqDequantizeParams"),
     struct_of("kernels/convert/conversions.h", "Blocks4bitParams"),
     struct_of("kernels/convert/dequantize.h", "DequantizeParams"),
+    GroupedGemmParams,
+    *(struct_of("kernels/experts/experts.h", name) for name in ("RouteParams", "GateParams", "CombineParams")),
 ]
 """In the order of wo_struct_bytes."""
 
@@ -160,6 +164,52 @@ def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], 
     assert gemm(host, kernel, params(**changed)) == (0, "")
 
 
+def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int, str]:
+    fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in ("offs", "experts") if name in changed}
+    given = GroupedGemmParams(gemm=params(**changed), **fields)
+    message = ctypes.create_string_buffer(512)
+    status = library.wo_grouped_gemm(kernel, ctypes.byref(given), 0, None, message, len(message))
+    return status, message.value.decode()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"offs": 0}, "offs must be an address of 32-bit integers, got 0"),
+        ({"offs": 4098}, "offs must be"),
+        ({"experts": 0}, "experts must be 1 to 512, got 0"),
+        ({"experts": 513}, "experts must be 1 to 512, got 513"),
+        ({"activation": 3}, "activation must be 0, got 3"),
+        ({"split_k": 2}, "split_k must be at most"),
+        ({"x": 8}, "x must be a 16-byte aligned address, got 8"),
+        ({"m": 1 << 30, "n_padded": 1 << 10, "ld_scales": 1 << 10}, "m must be such that there are at most 2^30 tiles"),
+        (
+            {"k_padded": 1 << 20, "n_padded": 1 << 20, "ld_scales": 1 << 20, "experts": 65},
+            "experts must be such that all are within 2^46 numbers, got 65",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_grouped_product_is_refused(
+    changed: dict[str, int], reason: str, host: ctypes.CDLL
+) -> None:
+    before = host.launches_so_far()
+    status, text = grouped(host, **changed)
+    assert status == 1 and text.startswith(f"grouped_sm90_f16_int4_group: {reason}"), text
+    assert host.launches_so_far() == before
+
+
+def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
+    host.wo_grouped_kernel_name.restype = ctypes.c_char_p
+    assert host.wo_grouped_kernel_count() == 1
+    assert host.wo_grouped_kernel_name(0) == b"grouped_sm90_f16_int4_group"
+    assert host.wo_grouped_kernel_name(1) is None
+    before = host.launches_so_far()
+    assert grouped(host, experts=512, m=1 << 20) == (0, "")
+    assert host.launches_so_far() == before + 1
+    assert grouped(host, kernel=1) == (1, "kernel must be 0 to 0, got 1")
+
+
 @pytest.mark.parametrize("kernel", [-1, 3, 2**31 - 1])
 def test_other_kernels_are_refused(kernel: int, host: ctypes.CDLL) -> None:
     status, text = gemm(host, kernel, params())
@@ -216,12 +266,22 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
     library = request.getfixturevalue("host") if where == "host" else ctypes.CDLL(str(built_library()))
     (version,) = re.findall(r"#define WEIGHTONLY_ABI_VERSION (\d+)", (ROOT / "kernels/api/api.h").read_text())
     assert library.wo_abi_version() == int(version)
-    assert [library.wo_struct_bytes(i) for i in range(4)] == [ctypes.sizeof(struct) for struct in STRUCTS]
-    assert library.wo_struct_bytes(4) == library.wo_struct_bytes(-1) == 0
+    assert [library.wo_struct_bytes(i) for i in range(len(STRUCTS))] == [ctypes.sizeof(struct) for struct in STRUCTS]
+    assert library.wo_struct_bytes(len(STRUCTS)) == library.wo_struct_bytes(-1) == 0
 
 
 @pytest.mark.parametrize(
-    "function", ["wo_gemm", "wo_awq_dequantize", "wo_quantize_4bit", "wo_dequantize_4bit", "wo_dequantize"]
+    "function",
+    [
+        "wo_gemm",
+        "wo_awq_dequantize",
+        "wo_quantize_4bit",
+        "wo_dequantize_4bit",
+        "wo_dequantize",
+        "wo_route",
+        "wo_gate",
+        "wo_combine",
+    ],
 )
 def test_every_function_of_the_library_refuses_null_and_zeros(function: str) -> None:
     library = ctypes.CDLL(str(built_library()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightonly.heuristics.configs import CONFIGS, kernel_types
+from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "kernels"))
@@ -92,7 +92,7 @@ def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
         (["80"], {"gemm_sm80", "decode_sm80", "gemv"}),
         # Without "a" there is no wgmma, and such code would run on later GPUs.
         (["90"], {"gemm_sm80", "decode_sm80", "gemv"}),
-        (["90a"], {"gemm_sm80", "decode_sm80", "gemv", "decode_sm90", "gemm_sm90"}),
+        (["90a"], {"gemm_sm80", "decode_sm80", "gemv", "decode_sm90", "gemm_sm90", "grouped_sm90"}),
         (["100a"], {"gemm_sm80", "decode_sm80", "gemv"}),
     ],
 )
@@ -125,13 +125,15 @@ def test_files_of_a_build(tmp_path: Path) -> None:
         for t in kernel_types(c)
         if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused
     }
-    assert {k.symbol for k in kernels} == expected
+    grouped = {f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS for t in kernel_types(c)}
+    assert {k.symbol for k in kernels} == expected | grouped
     assert {path.name for path in tmp_path.glob("*.cu")} == {k.unit for k in kernels} | {"registry.cu"}
     units = (tmp_path / "units.cmake").read_text()
     on_hopper = units[units.index('decode_sm90_8x32x2048_w8x32_s2.cu" PROPERTIES') :].splitlines()[0]
     assert "sm_90a" in on_hopper and "sm_80" not in on_hopper
     registry = (tmp_path / "registry.cu").read_text()
     assert f"kKernelCount = {len(expected)};" in registry
+    assert f"kGroupedKernelCount = {len(grouped)};" in registry
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     generate.generate(tmp_path, ["80", "90a"])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before

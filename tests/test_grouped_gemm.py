@@ -10,6 +10,7 @@ import torch
 from expert_cases import Stack, ends, exact_stack, kinds, pack, random_stack
 
 import weightonly as wo
+from weightonly.heuristics.configs import GROUPED_CONFIGS
 
 INTEGERS = pytest.mark.parametrize("format", ["int4", "int8"])
 COUNTS = {
@@ -89,6 +90,17 @@ def test_error_beside_dense_products(dtype: torch.dtype, generator: torch.Genera
     peer = torch.cat([part @ dense[e] for e, part in enumerate(x.split(counts))])
     assert (y.double() - exact).norm() <= 2 * (peer.double() - exact).norm()
     assert (y.double() - exact).abs().max() <= 2 * (peer.double() - exact).abs().max()
+
+
+def test_no_kernel_computes_cpu_tensors(generator: torch.Generator) -> None:
+    stack = exact_stack(2, 64, 16, generator)
+    x = torch.ones(3, 64)
+    with pytest.raises(
+        ValueError, match=r"config: expected None for CPU tensors, which no kernel computes, got grouped_"
+    ):
+        wo.grouped_gemm(x, stack.qweight, stack.scales, ends([1, 2]), config=GROUPED_CONFIGS[0])
+    with pytest.raises(TypeError, match=r"config: expected a KernelConfig of weightonly.grouped_kernels\(\), got str"):
+        wo.grouped_gemm(x, stack.qweight, stack.scales, ends([1, 2]), config="quick")  # type: ignore[arg-type]
 
 
 def test_many_experts_and_few_rows(generator: torch.Generator) -> None:

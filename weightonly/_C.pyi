@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 
 def kernel_names() -> list[str]: ...
+def grouped_kernel_names() -> list[str]: ...
 def archs() -> str: ...
 def set_pdl_mode(mode: int) -> None: ...
 def awq_dequantize(
@@ -62,6 +63,40 @@ def dequantize(
     ldw: int,
     stream: int,
 ) -> None: ...
+def route(
+    device: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    columns: int,
+    is_int64: bool,
+    ids: int,
+    x: int,
+    ldx: int,
+    sorted: int,
+    offs: int,
+    places: int,
+    stream: int,
+    /,
+) -> None: ...
+def gate(
+    device: int, type: int, activation: int, rows: int, columns: int, gate_up: int, y: int, stream: int, /
+) -> None: ...
+def combine(
+    device: int,
+    type: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    columns: int,
+    rows: int,
+    weights: int,
+    places: int,
+    offs: int,
+    y: int,
+    stream: int,
+    /,
+) -> None: ...
 
 class Plan:
     def __init__(
@@ -94,5 +129,36 @@ class Plan:
         ldy: int,
         stream: int,
         scales_in_place: bool,
+        /,
+    ) -> None: ...
+
+class GroupedPlan:
+    def __init__(
+        self,
+        *,
+        kernel: int,
+        device: int,
+        experts: int,
+        m: int,
+        n: int,
+        k: int,
+        n_padded: int,
+        k_padded: int,
+        group_size: int,
+        ld_scales: int,
+        clusters: int,
+    ) -> None: ...
+    def launch(
+        self,
+        x: int,
+        weight: int,
+        scales: int,
+        zeros: int,
+        bias: int,
+        y: int,
+        offs: int,
+        ldx: int,
+        ldy: int,
+        stream: int,
         /,
     ) -> None: ...

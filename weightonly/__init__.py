@@ -26,7 +26,7 @@ from .files import load, save
 from .formats import load_checkpoint
 from .gemm import gemm
 from .grouped import grouped_gemm
-from .kernels import cuda_built, kernels
+from .kernels import cuda_built, grouped_kernels, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
 from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
@@ -55,6 +55,7 @@ __all__ = [
     "fused_experts",
     "gemm",
     "grouped_gemm",
+    "grouped_kernels",
     "heuristics",
     "kernels",
     "launch_overlap",

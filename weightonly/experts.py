@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
-from .activations import activation_of, check_activation
+from .activations import check_activation
 from .args import CPU_DTYPES, check_device, require_dtype, require_tensor
 from .gemm import autocast
 from .grouped import GroupedArgs, grouped
+from .ops.around_experts import combine, gated, sort_by_expert
 from .packed import PackedWeight
 
 Weight = tuple[Any, ...]
@@ -43,7 +44,8 @@ def fused_experts(
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs.
+    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more, and
+    a CUDA graph holds the call.
 
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
@@ -62,19 +64,14 @@ def fused_experts(
         expected = f"{first[0].experts} experts with N = {x.shape[1]}, the columns of x"
         raise ValueError(f"w2: expected {expected}, got {second[0].experts} with N = {second[0].n}")
     x = autocast(x, first[1])
-    act = activation_of(activation).function
-
-    def gated(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
-        return act(gate) * up
-
     for name, rows, weight in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
         offs = torch.zeros(weight[0].experts or 0, dtype=torch.int32, device=x.device)
         try:
             GroupedArgs(rows, weight[0], weight[1], offs, weight[2], weight[3]).check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, product(*first), gated, product(*second))
+    between = functools.partial(gated, activation=activation)
+    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, product(*first), between, product(*second))
 
 
 def run_experts(
@@ -91,16 +88,9 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
-    top_k = ids.shape[1]
-    order, offs = _route_op(ids, experts) if is_compiling() else _route(ids, experts)  # (T = M * top_k), (E)
-    y = second(between(first(x[order // top_k], offs)), offs)  # (T, H)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    y = y[place].view(*ids.shape, y.shape[-1])  # (M, top_k, H)
-    weights = torch.where((ids >= 0) & (ids < experts), weights.float(), 0.0)  # (M, top_k)
-    total = y[:, 0].float() * weights[:, :1]
-    for j in range(1, top_k):
-        total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
-    return total.to(x.dtype)
+    rows, offs, places = sort_by_expert(x, ids, experts)  # (T = M * top_k, H), (E), (T)
+    y = second(between(first(rows, offs)), offs)  # (T, H)
+    return combine(y, weights, ids, offs, places, x.dtype)
 
 
 def product(
@@ -137,29 +127,3 @@ def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> 
         raise ValueError(f"topk_weights: expected shape {list(ids.shape)} as topk_ids, got {list(weights.shape)}")
     check_device("topk_ids", ids, x)
     check_device("topk_weights", weights, x)
-
-
-def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in `ids` sorted by expert, those of no expert last, int64 [M * top_k]; the ends of experts, int32 [E].
-
-    Raises ValueError for ids out of range, on the CPU: on a GPU the host would have to wait for them.
-    """
-    flat = ids.reshape(-1)
-    if flat.device.type == "cpu" and flat.numel():
-        low, high = torch.stack(torch.aminmax(flat)).tolist()
-        if low < -1 or high > experts:
-            raise ValueError(f"topk_ids: expected -1..{experts} for {experts} experts, got numbers in {low}..{high}")
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    flat, order = torch.sort(flat, stable=True)
-    all_experts = torch.arange(experts, dtype=flat.dtype, device=flat.device)
-    return order, torch.searchsorted(flat, all_experts, right=True, out_int32=True)
-
-
-@torch.library.custom_op("weightonly::route", mutates_args=(), schema="(Tensor ids, int experts) -> (Tensor, Tensor)")
-def _route_op(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _route(ids, experts)
-
-
-@_route_op.register_fake
-def _result_of_route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return ids.new_empty(ids.numel(), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)

@@ -1,6 +1,7 @@
 """grouped_gemm: one product for the rows of many experts, and its gradients.
 
-For now each expert that has rows is a `gemm` of its own, and the host reads how many rows each has.
+On Hopper it is one launch. Elsewhere each expert that has rows is a `gemm` of its own, and the host reads how many each
+has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import torch
 from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device, require_dtype, require_tensor
 from .autograd import before_activation, kept_for
 from .gemm import autocast, dispatch, gemm, needs_dispatch
+from .heuristics import KernelConfig
 from .packed import PackedWeight
+from .plan import cache
+from .plan.base import Plan
+from .plan.grouped import make_grouped_plan
 
 
 def grouped_gemm(
@@ -25,6 +30,7 @@ def grouped_gemm(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
+    config: KernelConfig | None = None,
     perm: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
@@ -39,23 +45,29 @@ def grouped_gemm(
     bias        [E, N], dtype of x.
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".
     out         [T, N], the result's tensor, if it is there already; must not overlap an input.
+    config      the kernel to run, one of `grouped_kernels()` (CUDA only); default: what suits T rows of E experts.
     perm        [E, K] int32 or int64, act-order: row perm[e] is that of expert e, see `gemm`.
 
-    Returns [T, N] in the dtype of x; T = 0 gives an empty result. Row t is bit for bit what `gemm` of all rows of its
-    expert gives. Results are bit-identical from run to run.
+    Returns [T, N] in the dtype of x; T = 0 gives an empty result. Results are bit-identical from run to run.
 
     Under torch.autocast x is cast as `gemm` casts it.
 
-    Each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`: the call cannot be captured in
-    a CUDA graph. It can be traced by torch.compile.
+    On a GPU of compute capability 9.0 one launch computes up to 512 experts, packed in layout "tiled". The host does
+    not read `offs`: the call can be captured in a CUDA graph, with ends that change from replay to replay. Ends that
+    are no ascending numbers up to T are no error then: nothing is written outside of the result, whose rows after the
+    last end are zeros. An activation is applied to the rounded product.
+
+    Otherwise each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`. Row t is then bit
+    for bit what `gemm` of all rows of its expert gives. torch.compile can trace both.
 
     Gradients: of x and bias, as those of `gemm`.
 
-    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes and activations, for
-    `offs` that are not ascending or end at another row than T, and for a weight that is not stacked; RuntimeError where
-    no kernel was built for the device.
+    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
+    configurations, for `offs` that are not ascending or end at another row than T, and for a weight that is not
+    stacked; RuntimeError where no kernel was built for the device.
     """
-    return grouped(GroupedArgs(autocast(x, scales), qweight, scales, offs, zeros, bias, activation, out, perm))
+    args = GroupedArgs(autocast(x, scales), qweight, scales, offs, zeros, bias, activation, out, perm, config=config)
+    return grouped(args)
 
 
 class GroupedArgs(GemmArgs):
@@ -78,8 +90,9 @@ class GroupedArgs(GemmArgs):
         out: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
         has_rest: bool = False,
+        config: KernelConfig | None = None,
     ) -> None:
-        super().__init__(x, qweight, scales, zeros, bias, activation, out, None, perm)
+        super().__init__(x, qweight, scales, zeros, bias, activation, out, config, perm)
         self.offs = offs
         self.has_rest = has_rest
 
@@ -165,26 +178,43 @@ def grouped(args: GroupedArgs) -> torch.Tensor:
 
 @torch.no_grad()
 def _compute(args: GroupedArgs) -> torch.Tensor:
-    args.check()
-    if args.out is None:
-        args.out = args.x.new_empty(args.result_shape)
-    else:
-        args.check_out()
-    rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
-    for expert, begin, end in rows:
-        one = args.of_expert(expert, begin, end)
-        gemm(
-            one.x,
-            one.qweight,
-            one.scales,
-            zeros=one.zeros,
-            bias=one.bias,
-            activation=one.activation,
-            perm=one.perm,
-            out=one.out,
-        )
-    args.out[rows[-1][2] if rows else 0 :] = 0
-    return args.out
+    try:
+        offs = args.offs
+        key = cache.key_of(args), args.has_rest, offs.shape, offs.dtype, offs.device
+        plan = cache.find(key)
+    except (AttributeError, TypeError, RuntimeError):
+        plan = key = None  # some argument is not what it should be: the checks say which
+    if plan is None:
+        args.check()
+        plan = make_grouped_plan(args) or ExpertsPlan(args)
+        if key is not None:
+            cache.add(key, plan)
+    if args.out is not None:
+        plan.check_out(args)
+    return plan.run(args)
+
+
+class ExpertsPlan(Plan):
+    """A `gemm` for each expert that has rows, which the host waits for."""
+
+    def run(self, args: Any) -> torch.Tensor:
+        if args.out is None:
+            args.out = args.x.new_empty(self.shape)
+        rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
+        for expert, begin, end in rows:
+            one = args.of_expert(expert, begin, end)
+            gemm(
+                one.x,
+                one.qweight,
+                one.scales,
+                zeros=one.zeros,
+                bias=one.bias,
+                activation=one.activation,
+                perm=one.perm,
+                out=one.out,
+            )
+        args.out[rows[-1][2] if rows else 0 :] = 0
+        return args.out
 
 
 _OP_SCHEMA = OP_SCHEMA.replace(") ->", ", int experts, Tensor offs, bool has_rest) ->")

@@ -12,7 +12,7 @@ from . import build_info
 from .build_info import BuildInfo
 from .device import device_arch
 from .heuristics.arch import PTX, target_number
-from .heuristics.configs import CONFIGS, KernelConfig, TypeConfig, kernel_types
+from .heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
 from .version import VERSION
 
 
@@ -75,6 +75,12 @@ def kernel_numbers() -> dict[str, int]:
 
 
 @functools.cache
+def grouped_kernel_numbers() -> dict[str, int]:
+    """The same of grouped kernels, which have numbers of their own."""
+    return {} if _C is None else {name: number for number, name in enumerate(_C.grouped_kernel_names())}
+
+
+@functools.cache
 def built_archs() -> tuple[str, ...]:
     """Architectures of the build, e.g. ("80", "90a")."""
     return () if _C is None else tuple(_C.archs().split(","))
@@ -110,7 +116,8 @@ def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
     """Whether the build has a configuration, for these types or for any."""
     if config.unfused:
         return any(config.rules.compiled_for(a) for a in built_archs())
-    return any(f"{config.kernel}_{t.name}" in kernel_numbers() for t in ([types] if types else kernel_types(config)))
+    numbers = grouped_kernel_numbers() if config.rules.grouped else kernel_numbers()
+    return any(f"{config.kernel}_{t.name}" in numbers for t in ([types] if types else kernel_types(config)))
 
 
 def kernels(device: int | None = None) -> list[KernelConfig]:
@@ -120,7 +127,17 @@ def kernels(device: int | None = None) -> list[KernelConfig]:
     `config.with_split_k(s)` is the same kernel with K in s parts. `gemm(..., config=c)` runs one. The last ones
     dequantize, and leave the product to cuBLAS. Empty when the library was built without CUDA.
     """
-    compiled = [c for c in CONFIGS if is_compiled(c)]
+    return _here(CONFIGS, device)
+
+
+def grouped_kernels(device: int | None = None) -> list[KernelConfig]:
+    """The same of `grouped_gemm(..., config=c)`: those that compute the rows of all experts in one launch."""
+    return _here(GROUPED_CONFIGS, device)
+
+
+def _here(configs: tuple[KernelConfig, ...], device: int | None) -> list[KernelConfig]:
+    """Those that are compiled, and run on the device."""
+    compiled = [c for c in configs if is_compiled(c)]
     if not torch.cuda.is_available():
         return compiled
     arch = device_arch(torch.cuda.current_device() if device is None else device)

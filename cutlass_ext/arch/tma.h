@@ -58,7 +58,20 @@ cudaError_t map_rows(CUtensorMap* map, void const* data, int64_t rows, int64_t c
                                  CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-/// The same matrix cut into k_blocks of 64 columns, stored with the 128-byte swizzle. A box is box_k_blocks k_blocks of
+/// Such matrices, one after another, whose rows follow each other at the same distance. Coordinates of a box:
+/// (column, row, matrix); beyond the rows of a matrix it has zeros.
+template <class Element>
+cudaError_t map_matrices(CUtensorMap* map, void const* data, int64_t matrices, int64_t rows, int64_t columns,
+                         int64_t row_stride, int box_rows, int box_columns) {
+  cuuint64_t const sizes[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(matrices)};
+  cuuint64_t const row_bytes = cuuint64_t(row_stride) * sizeof(Element);
+  cuuint64_t const strides[2] = {row_bytes, cuuint64_t(rows) * row_bytes};
+  cuuint32_t const box[3] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1};
+  return detail::make_tensor_map(map, data, kTensorMapType<Element>, 3, sizes, strides, box,
+                                 CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+/// A matrix of rows as map_rows has it, cut into k_blocks of 64 columns, stored with the 128-byte swizzle. A box is box_k_blocks k_blocks of
 /// box_rows rows.
 ///
 /// With box_k_blocks > 1 the coordinates of a box are (0, row, k_block), and columns must be a multiple of 64. With

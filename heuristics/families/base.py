@@ -213,6 +213,7 @@ class Family:
     smem_grows             with M, N or K
     min_m                  rows of x from which `select` looks at it; None: only where nothing else computes a problem
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    grouped                computes grouped products alone (heuristics/grouped.py)
     header                 of the kernel, below kernels/gemm
     """
 
@@ -229,6 +230,7 @@ class Family:
     smem_grows: ClassVar[bool] = False
     min_m: ClassVar[int | None] = 1
     verified: ClassVar[bool] = True
+    grouped: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     # --- its configurations ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..constants import GemmSm90Constants, TileTimes
 from ..cost import Work, problem_bytes
@@ -17,8 +17,8 @@ from .clusters import ClusterFamily, cluster_us, codebook_bytes
 MAX_TOKEN_TILES = 65535
 """Tiles of tokens of one launch: with those of columns they are counted in 32 bits."""
 
-_BARRIERS_BYTES = 1024
-_REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
+BARRIERS_BYTES = 1024
+REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
 
 # tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose codebook needs room, and for
 # int8. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
@@ -131,12 +131,13 @@ class GemmSm90(ClusterFamily):
     takes_tail = True
     tail_overlap_us = GEMM_SM90.fixed_us
     header = "sm90/kernel.cuh"
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
 
     def configs(self) -> Iterable[KernelConfig]:
         formats: dict[
             tuple[int, int, int, int], tuple[str, ...]
         ] = {}  # those with as many stages share a configuration
-        for tokens, n, k, *stages in _SHAPES:
+        for tokens, n, k, *stages in self.shapes:
             for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
                 if count:
                     shape = (tokens, n, k, count)
@@ -191,20 +192,23 @@ class GemmSm90(ClusterFamily):
     def cta_smem_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Dynamic shared memory of one CTA, bytes: struct Smem of kernels/gemm/sm90."""
         c = config
-        bits = 8 if format == "int8" else 4
-        scale_rows = 0 if per_channel and not zeros else c.block_k // 32 * (2 if zeros else 1)  # the smallest groups
-        stage_bytes = c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
-        pipeline_bytes = c.stages * stage_bytes + codebook_bytes(c, format)
+        pipeline_bytes = c.stages * self.stage_bytes(c, format, per_channel, zeros) + codebook_bytes(c, format)
         # At the end the accumulators of its warpgroups take the pipeline's place. Beside them are partials that other
         # CTAs send, or, in place of both, buffers of the staged store.
         reduction_tiles = c.block_n // 64 * (c.block_m // 8)
         warpgroups_k = self.warpgroups_k(c)
-        accumulators_bytes = reduction_tiles * warpgroups_k * _REDUCTION_TILE_BYTES
+        accumulators_bytes = reduction_tiles * warpgroups_k * REDUCTION_TILE_BYTES
         if c.split_k > 1:  # of the tiles that it finishes it gets all other parts of K
-            beside_bytes = (c.split_k - 1) * warpgroups_k * -(-reduction_tiles // c.split_k) * _REDUCTION_TILE_BYTES
+            beside_bytes = (c.split_k - 1) * warpgroups_k * -(-reduction_tiles // c.split_k) * REDUCTION_TILE_BYTES
         else:
             beside_bytes = c.block_n // 64 * 2 * 16 * (64 * 2 + 16) if self.stages_y(c) else 0
-        return _BARRIERS_BYTES + max(pipeline_bytes, accumulators_bytes) + beside_bytes
+        return BARRIERS_BYTES + max(pipeline_bytes, accumulators_bytes) + beside_bytes
+
+    def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
+        """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
+        c, bits = config, 8 if format == "int8" else 4
+        scale_rows = 0 if per_channel and not zeros else c.block_k // 32 * (2 if zeros else 1)
+        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
 
     def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
         p, split_k = problem, config.split_k

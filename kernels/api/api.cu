@@ -11,6 +11,7 @@
 #include "kernels/api/on_device.h"
 #include "kernels/api/registry.h"
 #include "kernels/convert/dequantize.h"
+#include "kernels/experts/experts.h"
 
 namespace weightonly {
 namespace {
@@ -46,6 +47,14 @@ int wo_struct_bytes(int which) {
       return int(sizeof(Blocks4bitParams));
     case 3:
       return int(sizeof(DequantizeParams));
+    case 4:
+      return int(sizeof(GroupedGemmParams));
+    case 5:
+      return int(sizeof(RouteParams));
+    case 6:
+      return int(sizeof(GateParams));
+    case 7:
+      return int(sizeof(CombineParams));
     default:
       return 0;
   }

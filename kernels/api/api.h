@@ -3,14 +3,16 @@
 #pragma once
 
 #include "cutlass_ext/gemm_params.h"
+#include "cutlass_ext/grouped_params.h"
 
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 1
+#define WEIGHTONLY_ABI_VERSION 2
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
-/// 2 Blocks4bitParams, 3 DequantizeParams; 0 bytes for other numbers. A caller compares them with its own before all else.
+/// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GateParams, 7 CombineParams; 0 bytes
+/// for other numbers. A caller compares them with its own before all else.
 WEIGHTONLY_API int wo_abi_version();
 WEIGHTONLY_API int wo_struct_bytes(int which);
 
@@ -25,6 +27,12 @@ WEIGHTONLY_API char const* wo_archs();
 /// Returns 0, or nonzero with the reason in `message`, which may be null. What is refused is refused before any launch.
 WEIGHTONLY_API int wo_gemm(int kernel, weightonly::GemmParams const* params, int device, void* stream, char* message,
                            int message_bytes);
+
+/// The same three functions for grouped products, whose kernels have numbers of their own.
+WEIGHTONLY_API int wo_grouped_kernel_count();
+WEIGHTONLY_API char const* wo_grouped_kernel_name(int kernel);
+WEIGHTONLY_API int wo_grouped_gemm(int kernel, weightonly::GroupedGemmParams const* params, int device, void* stream,
+                                   char* message, int message_bytes);
 
 /// Runs FastInterleavedAndBiasedNumericArrayConverter on the host, so that tests need no GPU: `words` packed 32-bit words
 /// of int4 (bits 4) or int8 (bits 8) become 32 / bits elements each, fp16 or, for bf16 != 0, bf16. Returns nonzero for

@@ -13,10 +13,12 @@
 #include "kernels/api/api.h"
 #include "kernels/convert/dequantize.h"
 #include "kernels/convert/conversions.h"
+#include "kernels/experts/experts.h"
 
 namespace {
 
 using weightonly::GemmParams;
+using weightonly::GroupedGemmParams;
 using weightonly::PdlMode;
 
 /// What set_pdl_mode set. Each launch reads it, so that it holds for plans that exist already.
@@ -84,6 +86,53 @@ Plan make_plan(int kernel, int device, bool is_tail, int m, int n, int k, int n_
   return Plan(kernel, device, is_tail, sizes);
 }
 
+/// What a kernel may do that needs the results of the one in front: start.
+int overlap() {
+  return std::min(current_pdl_mode.load(std::memory_order_relaxed), int(PdlMode::kPrefetch));
+}
+
+/// A grouped kernel with all that stays the same from call to call, as Plan has it for one product.
+class GroupedPlan {
+ public:
+  GroupedPlan(int kernel, int device, int experts, int m, int n, int k, int n_padded, int k_padded, int group_size,
+              int64_t ld_scales, int clusters)
+      : kernel_(kernel), device_(device), fixed_{} {
+    fixed_.gemm.m = m;
+    fixed_.gemm.n = n;
+    fixed_.gemm.k = k;
+    fixed_.gemm.n_padded = n_padded;
+    fixed_.gemm.k_padded = k_padded;
+    fixed_.gemm.group_size = group_size;
+    fixed_.gemm.ld_scales = ld_scales;
+    fixed_.gemm.split_k = 1;
+    fixed_.gemm.clusters = clusters;
+    fixed_.experts = experts;
+  }
+
+  void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
+              uintptr_t offs, int64_t ldx, int64_t ldy, uintptr_t stream) const {
+    GroupedGemmParams params = fixed_;
+    params.gemm.x = reinterpret_cast<void const*>(x);
+    params.gemm.weight = reinterpret_cast<void const*>(weight);
+    params.gemm.scales = reinterpret_cast<void const*>(scales);
+    params.gemm.zeros = reinterpret_cast<void const*>(zeros);
+    params.gemm.bias = reinterpret_cast<void const*>(bias);
+    params.gemm.y = reinterpret_cast<void*>(y);
+    params.offs = reinterpret_cast<int32_t const*>(offs);
+    params.gemm.ldx = ldx;
+    params.gemm.ldy = ldy;
+    params.gemm.pdl_mode = overlap();
+    Failure message;
+    throw_if(wo_grouped_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)),
+             message);
+  }
+
+ private:
+  int kernel_;
+  int device_;
+  GroupedGemmParams fixed_;
+};
+
 void awq_dequantize(int device, int type, int path, int k, int n, int groups, uintptr_t qweight, uintptr_t scales,
                     uintptr_t qzeros, uintptr_t w, uintptr_t stream) {
   weightonly::AwqDequantizeParams params = {};
@@ -140,20 +189,78 @@ void dequantize(int device, int bits, int type, int layout, int k, int k_padded,
   throw_if(wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
-std::vector<std::string> kernel_names() {
-  std::vector<std::string> names;
-  for (int i = 0; i < wo_kernel_count(); ++i) names.emplace_back(wo_kernel_name(i));
-  return names;
+void route(int device, int tokens, int top_k, int experts, int columns, bool is_int64, uintptr_t ids, uintptr_t x,
+           int64_t ldx, uintptr_t sorted, uintptr_t offs, uintptr_t places, uintptr_t stream) {
+  weightonly::RouteParams params = {};
+  params.ids = reinterpret_cast<void const*>(ids);
+  params.x = reinterpret_cast<void const*>(x);
+  params.sorted = reinterpret_cast<void*>(sorted);
+  params.offs = reinterpret_cast<int32_t*>(offs);
+  params.places = reinterpret_cast<int32_t*>(places);
+  params.ldx = ldx;
+  params.tokens = tokens;
+  params.top_k = top_k;
+  params.experts = experts;
+  params.columns = columns;
+  params.is_int64 = is_int64;
+  params.pdl_mode = overlap();
+  Failure message;
+  throw_if(wo_route(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+void gate(int device, int type, int activation, int rows, int columns, uintptr_t gate_up, uintptr_t y,
+          uintptr_t stream) {
+  weightonly::GateParams params = {};
+  params.gate_up = reinterpret_cast<void const*>(gate_up);
+  params.y = reinterpret_cast<void*>(y);
+  params.rows = rows;
+  params.columns = columns;
+  params.activation = activation;
+  params.type = type;
+  params.pdl_mode = overlap();
+  Failure message;
+  throw_if(wo_gate(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+void combine(int device, int type, int tokens, int top_k, int experts, int columns, uintptr_t rows, uintptr_t weights,
+             uintptr_t places, uintptr_t offs, uintptr_t y, uintptr_t stream) {
+  weightonly::CombineParams params = {};
+  params.rows = reinterpret_cast<void const*>(rows);
+  params.weights = reinterpret_cast<float const*>(weights);
+  params.places = reinterpret_cast<int32_t const*>(places);
+  params.offs = reinterpret_cast<int32_t const*>(offs);
+  params.y = reinterpret_cast<void*>(y);
+  params.tokens = tokens;
+  params.top_k = top_k;
+  params.experts = experts;
+  params.columns = columns;
+  params.type = type;
+  params.pdl_mode = overlap();
+  Failure message;
+  throw_if(wo_combine(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
+template <auto count, auto name>
+std::vector<std::string> names() {
+  std::vector<std::string> found;
+  for (int i = 0; i < count(); ++i) found.emplace_back(name(i));
+  return found;
 }
 
 }  // namespace
 
 /// Throws unless the library beside this module is of the same build: it reads the structs that are filled here.
 void check_library() {
-  int const expected[] = {int(sizeof(GemmParams)), int(sizeof(weightonly::AwqDequantizeParams)),
-                          int(sizeof(weightonly::Blocks4bitParams)), int(sizeof(weightonly::DequantizeParams))};
+  int const expected[] = {int(sizeof(GemmParams)),
+                          int(sizeof(weightonly::AwqDequantizeParams)),
+                          int(sizeof(weightonly::Blocks4bitParams)),
+                          int(sizeof(weightonly::DequantizeParams)),
+                          int(sizeof(GroupedGemmParams)),
+                          int(sizeof(weightonly::RouteParams)),
+                          int(sizeof(weightonly::GateParams)),
+                          int(sizeof(weightonly::CombineParams))};
   bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
-  for (int i = 0; same && i < 4; ++i) same = wo_struct_bytes(i) == expected[i];
+  for (int i = 0; same && i < 8; ++i) same = wo_struct_bytes(i) == expected[i];
   if (!same)
     throw pybind11::import_error("weightonly._C and libweightonly_kernels.so are of different builds (interface " +
                                  std::to_string(WEIGHTONLY_ABI_VERSION) + " and " + std::to_string(wo_abi_version()) +
@@ -164,8 +271,10 @@ PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   check_library();
   module.doc() = "Compiled kernels of weightonly. Internal: use weightonly.gemm.";
-  module.def("kernel_names", &kernel_names,
-             "Names of all compiled kernels. A kernel's number is its index in this list.");
+  module.def("kernel_names", &names<wo_kernel_count, wo_kernel_name>,
+             "Names of all compiled kernels but grouped ones. A kernel's number is its index in this list.");
+  module.def("grouped_kernel_names", &names<wo_grouped_kernel_count, wo_grouped_kernel_name>,
+             "Names of all grouped kernels. A kernel's number is its index in this list.");
   module.def("archs", [] { return std::string(wo_archs()); }, "Architectures of the build, e.g. '80,90a'.");
   module.def(
       "set_pdl_mode", [](int mode) { current_pdl_mode.store(mode, std::memory_order_relaxed); }, py::arg("mode"),
@@ -185,6 +294,9 @@ PYBIND11_MODULE(_C, module) {
              py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
              py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
+  module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
+  module.def("gate", &gate, "Enqueues wo_gate of kernels/experts/experts.h.");
+  module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");
   py::class_<Plan>(module, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),
            py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
@@ -195,4 +307,12 @@ PYBIND11_MODULE(_C, module) {
           "Enqueues the kernel. Positional, as that is quicker: the addresses of x, weight, scales, zeros, bias, y and "
           "partials, the row strides of x and y in elements, the stream, and whether scales and zeros are the "
           "caller's own, not copies that the kernel in front of this one makes.");
+  py::class_<GroupedPlan>(module, "GroupedPlan")
+      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int>(), py::kw_only(), py::arg("kernel"),
+           py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"),
+           py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"), py::arg("clusters"),
+           "A grouped kernel by its number, and the fields of GroupedGemmParams that hold for all its launches.")
+      .def("launch", &GroupedPlan::launch,
+           "Enqueues the kernel. Positional: the addresses of x, weight, scales, zeros, bias, y and offs, the row "
+           "strides of x and y in elements, and the stream.");
 }

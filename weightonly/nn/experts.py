@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from ..activations import activation_of, check_activation
+from ..activations import check_activation
 from ..experts import run_experts
 from ..formats.records import QuantizedLayer
 from ..gemm import autocast
+from ..ops.around_experts import gated
 from ..packing import preprocess, unpack
 from .grouped import GroupedLinear, Part
 from .recipe import Recipe
@@ -161,8 +162,7 @@ class Gate:
         check_activation(self.activation)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
-        return activation_of(self.activation).function(gate) * up
+        return gated(gate_up, self.activation)
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,8 +21,8 @@
 
 namespace weightonly::sm90 {
 
-/// One consumer thread's share of the reduction.
-template <class Traits>
+/// One consumer thread's share of the reduction. Work: the scheduler's WorkTile.
+template <class Traits, class Work = WorkTile>
 struct ClusterReduce {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;
@@ -35,7 +35,7 @@ struct ClusterReduce {
   static constexpr int kPartialsBytes = kWarpgroupsK * kTileBytes;  // the partials that one CTA has of a reduction tile
 
   Params const& p;
-  WorkTile const& work;
+  Work const& work;
   Smem const& smem;
   int warpgroup_n, warpgroup_k;
   uint32_t lane_bytes;  // where this thread's accumulators lie in a partial
@@ -49,8 +49,32 @@ struct ClusterReduce {
   bool is_one_store;  // for both columns
   Element* y;
 
-  CUTLASS_DEVICE ClusterReduce(Params const& p, WorkTile const& work, Smem const& smem)
+  CUTLASS_DEVICE ClusterReduce(Params const& p, Work const& work, Smem const& smem)
       : ClusterReduce(p, work, smem, __shfl_sync(0xffffffff, int(threadIdx.x / 32), 0), threadIdx.x % 32) {}
+
+  /// The same of the thread whose numbers these are.
+  CUTLASS_DEVICE ClusterReduce(Params const& p, Work const& work, Smem const& smem, int warp, int lane)
+      : p(p),
+        work(work),
+        smem(smem),
+        warpgroup_n(warp / 4 % kWarpgroupsN),
+        warpgroup_k(warp / 4 / kWarpgroupsN),
+        lane_bytes(offset(warp % 4, lane)),
+        tile_begin(work.split_rank * p.reduce.tiles_per_cta + warp / 4),
+        tile_end(min(work.split_rank * p.reduce.tiles_per_cta + p.reduce.tiles_per_cta, p.reduce.tiles)),
+        // The same for all reduction tiles of a warp.
+        column(work.column_begin + tile_begin % kWarpgroupsN * Traits::kWarpgroupN + warp % 4 * 16 + lane / 16 * 8 +
+               lane % 4 * 2),
+        row(tile_begin / kWarpgroupsN * kTileM + lane / 4 % 4 * 2),
+        constants(work.operands(p), column, !Traits::kHasScales) {
+    // In the MMA these columns are those of warp lane % 4, and these tokens those of its lane:
+    uint32_t const mine = offset(lane % 4, warp % 4 * 8 + lane / 16 * 4 + lane / 4 % 4);
+    local = local_partials() + warp / 4 * kPartialsBytes + mine;
+    remote = remote_partials() + warp / 4 * remote_tile_bytes() + mine;
+    row_end = column < p.n ? work.token_end(p) - work.token_begin : 0;
+    is_one_store = ColumnPair<Element>::is_one_store(p, column);
+    y = static_cast<Element*>(p.y) + int64_t(work.token_begin + row) * p.ldy + column;
+  }
 
   /// Stores the thread's accumulators in the shared memory of the CTAs that reduce them. accum(4 i + 2 h + e): column h
   /// of the lane's two in the MMA, token 8 i + e of its own.
@@ -117,29 +141,6 @@ struct ClusterReduce {
   }
 
  private:
-  CUTLASS_DEVICE ClusterReduce(Params const& p, WorkTile const& work, Smem const& smem, int warp, int lane)
-      : p(p),
-        work(work),
-        smem(smem),
-        warpgroup_n(warp / 4 % kWarpgroupsN),
-        warpgroup_k(warp / 4 / kWarpgroupsN),
-        lane_bytes(offset(warp % 4, lane)),
-        tile_begin(work.split_rank * p.reduce.tiles_per_cta + warp / 4),
-        tile_end(min(work.split_rank * p.reduce.tiles_per_cta + p.reduce.tiles_per_cta, p.reduce.tiles)),
-        // The same for all reduction tiles of a warp.
-        column(work.column_begin + tile_begin % kWarpgroupsN * Traits::kWarpgroupN + warp % 4 * 16 + lane / 16 * 8 +
-               lane % 4 * 2),
-        row(tile_begin / kWarpgroupsN * kTileM + lane / 4 % 4 * 2),
-        constants(p, column, !Traits::kHasScales) {
-    // In the MMA these columns are those of warp lane % 4, and these tokens those of its lane:
-    uint32_t const mine = offset(lane % 4, warp % 4 * 8 + lane / 16 * 4 + lane / 4 % 4);
-    local = local_partials() + warp / 4 * kPartialsBytes + mine;
-    remote = remote_partials() + warp / 4 * remote_tile_bytes() + mine;
-    row_end = column < p.n ? p.m - work.token_begin : 0;
-    is_one_store = ColumnPair<Element>::is_one_store(p, column);
-    y = static_cast<Element*>(p.y) + int64_t(work.token_begin + row) * p.ldy + column;
-  }
-
   /// Where a partial has the accumulators of a lane of a warpgroup's warp. Neither their stores nor the loads of the
   /// reduction have bank conflicts.
   CUTLASS_DEVICE static uint32_t offset(int warp, int lane) {

@@ -23,15 +23,15 @@ struct StagedStore {
   }
 
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
-  template <class Accumulators>
-  CUTLASS_DEVICE static void store(Params const& p, WorkTile const& work, Smem const& smem, Accumulators const& accum) {
+  template <class Work, class Accumulators>
+  CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum) {
     static_assert(Traits::kWarpgroupsK == 1);
     static_assert(Traits::kReductionTilesM % 4 == 0, "every tile begins with the first buffer");
     int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0), thread = threadIdx.x % 128;
     int const g = thread % 32 / 4, t = thread % 4;
     int const column_begin = work.column_begin + Traits::kWarpgroupN * (warpgroup % Traits::kWarpgroupsN);
     int const column = 8 * g + 2 * (thread / 32);  // and the next one, of tokens 2t and 2t + 1 of eight
-    ColumnPairConstants<Element> const constants(p, column_begin + column, !Traits::kHasScales);
+    ColumnPairConstants<Element> const constants(work.operands(p), column_begin + column, !Traits::kHasScales);
     ColumnEpilogue const columns[2] = {constants.column(0, !Traits::kHasScales),
                                        constants.column(1, !Traits::kHasScales)};
     Element* const buffers = smem.staged_y() + warpgroup * (2 * Traits::kStagedElements);
@@ -60,10 +60,11 @@ struct StagedStore {
 
  private:
   /// Stores eight neighbouring columns of a token from shared memory, as far as they exist. row: in the work tile.
-  CUTLASS_DEVICE static void store_vector(Params const& p, WorkTile const& work, int row, int column,
-                                          Element const* source, bool is_vector) {
+  template <class Work>
+  CUTLASS_DEVICE static void store_vector(Params const& p, Work const& work, int row, int column, Element const* source,
+                                          bool is_vector) {
     int64_t const token = work.token_begin + row;
-    if (token >= p.m || column >= p.n || row < work.skipped_tokens) return;
+    if (token >= work.token_end(p) || column >= p.n || row < work.skipped_tokens) return;
     Element* const y = static_cast<Element*>(p.y) + token * p.ldy + column;
     alignas(16) Element values[8];
     *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(source);

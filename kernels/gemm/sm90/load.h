@@ -45,11 +45,11 @@ struct Load {
     static constexpr bool is_multicast = false;
 
     /// One box: a k_tile of all column panels of the CTA.
-    CUTLASS_DEVICE void load(WorkTile const& work, int k_tile, int stage, uint64_t* full) const {
+    template <class Work>
+    CUTLASS_DEVICE void load(Work const& work, int k_tile, int stage, uint64_t* full) const {
       constexpr int kLines = kKBlocks * Layout::kBlockBytes / kTensorMapLineBytes;  // of a panel
       cute::SM90_TMA_LOAD_3D::copy(&p.weight_map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                   smem.weights() + stage * stage_bytes, 0, k_tile * kLines,
-                                   work.column_begin / Layout::kPanelColumns);
+                                   smem.weights() + stage * stage_bytes, 0, k_tile * kLines, work.panel(p));
     }
   };
 
@@ -76,7 +76,8 @@ struct Load {
       row_begin = kKBlocks == 1 ? rank * p.x_box_rows : 0;
     }
 
-    CUTLASS_DEVICE void load(WorkTile const& work, int k_tile, int stage, uint64_t* full) const {
+    template <class Work>
+    CUTLASS_DEVICE void load(Work const& work, int k_tile, int stage, uint64_t* full) const {
       auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
       for (int i = k_block_begin; i < k_block_end; i += p.x_box_k_blocks) {
         // Coordinates as map_k_blocks has them.
@@ -115,14 +116,20 @@ struct Load {
       return ScaleLoader(p, smem.scales() + Traits::kZerosOffset, p.zero_map);
     }
 
-    CUTLASS_DEVICE void load(WorkTile const& work, int k_tile, int stage, uint64_t* full) const {
+    template <class Work>
+    CUTLASS_DEVICE void load(Work const& work, int k_tile, int stage, uint64_t* full) const {
       for (int row = 0; row < rows; row += p.scale_box_rows) {
         int const k = k_tile * Traits::kTileK + row * p.scale_k;
         // A row beyond K lies outside the tensor map, and arrives as zeros. The scales of another group in its place
         // could make a weight overflow, and Inf times a zero of x is NaN.
-        cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     target + stage * Traits::kScaleStageBytes + row * kScaleRowBytes,
-                                     work.column_begin, k < p.k ? p.group.of(k) : p.groups);
+        auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        char* const place = target + stage * Traits::kScaleStageBytes + row * kScaleRowBytes;
+        int const group = k < p.k ? p.group.of(k) : p.groups;
+        if constexpr (Traits::kIsGrouped) {
+          cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, place, work.column_begin, group, work.expert);
+        } else {
+          cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, place, work.column_begin, group);
+        }
       }
     }
   };
@@ -150,7 +157,8 @@ struct Load {
 
   /// Issues the loads of the first k_tiles. Called by one thread of each producer warp, when this CTA's barriers are
   /// initialized.
-  CUTLASS_DEVICE static void issue_first(Params const& p, WorkTile const& work, Smem const& smem, int warp) {
+  template <class Work>
+  CUTLASS_DEVICE static void issue_first(Params const& p, Work const& work, Smem const& smem, int warp) {
     with_loader(p, smem, warp, [&](auto const& loader) {
       wait_for_kernels_in_front<std::decay_t<decltype(loader)>>(p);
       CUTLASS_PRAGMA_NO_UNROLL
@@ -169,7 +177,7 @@ struct Load {
       int stage = issued % kStages, phase = 1 ^ issued / kStages;
       int to_fill = Loader::kIsPaced ? kStages - issued : 0;  // stages that were never filled
       uint32_t next_cycle = clock() + (issued > 0 ? kFillCycles : 0);
-      TileScheduler::for_each(p, first, [&](WorkTile const& work) {
+      TileScheduler::for_each(p, first, [&](auto const& work) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int k_tile = work.k_tile_begin + issued; k_tile < work.k_tile_end; ++k_tile) {
           cute::wait_barrier(smem.empty()[stage], phase);
@@ -191,9 +199,8 @@ struct Load {
 
  private:
   /// Issues the loads of one k_tile into a stage, whose `full` barrier then waits for their bytes.
-  template <class Loader>
-  CUTLASS_DEVICE static void issue(Loader const& loader, WorkTile const& work, Smem const& smem, int k_tile,
-                                   int stage) {
+  template <class Loader, class Work>
+  CUTLASS_DEVICE static void issue(Loader const& loader, Work const& work, Smem const& smem, int k_tile, int stage) {
     cute::set_barrier_transaction_bytes(smem.full()[stage], loader.stage_bytes);
     loader.load(work, k_tile, stage, &smem.full()[stage]);
   }

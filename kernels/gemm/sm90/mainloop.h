@@ -56,8 +56,8 @@ struct Mainloop {
   static constexpr bool kReadsAheadScalingAccumulators = Traits::kTileM < 32 || kWarpgroups == 2;
   /// Whether the loop over k_tiles is unrolled over all stages, whose addresses are then constants: 12% fewer
   /// instructions. With more stages ptxas spills registers; with more warpgroups it makes every wgmma wait for the one
-  /// before.
-  static constexpr bool kUnrollsStages = kWarpgroups == 2 && kStages % 2 == 0 && kStages <= 6;
+  /// before. It begins with stage 0.
+  static constexpr bool kUnrollsStages = kWarpgroups == 2 && kStages % 2 == 0 && kStages <= 6 && !Traits::kMayPersist;
 
   using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a k_block
 
@@ -154,7 +154,7 @@ struct Mainloop {
   template <class XFragment, class Accumulators>
   CUTLASS_DEVICE static void run(Params const& p, WorkTile const& work, Reader& reader, XFragment const& x,
                                  Accumulators& accum) {
-    if (Traits::kHasScales && p.scale_k == 32) {
+    if (Traits::kMayHaveGroupsOf32 && Traits::kHasScales && p.scale_k == 32) {
       mma<2>(work, reader, x, accum);
     } else if constexpr (kMayScaleAccumulators) {
       if (p.scale_k > Layout::kBlockK) {
@@ -286,7 +286,6 @@ struct Mainloop {
                                                       Accumulators& accum) {
     using namespace cute;
     static_assert(kWarpgroupKBlocks == 2);
-    static_assert(!Traits::kMayPersist, "the unrolled loop begins with stage 0");
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
     Tensor w1 = make_fragment_like(w0);  // (V,1,4)
     Tensor even = make_fragment_like(accum);  // (V,1,1): of k_tiles 0, 2, ...
@@ -313,6 +312,10 @@ struct Mainloop {
     };
     auto const finish = [&](auto& last) {
       warpgroup_wait<0>();
+      if constexpr (Traits::kMayPersist) {
+        reader.release(reader.stage);
+        reader.advance();
+      }
       add_scaled(accum, scales, last);
     };
     int left = work.k_tile_end - work.k_tile_begin;

@@ -4,10 +4,11 @@
 // output tile (split_k), or are two neighbours along N that share x. Cluster i computes tile i; a persistent kernel has
 // fewer clusters than tiles, and cluster i continues with tiles i + gridDim.x, i + 2 gridDim.x, ...
 //
-// The scheduler alone decides this; the other parts see a WorkTile. A scheduler for grouped GEMM (mixture of experts)
-// would be a second class with the same members: make_params, clusters, Tile, first_index and for_each.
+// The scheduler alone decides this; the other parts see a WorkTile. That of grouped GEMM is another class with the same
+// members (grouped_scheduler.h).
 #pragma once
 
+#include "cutlass_ext/layout/tiled.h"
 #include "kernels/gemm/sm90/arguments.h"
 
 namespace weightonly::sm90 {
@@ -19,6 +20,15 @@ struct WorkTile {
   int column_begin;  // the first column of w
   int token_begin;  // the first row of x
   int skipped_tokens;  // leading tokens, which another tile stores: the last tile along M overlaps the one before
+
+  /// The first of its column panels, in the packed weight.
+  CUTLASS_DEVICE int panel(Params const&) const { return column_begin / kPanelColumns; }
+
+  /// Where its rows of x end.
+  CUTLASS_DEVICE int token_end(Params const& p) const { return p.m; }
+
+  /// Its scales and biases are those of these parameters.
+  CUTLASS_DEVICE GemmParams const& operands(Params const& p) const { return p; }
 };
 
 CUTLASS_DEVICE int cluster_index() {

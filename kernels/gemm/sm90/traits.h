@@ -58,6 +58,11 @@ struct Traits {
 
   // ---- What a kernel of this shape can do ----
 
+  /// Whether rows of x belong to experts, each with a weight of its own (grouped_scheduler.h).
+  static constexpr bool kIsGrouped = false;
+  /// Whether groups may be of 32 k.
+  static constexpr bool kMayHaveGroupsOf32 = true;
+
   /// Whether a CTA may compute several tiles, and load the next one while it stores this one. Only large tiles do so.
   static constexpr bool kMayPersist = kTileM >= 128 && kTileM * kTileN > 128 * 128;
   /// Whether two neighbouring CTAs may load x once, by multicast.

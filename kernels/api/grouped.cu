@@ -1,0 +1,34 @@
+// Grouped products: see api.h.
+#include <cuda_runtime_api.h>
+
+#include "kernels/api/api.h"
+#include "kernels/api/grouped_checks.h"
+#include "kernels/api/grouped_registry.h"
+#include "kernels/api/on_device.h"
+
+using namespace weightonly;
+
+int wo_grouped_kernel_count() {
+  return kGroupedKernelCount;
+}
+
+char const* wo_grouped_kernel_name(int kernel) {
+  return kernel >= 0 && kernel < kGroupedKernelCount ? kGroupedKernels[kernel]->name : nullptr;
+}
+
+int wo_grouped_gemm(int kernel, GroupedGemmParams const* params, int device, void* stream, char* message,
+                    int message_bytes) {
+  Message const place(message, message_bytes);
+  if (kernel < 0 || kernel >= kGroupedKernelCount) {
+    std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kGroupedKernelCount - 1, kernel);
+    return 1;
+  }
+  GroupedEntry const& entry = *kGroupedKernels[kernel];
+  if (!check_address(entry.name, params, place)) return 1;
+  if (!check_grouped_params(entry.name, *params, place.text, place.bytes)) return 1;
+  return run_on_device(entry.name, device, place.text, place.bytes, [&] {
+    GroupedGemmParams complete = *params;
+    complete.gemm.group = GroupIndex::make(complete.gemm.k, complete.gemm.group_size);
+    return entry.launch(complete, static_cast<cudaStream_t>(stream));
+  });
+}

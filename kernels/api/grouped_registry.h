@@ -1,0 +1,20 @@
+// The list of compiled grouped kernels, as registry.h has that of all others.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cutlass_ext/grouped_params.h"
+
+namespace weightonly {
+
+using GroupedLaunch = cudaError_t (*)(GroupedGemmParams const& params, cudaStream_t stream);
+
+struct GroupedEntry {
+  char const* name;  // KernelConfig.kernel of the heuristics, and the types: ..._f16_int4_group
+  GroupedLaunch launch;
+};
+
+extern GroupedEntry const* const* const kGroupedKernels;
+extern int const kGroupedKernelCount;
+
+}  // namespace weightonly

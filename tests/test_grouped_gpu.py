@@ -1,0 +1,303 @@
+"""grouped_gemm by one launch: numbers on a grid and at random, every routing, CUDA graphs, the same bits again."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from code_cases import own
+from expert_cases import ends, random_stack
+from gemm_cases import DTYPES
+
+import weightonly as wo
+from weightonly.device import device_arch
+from weightonly.experts import fused_experts
+from weightonly.grouped import ExpertsPlan, GroupedArgs, grouped
+from weightonly.heuristics.configs import GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
+from weightonly.heuristics.grouped import why_not_grouped
+from weightonly.heuristics.problem import Problem
+from weightonly.kernels import is_compiled, runs_on
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [(c, t) for c in GROUPED_CONFIGS for t in kernel_types(c)]
+INT4 = TypeConfig("f16", "int4", "group")
+COUNTS = {
+    "some each": [3, 1, 9, 2, 33],
+    "empty experts": [0, 130, 0, 0, 5],
+    "all in the first": [300, 0, 0, 0, 0],
+    "all in the last": [0, 0, 0, 0, 17],
+    "one row": [0, 0, 1, 0, 0],
+    "one expert": [65],
+    "full tiles": [256, 0, 128, 64, 8],
+    "many tiles": [2500, 0, 1, 700],
+}
+
+
+@dataclass
+class Weights:
+    """Stacked experts on the GPU, and the same weights in fp64."""
+
+    qweight: wo.PackedWeight
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    w64: torch.Tensor  # [E, K, N]
+
+
+def weights(
+    experts: int, k: int, n: int, types: TypeConfig, g: torch.Generator, group_size: int = 128, exact: bool = True
+) -> Weights:
+    """exact: scales are powers of two, and zeros integers, so that every product and sum is exact in fp32."""
+    dtype = DTYPES[types.dtype]
+    q = random_stack(experts, k, n, types.format, g)
+    groups = 1 if types.scale_mode == "channel" else k // group_size
+    shape = (experts, groups, n)
+    if exact:
+        scales = torch.exp2(torch.randint(-2, 2, shape, generator=g).double()).to(dtype)
+        zeros = torch.randint(-4, 4, shape, generator=g).to(dtype)
+    else:
+        scales = (torch.rand(shape, generator=g) * 0.02 + 0.001).to(dtype)
+        zeros = (torch.rand(shape, generator=g) * 8 - 4).to(dtype)
+    code = None
+    values = q.cuda().double()
+    if types.format == "code4":
+        code = torch.arange(-8.0, 8.0) if exact else own("code4")
+        values = torch.as_tensor(code, dtype=dtype, device="cuda").double()[q.cuda().int()]
+    given = zeros.cuda() if types.scale_mode == "group_zeros" else None
+    offset = 0 if given is None else given.double()[:, :, None]
+    w64 = (values.view(experts, groups, k // groups, n) - offset) * scales.cuda().double()[:, :, None]
+    bits = 8 if types.format == "int8" else 4
+    packed = wo.preprocess(q, bits, layout="tiled", format=types.format, code=code)
+    qweight = wo.PackedWeight(packed.data.cuda(), **packed.fields)
+    return Weights(qweight, scales.cuda(), given, w64.view(experts, k, n))
+
+
+def expected(x: torch.Tensor, w64: torch.Tensor, counts: list[int], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """fp64 [T, N], zeros in rows after the last expert's."""
+    y = torch.zeros(x.shape[0], w64.shape[2], dtype=torch.float64, device=x.device)
+    begin = 0
+    for e, count in enumerate(counts):
+        rows = slice(begin, begin + count)
+        y[rows] = x[rows].double() @ w64[e]
+        if bias is not None:
+            y[rows] += bias[e].double()
+        begin += count
+    return y
+
+
+def need(config: KernelConfig, types: TypeConfig) -> None:
+    if not is_compiled(config, types) or not runs_on(config, device_arch(0)):
+        pytest.skip(f"{config.kernel}_{types.name} is not in this build, or does not run here")
+
+
+def computes_groups_of_32(config: KernelConfig) -> bool:
+    problem = Problem(8, 128, 128, config.formats[0], 32, 90, 132)
+    return why_not_grouped(config, problem, 1) is None
+
+
+def int4_configs() -> list[KernelConfig]:
+    return [config for config, types in KERNELS if types == INT4 and is_compiled(config, types)]
+
+
+def some_kernel() -> tuple[KernelConfig, TypeConfig]:
+    """One for narrow tiles."""
+    return KERNELS[0][0], INT4
+
+
+@dataclass
+class Exact:
+    """A grouped product whose result is exact: x [rows + 3, K], the last three rows of no expert."""
+
+    counts: list[int]
+    group_size: int
+    weights: Weights
+    x: torch.Tensor
+    bias: torch.Tensor
+    y: torch.Tensor
+
+
+SHAPES = ((384, 328, 128), (1344, 128, 64), (256, 192, 32), (576, 70, 192))  # K, N, group_size
+CASES = [(counts, SHAPES[i % len(SHAPES)]) for i, counts in enumerate(COUNTS.values())]
+CASES += [([5, 0, 40], (128, 64, 128)), ([2, 90], (2048, 256, 256))]
+
+
+@functools.cache
+def exact_case(number: int, types: TypeConfig) -> Exact:
+    counts, (k, n, group_size) = CASES[number]
+    g = torch.Generator().manual_seed(number)
+    w = weights(len(counts), k, n, types, g, group_size)
+    dtype = DTYPES[types.dtype]
+    x = torch.randint(-1, 2, (sum(counts) + 3, k + 8), generator=g).to(dtype).cuda()[:, :k]
+    bias = torch.randint(-8, 9, (len(counts), n), generator=g).to(dtype).cuda()
+    return Exact(counts, group_size, w, x, bias, expected(x, w.w64, counts, bias).to(dtype))
+
+
+@pytest.mark.parametrize(("config", "types"), KERNELS, ids=[f"{c.kernel}_{t.name}" for c, t in KERNELS])
+def test_exact(config: KernelConfig, types: TypeConfig) -> None:
+    """Every kernel: each routing, groups of 32 to all of K, K and N that fill no tile, a bias, `out` full of NaN."""
+    need(config, types)
+    for case in (exact_case(number, types) for number in range(len(CASES))):
+        if case.group_size == 32 and types.scale_mode != "channel" and not computes_groups_of_32(config):
+            continue
+        w, n = case.weights, case.bias.shape[1]
+        whole = torch.full((len(case.x), n + 10), torch.nan, dtype=case.x.dtype, device="cuda")
+        offs = ends(case.counts).cuda()
+        args = GroupedArgs(
+            case.x, w.qweight, w.scales, offs, w.zeros, case.bias, None, whole[:, :n], has_rest=True, config=config
+        )
+        y = grouped(args)
+        assert torch.equal(y, case.y), f"{case.counts} of {w.qweight}, groups of {case.group_size}"
+        assert whole[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize("experts", [1, 2, 33, 256, 512])
+def test_any_number_of_experts(experts: int) -> None:
+    need(*some_kernel())
+    g = torch.Generator().manual_seed(experts)
+    w = weights(experts, 128, 64, INT4, g)
+    for rows in (1, 7, 600):
+        counts = torch.randint(0, experts, (rows,), generator=g).bincount(minlength=experts).tolist()
+        x = torch.randint(-1, 2, (rows, 128), generator=g).half().cuda()
+        wanted = expected(x, w.w64, counts).half()
+        for config in int4_configs():
+            y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), config=config)
+            assert torch.equal(y, wanted), f"{config}, {rows} rows"
+
+
+@pytest.mark.parametrize("types", list(dict.fromkeys(t for _, t in KERNELS)), ids=lambda t: t.name)
+def test_error_beside_dense_products(types: TypeConfig) -> None:
+    """At most twice the error that the dense product in 16 bits has against fp64."""
+    g = torch.Generator().manual_seed(5)
+    counts, dtype = [9, 0, 160, 1], DTYPES[types.dtype]
+    w = weights(4, 512, 192, types, g, exact=False)
+    x = torch.randn(170, 512, generator=g).to(dtype).cuda()
+    exact = expected(x, w.w64, counts)
+    dense = w.w64.to(dtype)
+    peer = torch.cat([part @ dense[e] for e, part in enumerate(x.split(counts))])
+    found = [c for c, t in KERNELS if t == types and is_compiled(c, t)]
+    if not found:
+        pytest.skip("not in this build")
+    for config in found:
+        need(config, types)
+        y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), zeros=w.zeros, config=config)
+        for part in (slice(0, 9), slice(9, 169), slice(169, 170)):
+            error, its = (y - exact)[part], (peer - exact)[part]
+            assert error.norm() <= 2 * its.norm(), config
+        again = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), zeros=w.zeros, config=config)
+        assert torch.equal(y, again), "the same bits again"
+
+
+def test_activation_and_perm() -> None:
+    config, types = some_kernel()
+    need(config, types)
+    g = torch.Generator().manual_seed(6)
+    counts = [2, 0, 5]
+    w = weights(3, 256, 96, types, g)
+    perm = torch.stack([torch.randperm(256, generator=g) for _ in range(3)]).cuda()
+    x = torch.randint(-1, 2, (7, 256), generator=g).half().cuda()
+    y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), activation="relu", perm=perm, config=config)
+    gathered = torch.cat([x[:2][:, perm[0]], x[2:][:, perm[2]]])
+    assert torch.equal(y, expected(gathered, w.w64, counts).relu().half())
+
+
+def test_a_graph_serves_every_routing() -> None:
+    """Rows of each expert change between replays; the host reads none of them."""
+    need(*some_kernel())
+    g = torch.Generator().manual_seed(7)
+    w = weights(5, 256, 128, INT4, g)
+    rows = 150
+    x = torch.randint(-1, 2, (rows, 256), generator=g).half().cuda()
+    offs = ends([30] * 5).cuda()
+    out = torch.empty(rows, 128, dtype=torch.float16, device="cuda")
+    for config in int4_configs():
+
+        def call() -> None:
+            wo.grouped_gemm(x, w.qweight, w.scales, offs, out=out, config=config)  # noqa: B023
+
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for counts in ([30] * 5, [150, 0, 0, 0, 0], [0, 0, 0, 0, 150], [1, 100, 0, 48, 1]):
+            offs.copy_(ends(counts))
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, expected(x, w.w64, counts).half()), f"{config}, {counts}"
+
+
+def test_offs_out_of_range_stay_in_memory() -> None:
+    """Ends that no caller should give write nothing beside `out`."""
+    config, types = some_kernel()
+    need(config, types)
+    w = weights(4, 128, 64, types, torch.Generator().manual_seed(8))
+    x = torch.ones(40, 128, dtype=torch.float16, device="cuda")
+    whole = torch.full((60, 64), torch.nan, dtype=torch.float16, device="cuda")
+    for bad in ([-5, 70, 2, 1000], [2**31 - 1, -(2**31), 7, 0], [50, 60, 70, 80]):
+        offs = torch.tensor(bad, dtype=torch.int32, device="cuda")
+        wo.grouped_gemm(x, w.qweight, w.scales, offs, out=whole[10:50], config=config)
+        assert whole[:10].isnan().all() and whole[50:].isnan().all()
+
+
+def test_what_config_refuses() -> None:
+    config, types = some_kernel()
+    need(config, types)
+    w = weights(2, 128, 64, types, torch.Generator().manual_seed(9))
+    x, offs = torch.ones(3, 128, dtype=torch.float16, device="cuda"), ends([1, 2]).cuda()
+    with pytest.raises(ValueError, match=r"config: .* computes single products"):
+        wo.grouped_gemm(x, w.qweight, w.scales, offs, config=wo.kernels()[0])
+    with pytest.raises(TypeError, match="config: expected a KernelConfig"):
+        wo.grouped_gemm(x, w.qweight, w.scales, offs, config="quick")  # type: ignore[arg-type]
+    many = weights(MAX_EXPERTS + 1, 64, 64, types, torch.Generator().manual_seed(9), group_size=64)
+    with pytest.raises(ValueError, match="at most 512 experts, but qweight has 513"):
+        wo.grouped_gemm(x[:, :64], many.qweight, many.scales, ends([3] + [0] * MAX_EXPERTS).cuda(), config=config)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_fused_experts_in_a_graph(tokens: int) -> None:
+    """Two grouped launches give what a `gemm` for each expert gives, to rounding, and a graph holds them."""
+    if not GROUPED_CONFIGS[0].is_verified:
+        pytest.skip("no grouped kernel is selected")
+    need(*some_kernel())
+    g = torch.Generator().manual_seed(tokens)
+    hidden, inner, experts, top_k = 256, 128, 16, 4
+    w13 = weights(experts, hidden, 2 * inner, INT4, g, exact=False)
+    w2 = weights(experts, inner, hidden, INT4, g, exact=False)
+    x = torch.randn(tokens, hidden, generator=g).half().cuda()
+    ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]).cuda()
+    probabilities = torch.rand(tokens, top_k, generator=g).cuda()
+
+    def call() -> torch.Tensor:
+        return fused_experts(x, (w13.qweight, w13.scales), (w2.qweight, w2.scales), ids, probabilities)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for _ in range(2):
+        ids.copy_(torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]))
+        graph.replay()
+        wanted = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+        for t in range(tokens):
+            for j in range(top_k):
+                e = int(ids[t, j])
+                gate, up = (x[t].double() @ w13.w64[e]).half().chunk(2)
+                between = (torch.nn.functional.silu(gate.float()).half() * up).double()
+                wanted[t] += probabilities[t, j].double() * (between @ w2.w64[e])
+        assert (y.double() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+def test_each_expert_by_gemm_agrees() -> None:
+    """The launch for all experts and a `gemm` for each differ by rounding alone."""
+    config, types = some_kernel()
+    need(config, types)
+    g = torch.Generator().manual_seed(11)
+    w = weights(6, 512, 320, types, g, exact=False)
+    x = torch.randn(50, 512, generator=g).half().cuda()
+    offs = ends([10, 0, 20, 1, 1, 18]).cuda()
+    y = wo.grouped_gemm(x, w.qweight, w.scales, offs, config=config)
+    args = GroupedArgs(x, w.qweight, w.scales, offs)
+    one_by_one = ExpertsPlan(args).run(args)
+    assert (y - one_by_one).float().norm() <= 2e-3 * y.float().norm()

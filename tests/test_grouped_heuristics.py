@@ -1,0 +1,89 @@
+"""Which configuration computes a grouped product, and which cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightonly.heuristics import Problem, candidates
+from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
+from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, GroupedSm90
+from weightonly.heuristics.grouped import select_grouped, why_not_grouped
+from weightonly.heuristics.machine import HOPPER_SMEM_BYTES
+
+FORMATS = ["int4", "int8", "code4"]
+
+
+def problem(rows: int, n: int = 4096, k: int = 4096, format: str = "int4", group_size: int = 128) -> Problem:
+    return Problem(rows, n, k, format, group_size, 90, 132)
+
+
+def test_grouped_kernels_are_a_list_of_their_own() -> None:
+    """Nothing that computes one product is chosen among them."""
+    assert not set(CONFIGS) & set(GROUPED_CONFIGS)
+    assert all(c.rules.grouped for c in GROUPED_CONFIGS) and not any(c.rules.grouped for c in CONFIGS)
+    assert not any(c.rules.grouped for c in candidates(problem(64)))
+    names = [f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS for t in kernel_types(c)]
+    assert len(names) == len(set(names))
+
+
+def test_each_tile_has_every_format_once() -> None:
+    """Formats differ in their stages alone."""
+    tiles = {(c.block_m, c.block_n, c.block_k) for c in GROUPED_CONFIGS}
+    for tile in tiles:
+        found = [f for c in GROUPED_CONFIGS if (c.block_m, c.block_n, c.block_k) == tile for f in c.formats]
+        assert sorted(found) == sorted(FORMATS)
+
+
+def test_shared_memory_of_all_kernels_fits() -> None:
+    family = GroupedSm90()
+    for config in GROUPED_CONFIGS:
+        for format in config.formats:
+            needed = family.cta_smem_bytes(config, format, False, format != "code4")
+            assert 100_000 < needed <= HOPPER_SMEM_BYTES, config
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 4096])
+def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
+    """Every size has a configuration that computes it; one that most experts fill with one tile."""
+    last = 0
+    for rows in (1, 8, 64, 512, 1024, 2048, 4096, 1 << 16):
+        asked = problem(rows, format=format, group_size=group_size)
+        config = select_grouped(asked, 64)
+        assert config is not None and why_not_grouped(config, asked, 64) is None
+        assert format in config.formats and config.block_m >= min(128, rows / 64) and config.block_m >= last
+        last = config.block_m
+    assert last == 128
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "k", "n", "columns"),
+    [(8, 2, 14336, 4096, 64), (8, 2, 4096, 28672, 64), (128, 8, 768, 2048, 128), (128, 8, 2048, 1536, 128)],
+    ids=["mixtral down", "mixtral gate and up", "qwen3 down", "qwen3 gate and up"],
+)
+def test_one_token_takes_the_columns_that_fill_the_gpu(experts: int, top_k: int, k: int, n: int, columns: int) -> None:
+    config = select_grouped(problem(top_k, n, k), experts)
+    assert config is not None and (config.block_m, config.block_n) == (8, columns)
+
+
+def test_what_no_grouped_kernel_computes() -> None:
+    assert select_grouped(problem(8), MAX_EXPERTS + 1) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 80, 108), 8) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "interleaved"), 8) is None
+    assert select_grouped(problem(1 << 30, 1 << 12), 8) is None, "tiles beyond 32 bits"
+
+
+def test_why_not() -> None:
+    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
+    dense = next(c for c in CONFIGS if c.family == "gemm_sm90" and "int4" in c.formats)
+    assert why_not_grouped(config, problem(8), 8) is None
+    for other, asked, experts, reason in (
+        (dense, problem(8), 8, "computes single products"),
+        (config.with_tail(dense), problem(8), 8, "two launches"),
+        (config, problem(8), MAX_EXPERTS + 1, "at most 512 experts, but qweight has 513"),
+        (config, problem(8, format="int8"), 8, "but qweight is int8"),
+        (config, problem(8, group_size=32), 8, "those of scales are of 32"),
+        (config, problem(1 << 30, 1 << 12), 8, "at most 1073741824 tiles"),
+        (config.with_split_k(2), problem(8), 8, "expected split_k of 1 to 1"),
+    ):
+        assert reason in str(why_not_grouped(other, asked, experts))

@@ -1,0 +1,141 @@
+"""The plans of grouped products: one kernel for the rows of all experts, or a `gemm` for each expert that has some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..activations import activation_of
+from ..codebooks import codebook_on
+from ..device import device_arch, sm_count
+from ..heuristics import KernelConfig, Problem
+from ..heuristics.configs import TypeConfig
+from ..heuristics.grouped import select_grouped, why_not_grouped
+from ..heuristics.machine import resident_clusters
+from ..kernels import _C, HOW_TO_BUILD, built_archs, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
+from ..layout import CPU
+from .base import Plan
+from .choose import DTYPE_NAMES, check_sizes, scale_mode
+from .kernel import _current_stream
+
+if TYPE_CHECKING:
+    from ..grouped import GroupedArgs
+
+
+def make_grouped_plan(args: GroupedArgs) -> Plan | None:
+    """The plan of one launch for all experts; None where no kernel computes them so.
+
+    Raises what `grouped_gemm` raises for `config`.
+    """
+    config, w = args.config, args.qweight
+    if config is not None and not isinstance(config, KernelConfig):
+        raise TypeError(f"config: expected a KernelConfig of weightonly.grouped_kernels(), got {type(config).__name__}")
+    if args.x.device.type == "cpu" or w.layout == CPU:
+        if config is not None:
+            raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {config}")
+        return None
+    if args.x.numel() == 0:
+        return Plan(args)
+    device = args.x.get_device()
+    arch = device_arch(device)
+    check_kernels(arch)
+    one = args.of_expert(0, 0, args.x.shape[0])
+    experts, has_zeros = w.experts or 0, args.zeros is not None
+    problem = Problem(one.m, w.n, w.k, w.format, one.group_size, arch, sm_count(device), w.layout, has_zeros)
+    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+    check_sizes(problem)
+    if config is None:
+        config = select_grouped(problem, experts)
+        if config is None or not runs_on(config, arch) or not is_compiled(config, types):
+            return None
+    elif (reason := why_not_grouped(config, problem, experts, types.dtype)) is not None:
+        raise ValueError(f"config: {reason}")
+    elif not runs_on(config, arch) or not is_compiled(config, types):
+        raise RuntimeError(
+            f"no kernel {config.kernel}_{types.name} for a GPU of compute capability {arch / 10}: built for "
+            f"{', '.join(built_archs())}; rebuild: {HOW_TO_BUILD.format(archs=arch)}"
+        )
+    return GroupedKernelPlan(args, problem, types, config)
+
+
+class GroupedKernelPlan(Plan):
+    """One launch for the rows of all experts. The host never reads `offs`, so that a CUDA graph can hold the call.
+
+    problem: M counts the rows of all experts. types, config: see `KernelPlan`.
+    """
+
+    __slots__ = ("activate", "codebook", "config", "k", "launch", "n_padded", "out_has_rows", "rows_aligned", "x_k")
+
+    def __init__(self, args: GroupedArgs, problem: Problem, types: TypeConfig, config: KernelConfig) -> None:
+        super().__init__(args)
+        x, w = args.x, args.qweight
+        self.config = config
+        self.activate = activation_of(args.activation).in_place
+        self.k = w.k
+        self.x_k = -(-w.k // 8) * 8  # K as the kernel sees it
+        self.n_padded = w.n_padded
+        self.out_has_rows = self.m > 1
+        # Rows of x are read where they are if they are contiguous inside and 16-byte aligned.
+        distance = x.stride(0) if self.m > 1 else w.k
+        in_place = args.perm is not None or ((x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % 8 == 0)
+        self.rows_aligned = in_place and self.x_k == w.k
+        self.codebook = 0 if w.code is None else codebook_on(w.code, x.device, x.dtype).data_ptr()
+        group_size = args.of_expert(0, 0, self.m).group_size
+        self.launch: Any = _C.GroupedPlan(
+            kernel=grouped_kernel_numbers()[f"{config.kernel}_{types.name}"],
+            device=self.device,
+            experts=w.experts or 0,
+            m=self.m,
+            n=w.n,
+            k=self.x_k,
+            n_padded=w.n_padded,
+            k_padded=w.k_padded,
+            group_size=w.k_padded if group_size == -1 else group_size,
+            ld_scales=w.n_padded,
+            clusters=resident_clusters(problem.sm_count, 1),
+        ).launch
+
+    def run(self, args: Any) -> torch.Tensor:
+        x, bias, out = args.x, args.bias, args.out
+        if out is None:
+            out = x.new_empty(self.shape)
+        if args.perm is not None:
+            x = self._gathered(x, args.perm, args.offs)
+        if not self.rows_aligned or x.data_ptr() % 16:
+            copy = x.new_zeros((self.m, self.x_k))
+            copy[:, : self.k] = x
+            x = copy
+        scales = self._stacked(args.scales)
+        zeros = None if args.zeros is None else self._stacked(args.zeros)
+        bias = None if bias is None else bias.contiguous()
+        offs = args.offs.contiguous()
+        self.launch(
+            x.data_ptr(),
+            args.qweight.data.data_ptr(),
+            scales.data_ptr(),
+            self.codebook if zeros is None else zeros.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            offs.data_ptr(),
+            x.stride(0) if self.m > 1 else self.x_k,
+            out.stride(0) if self.out_has_rows else self.shape[1],
+            _current_stream(self.device),
+        )
+        if self.activate is not None:
+            self.activate(out)
+        return out
+
+    def _stacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scales or zeros [E, groups, N] as the kernel reads them: [E, groups, n_padded], contiguous, aligned."""
+        if rows.shape[2] == self.n_padded and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+            return rows
+        copy = rows.new_zeros((*rows.shape[:2], self.n_padded))
+        copy[:, :, : rows.shape[2]] = rows
+        return copy
+
+    def _gathered(self, x: torch.Tensor, perm: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """Each row of x in the order of its expert's rows of the weight."""
+        rows = torch.arange(self.m, dtype=torch.int32, device=x.device)
+        expert = torch.searchsorted(offs, rows, right=True).clamp_(max=perm.shape[0] - 1)  # (T)
+        return x.gather(1, perm[expert].long())
