@@ -45,7 +45,7 @@ class Problem:
     channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
     that of the packed weight; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
     unknown format, arch or layout, a group size that K is no multiple of, that no kernel takes or that is not the
-    format's, or codes in a layout that has none or with zeros.
+    format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
     """
 
     m: int
@@ -59,10 +59,13 @@ class Problem:
     zeros: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.m, self.n, self.k, self.sm_count) < 1:
-            name, value = next((n, v) for n in ("m", "n", "k", "sm_count") if (v := getattr(self, n)) < 1)
-            raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.format not in FORMATS:
+        for name in ("m", "n", "k", "sm_count", "group_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value < 1 and name != "group_size":
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not isinstance(self.format, str) or self.format not in FORMATS:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
         object.__setattr__(self, "arch", parse_arch(self.arch))
         is_code = self.format in CODE_FORMATS

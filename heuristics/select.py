@@ -25,6 +25,7 @@ from .space import AtK, Order, Row, space_at, space_for
 TAIL_MIN_M = 64
 """Rows of x from which `select` looks at two launches."""
 
+_TYPES = (int, int, int, int, int, str)  # of m, n, k, group_size, sm_count and format
 _LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
 _LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
 _FIRSTS = 1  # launch that is looked at for each pair wanted, by a bound of the time of both
@@ -181,7 +182,7 @@ def select(
 ) -> KernelConfig: ...
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=65536, typed=True)
 def select(
     m: int | Problem,
     n: int = 0,
@@ -198,12 +199,13 @@ def select(
     y [m, n] = x [m, k] @ w [k, n]. format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch
     that of the GPU in any spelling that `parse_arch` knows (90, "sm90", (9, 0)); sm_count any; layout that of the
     packed weight, None for the one that `preprocess` makes for arch. Raises ValueError naming the argument for values
-    out of range, and for a layout that arch's kernels do not read.
+    out of range, and for a layout that arch's kernels do not read; TypeError for a size that is no int.
     """
     if isinstance(m, Problem):
         p = m
         return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
-    if m < 1 or n < 1:
+    types = (type(m), type(n), type(k), type(group_size), type(sm_count), type(format))
+    if types != _TYPES or m < 1 or n < 1:
         Problem(m, n, k, format, group_size, parse_arch(arch), sm_count, layout or "", zeros)  # it says which
     at = space_at(k, format, group_size, arch, sm_count, layout, zeros)
     order = at.space.order(m)

@@ -218,6 +218,8 @@ BAD_QUANTIZE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 BAD_DEQUANTIZE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kind of bytes": ({"packed": PACKED.char()}, TypeError, "packed: expected dtype torch.uint8, got torch.int8"),
     "bytes": ({"packed": PACKED[1:]}, ValueError, "packed: expected 50 bytes for shape [4, 25], got 49"),
+    "more bytes": ({"packed": torch.zeros(51, 1, dtype=torch.uint8)}, ValueError,
+                   "packed: expected 50 bytes for shape [4, 25], got 51"),
     "kind of absmax": ({"absmax": ABSMAX.half()}, TypeError, "absmax: expected dtype torch.float32, got torch.float16"),
     "absmax": ({"absmax": torch.ones(3)}, ValueError,
                "absmax: expected shape [2] for 100 elements in blocks of 64, got [3]"),

@@ -130,6 +130,13 @@ def test_packed_for_cpus_where_no_gpu_is_visible(generator: torch.Generator, mon
 
 CODES = torch.zeros(64, 64, dtype=torch.uint8)
 BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "arch of another layout": (
+        CODES,
+        {"format": "nf4", "arch": "cpu", "layout": "tiled"},
+        ValueError,
+        "layout: expected 'cpu' for arch 'cpu', got 'tiled'",
+    ),
+    "zeros": (CODES, {"format": "nf4", "zeros": True}, ValueError, "^zeros: expected False or None for nf4"),
     "arch": (CODES, {"format": "nf4", "arch": "sm70"}, ValueError, "arch: expected sm75 or .*for nf4, .*got 'sm70'"),
     "unknown arch": (CODES, {"format": "nf4", "arch": "sm50"}, ValueError, "arch: expected one of .*got 'sm50'"),
     "layout": (CODES, {"format": "fp4", "layout": "row_major"}, ValueError, "layout: expected 'interleaved' .*got 'r"),
@@ -140,9 +147,9 @@ BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "large": (CODES + 16, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
     "larger": (CODES + 200, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got -56"),
     "negative": (CODES.to(torch.int8) - 1, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got -1"),
-    "dtype": (CODES.int(), {"format": "nf4"}, TypeError, "q: expected an int8 tensor, got torch.int32"),
-    "not a tensor": ([[1]], {"format": "nf4"}, TypeError, "q: expected an int8 tensor, got list"),
-    "uint8 of integers": (CODES, {}, TypeError, "q: expected an int8 tensor, got torch.uint8"),
+    "dtype": (CODES.int(), {"format": "nf4"}, TypeError, "q: expected dtype torch.int8, got torch.int32"),
+    "not a tensor": ([[1]], {"format": "nf4"}, TypeError, "q: expected a tensor, got list"),
+    "uint8 of integers": (CODES, {}, TypeError, "q: expected dtype torch.int8, got torch.uint8"),
     "empty": (CODES[:0], {"format": "nf4"}, ValueError, r"q: expected shape .*got \[0, 64\]"),
     "no codebook": (CODES, {"format": "code4"}, ValueError, "code: expected the codebook of a code4 weight, got None"),
     "codebook of nf4": (CODES, {"format": "nf4", "code": OWN}, ValueError, "code: expected None for nf4, got"),

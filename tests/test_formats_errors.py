@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import tempfile
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import weightonly as wo
+from weightonly.formats.shards import Shards
 
 # --- errors: folders and files -----------------------------------------------------------------------------
 
@@ -195,6 +197,42 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path, generator: torch.Gen
         ValueError, match=r"model.safetensors: [\w.]+: expected \d+ bytes, got .*: the file is truncated"
     ):
         list(records)
+
+
+def test_a_tensor_that_is_larger_than_memory(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file takes no disk: its header may claim what no machine has."""
+    records = wo.load_checkpoint(folder_of(tmp_path, awq_layer, AWQ, generator))
+
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(OSError, match=r"model.safetensors: [\w.]+: no memory for its \d+ bytes"):
+        list(records)
+
+
+def test_rows_are_read_in_as_many_calls_as_it_takes(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads 2 GiB at most in a call."""
+    folder = folder_of(tmp_path, awq_layer, AWQ, generator)
+    shards = Shards(folder)
+    name = next(name for name, info in shards.tensors.items() if len(info.shape) == 2)
+    whole = shards.read(name)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, spans, at: preadv(fd, [spans[0][:5]], at))
+    for rows, columns in ((slice(1, 3), slice(None)), (slice(0, 2), slice(1, 3))):
+        assert torch.equal(shards.read(name, part=(rows, columns)), whole[rows, columns])
+
+
+@pytest.mark.parametrize("value", ["awq", ["awq"], 3, True])
+def test_a_quantization_config_that_is_no_object(value: object, tmp_path: Path, generator: torch.Generator) -> None:
+    """Without it, the names of the tensors would tell the format."""
+    folder = folder_of(tmp_path, awq_layer, AWQ, generator)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": value}))
+    fails(folder, "config.json: quantization_config: expected dict, got")
 
 
 def test_foreign_file(tmp_path: Path, generator: torch.Generator) -> None:

@@ -270,12 +270,12 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "dtype": (
         lambda q: layout.permute_rows(q.int(), 4),
         TypeError,
-        "q: expected an int8 tensor, got torch.int32",
+        "q: expected dtype torch.int8, got torch.int32",
     ),
     "not a tensor": (
         lambda q: layout.transpose(q.tolist()),  # type: ignore[arg-type]
         TypeError,
-        "q: expected an int8 tensor, got list",
+        "q: expected a tensor, got list",
     ),
     "rank": (lambda q: layout.permute_rows(q[None], 4), ValueError, r"got shape \[1, 64, 64\]"),
     "rows": (lambda q: layout.permute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
@@ -346,6 +346,11 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 8, "tiled"), 64, 64, 8, "tiled", (0, 32)),
         ValueError,
         r"columns: expected multiples of 64 within 0..64, got \(0, 32\)",
+    ),
+    "no columns": (
+        lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "tiled"), 64, 64, 4, "tiled", (64, 64)),
+        ValueError,
+        r"columns: expected multiples of 64 within 0..64, got \(64, 64\)",
     ),
     "columns beyond N": (
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "tiled"), 64, 64, 4, "tiled", (0, 128)),

@@ -53,8 +53,8 @@ def test_repr() -> None:
 BYTES = torch.zeros(2048, dtype=torch.uint8)
 GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "int4", "layout": "interleaved"}
 BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dtype": ({"data": BYTES.view(torch.int8)}, TypeError, "data: expected a uint8 tensor, got torch.int8"),
-    "not a tensor": ({"data": b"\0" * 2048}, TypeError, "data: expected a uint8 tensor, got bytes"),
+    "dtype": ({"data": BYTES.view(torch.int8)}, TypeError, "data: expected dtype torch.uint8, got torch.int8"),
+    "not a tensor": ({"data": b"\0" * 2048}, TypeError, "data: expected a tensor, got bytes"),
     "rank": (
         {"data": BYTES.view(64, 32)},
         ValueError,

@@ -100,13 +100,19 @@ def test_preprocess_on_the_gpu(bits: int, cuda_device: torch.device, generator: 
 
 BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "rank": (torch.ones(64, dtype=torch.int8), {}, ValueError, r"q: expected 2 dimensions, got shape \[64\]"),
-    "dtype": (torch.ones(64, 64), {}, TypeError, "q: expected an int8 tensor, got torch.float32"),
-    "not a tensor": ([[1]], {}, TypeError, "q: expected an int8 tensor, got list"),
+    "dtype": (torch.ones(64, 64), {}, TypeError, "q: expected dtype torch.int8, got torch.float32"),
+    "not a tensor": ([[1]], {}, TypeError, "q: expected a tensor, got list"),
     "empty": (torch.ones(0, 64, dtype=torch.int8), {}, ValueError, r"K, N >= 1, got \[0, 64\]"),
     "range": (torch.full((64, 64), 8, dtype=torch.int8), {}, ValueError, r"-8\.\.7 for bits=4, got 8\.\.8"),
     "bits": (torch.ones(64, 64, dtype=torch.int8), {"bits": 2}, ValueError, "bits: expected 4 or 8, got 2"),
     "arch": (torch.ones(64, 64, dtype=torch.int8), {"arch": "sm50"}, ValueError, "arch: .*got 'sm50'"),
     "layout": (torch.ones(64, 64, dtype=torch.int8), {"layout": ""}, ValueError, "layout: .*got ''"),
+    "format": (
+        torch.ones(64, 64, dtype=torch.int8),
+        {"bits": 4, "format": "int8"},
+        ValueError,
+        "bits: expected 8 for int8, got 4",
+    ),
 }
 
 
@@ -115,6 +121,16 @@ def test_preprocess_rejects(case: str) -> None:
     q, arguments, error, message = BAD_PREPROCESS[case]
     with pytest.raises(error, match=message):
         wo.preprocess(q, **arguments)
+
+
+def test_repack_of_the_layout_that_a_weight_has_is_the_weight(generator: torch.Generator) -> None:
+    weight = wo.preprocess(random_q(64, 64, 4, generator), arch="sm80")
+    assert wo.repack(weight, "sm86") is weight
+
+
+def test_repack_keeps_what_a_weight_is_for(generator: torch.Generator) -> None:
+    weight = wo.preprocess(random_q(64, 64, 4, generator), arch="sm80", group_size=32, zeros=True, perm=False)
+    assert wo.repack(weight, "sm90").fields == weight.fields | {"layout": "tiled"}
 
 
 def test_unpack_rejects_a_plain_tensor() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightonly as wo
+from weightonly.quantize import quantize_for
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -217,7 +218,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bits": (torch.ones(128, 2), {"bits": 3}, ValueError, "bits: expected 4 or 8, got 3"),
     "rank": (torch.ones(128), {}, ValueError, r"w: expected shape \[K, N\].*got \[128\]"),
     "empty": (torch.ones(0, 4), {}, ValueError, r"got \[0, 4\]"),
-    "integers": (torch.ones(128, 2, dtype=torch.int8), {}, TypeError, "w: expected one of .*got torch.int8"),
+    "integers": (torch.ones(128, 2, dtype=torch.int8), {}, TypeError, "w: expected dtype .*got torch.int8"),
     "float64": (torch.ones(128, 2, dtype=torch.float64), {}, TypeError, "got torch.float64"),
     "list": ([[1.0]], {}, TypeError, "w: expected a tensor, got list"),
     "group does not divide": (torch.ones(192, 2), {}, ValueError, "group_size: .*divisor of K=192, got 128"),
@@ -277,3 +278,11 @@ def test_half_a_scale_holds_up_to_the_largest_number(
     assert float(levels.abs().max()) <= largest
     error = float(((levels - w.double()).abs() / scales.double()).max())
     assert error <= (0.7 if dtype == torch.bfloat16 and bits == 8 and not symmetric else 0.5001)
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+def test_weights_beyond_the_dtype_of_their_scales(sign: int) -> None:
+    w = torch.ones(128, 2)
+    w[5, 1] = sign * 7e4
+    with pytest.raises(ValueError, match=r"w: expected values within \+-65504, the range of torch.float16, got"):
+        quantize_for(w, torch.float16, "int4", 128, True)

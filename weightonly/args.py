@@ -5,7 +5,6 @@ Every check runs before anything is computed or launched. An error names the arg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from .activations import check_activation
 from .heuristics import KernelConfig
 from .heuristics.problem import check_group_size, check_kernel_group_size
 from .packed import PackedWeight
+from .require import require_tensor
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -170,22 +170,6 @@ class GemmArgs:
 
 
 # --- the checks of single arguments, which other functions of the library share ------------------------------
-
-
-def require_tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got one with layout {value.layout}")
-
-
-def require_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """Raises TypeError unless `value` is a dense tensor of one of the dtypes."""
-    require_tensor(name, value)
-    assert isinstance(value, torch.Tensor)
-    if value.dtype not in dtypes:
-        expected = " or ".join(map(str, dtypes))
-        raise TypeError(f"{name}: expected dtype {expected}, got {value.dtype}")
 
 
 def check_like(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .require import require_numbers, require_tensor
+
 CODEBOOK_LENGTH = 16
 
 _LIMIT = torch.finfo(torch.float16).max
@@ -71,6 +73,8 @@ def codebook_values(code: torch.Tensor | Sequence[float]) -> tuple[float, ...]:
         numbers = code if isinstance(code, torch.Tensor) else torch.tensor(code, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"code: expected {CODEBOOK_LENGTH} numbers, got {type(code).__name__} ({error})") from error
+    require_tensor("code", numbers)
+    require_numbers("code", numbers)
     if not numbers.is_floating_point():
         raise TypeError(f"code: expected floats, got {numbers.dtype}")
     if numbers.shape != (CODEBOOK_LENGTH,):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .require import require_device
+
 _SM_CLOCK, _MEMORY_CLOCK, _GPU_SENSOR = 1, 2, 0  # nvmlClockType_t, nvmlTemperatureSensors_t
 
 
@@ -48,10 +50,20 @@ def sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def check_visible(device: torch.device | str) -> None:
-    """Raises ValueError for a CUDA device where no GPU is visible."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+def check_memory(device: torch.device | str | int) -> torch.device:
+    """The device. Raises what `check_visible` raises, and ValueError for meta, which holds no numbers."""
+    found = check_visible(device)
+    if found.type == "meta":
+        raise ValueError("device: expected one that holds numbers, got 'meta'")
+    return found
+
+
+def check_visible(device: torch.device | str | int) -> torch.device:
+    """The device. Raises what `require_device` raises, and ValueError for a CUDA device where no GPU is visible."""
+    found = require_device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected 'cpu', as no CUDA GPU is visible, got {str(device)!r}")
+    return found
 
 
 @functools.cache

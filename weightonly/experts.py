@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .activations import check_activation
-from .args import CPU_DTYPES, check_device, require_dtype, require_tensor
+from .args import CPU_DTYPES, check_device
 from .gemm import autocast
 from .grouped import GroupedArgs, grouped
 from .ops.around_experts import combine, gated, sort_by_expert
 from .packed import PackedWeight
+from .require import require_dtype, require_tensor
 
 Weight = tuple[Any, ...]
 """(qweight, scales), (qweight, scales, zeros) or (qweight, scales, zeros, bias) of stacked experts."""

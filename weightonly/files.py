@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from .device import check_memory
 from .packed import PackedWeight
+from .require import require_path
 from .storage import open_regular, parse_json, publish, staged
 
 _FILE_VERSION = "1"
@@ -44,7 +46,9 @@ def save(path: str | os.PathLike[str], entries: Entries) -> None:
             raise TypeError(f"entries: expected names, got {name!r}")
         if not isinstance(entry, (PackedWeight, torch.Tensor)):
             raise TypeError(f"entries[{name!r}]: expected a PackedWeight or a tensor, got {type(entry).__name__}")
-    target = Path(path).absolute()
+    target = require_path("path", path).absolute()
+    if target.is_dir():
+        raise IsADirectoryError(f"{path}: expected the name of a file, got a folder")
     with staged(target) as folder:
         write(folder / "file.safetensors", entries, as_path=path)
         publish(folder / "file.safetensors", target)
@@ -61,7 +65,8 @@ def write(file: Path, entries: Entries, digests: bool = False, as_path: str | os
     file.touch(exist_ok=False)
     mode = file.stat().st_mode & 0o777  # what the umask leaves; save_file makes another file, of mode 0600
     tensors = {
-        name: entry.data if isinstance(entry, PackedWeight) else entry.detach() for name, entry in entries.items()
+        name: entry.data if isinstance(entry, PackedWeight) else entry.detach().resolve_neg().resolve_conj()
+        for name, entry in entries.items()
     }
     tensors = _apart(tensors)
     packed = {name: entry.fields for name, entry in entries.items() if isinstance(entry, PackedWeight)}
@@ -104,6 +109,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> di
     """
     from safetensors import SafetensorError, safe_open
 
+    path = require_path("path", path)
+    device = check_memory(device)
     open_regular(path).close()
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:

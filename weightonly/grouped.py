@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device, require_dtype, require_tensor
+from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device
 from .autograd import before_activation, kept_for
 from .gemm import autocast, dispatch, gemm, needs_dispatch
 from .heuristics import KernelConfig
@@ -18,6 +18,7 @@ from .packed import PackedWeight
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
+from .require import require_dtype, require_tensor
 
 
 def grouped_gemm(
@@ -122,6 +123,10 @@ class GroupedArgs(GemmArgs):
                 f"gemm multiplies by it"
             )
         require_tensor("x", x)
+        if self.out is not None:
+            require_tensor("out", self.out)
+            if self.out.dim() != 2:
+                raise ValueError(f"out: expected shape [T, N], got {list(self.out.shape)}")
         if x.dim() != 2:
             raise ValueError(f"x: expected shape [T, K], rows sorted by expert, got {list(x.shape)}")
         shapes = {"scales": "K / g, N", "zeros": "K / g, N", "bias": "N", "perm": "K"}

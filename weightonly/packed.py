@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from .codebooks import codebook_of, codebook_on
+from .device import check_visible
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
+from .require import require_bool, require_dtype, require_int
 
 
 class PackedWeight:
@@ -76,21 +78,16 @@ class PackedWeight:
             check_code_layout(bits, layout)
         codebook = codebook_of(format, code)
         for name, size in (("k", k), ("n", n), ("experts", 1 if experts is None else experts)):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            require_int(name, size, least=1)
         group_size = format_groups(format, group_size, k)
         if group_size is not None:
             group_size = -1 if resolve_group_size(group_size, k) == k else group_size
-        for name, value in (("has_zeros", has_zeros), ("has_perm", has_perm)):
-            if value not in (None, False, True):
-                raise TypeError(f"{name}: expected True, False or None, got {type(value).__name__}")
+        require_bool("has_zeros", has_zeros, or_none=True)
+        require_bool("has_perm", has_perm, or_none=True)
         if has_zeros and codebook is not None:
             raise ValueError(f"has_zeros: expected False or None for {format}, whose codes have no zeros, got True")
         k_padded, n_padded = padded_shape(k, n, bits, layout)
-        if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
-            raise TypeError(f"data: expected a uint8 tensor, got {getattr(data, 'dtype', type(data).__name__)}")
+        require_dtype("data", data, (torch.uint8,))
         if data.dim() != 1 or not data.is_contiguous():
             raise ValueError(
                 f"data: expected one contiguous dimension, got {list(data.shape)}, strides {data.stride()}"
@@ -159,6 +156,8 @@ class PackedWeight:
 
         Raises ValueError for something other than what is known already.
         """
+        require_bool("has_zeros", has_zeros, or_none=True)
+        require_bool("has_perm", has_perm, or_none=True)
         new = {"group_size": group_size, "has_zeros": has_zeros, "has_perm": has_perm}
         if group_size is not None and resolve_group_size(group_size, self.k) == self.k:
             new["group_size"] = -1
@@ -203,7 +202,7 @@ class PackedWeight:
 
     def to(self, device: torch.device | str | int) -> PackedWeight:
         """The same bytes on `device`; `self` if they are there already. The layout stays as it is."""
-        data = self.data.to(device)
+        data = self.data.to(check_visible(device))
         return self if data is self.data else PackedWeight(data, **self.fields)
 
     def slice_n(self, begin: int, end: int) -> PackedWeight:
@@ -249,8 +248,7 @@ class PackedWeight:
             expected = ", or ".join(map(repr, SLICED_LAYOUTS))
             raise ValueError(f"layout: expected {expected}, which can be sliced, got {self.layout!r}")
         for name, bound in (("begin", begin), ("end", end)):
-            if isinstance(bound, bool) or not isinstance(bound, int):
-                raise TypeError(f"{name}: expected an int, got {type(bound).__name__}")
+            require_int(name, bound)
         if not 0 <= begin < end <= size:
             raise ValueError(f"begin, end: expected 0 <= begin < end <= {dimension} = {size}, got {begin}, {end}")
         if begin % TILE:
@@ -304,6 +302,6 @@ def format_groups(format: str, group_size: int | None, k: int) -> int | None:
 
 def format_bits(format: str) -> int:
     """Bits per weight. Raises ValueError for an unknown format."""
-    if format not in FORMATS:
+    if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
     return FORMATS[format]

@@ -24,6 +24,7 @@ from .layout import (
 )
 from .packed import PackedWeight, format_bits, format_groups
 from .quantize import resolve_group_size
+from .require import require_bool, require_device, require_numbers, require_tensor
 
 
 def layout_for_arch(arch: Arch) -> str:
@@ -77,19 +78,20 @@ def preprocess(
     other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and zeros
     of codes.
     """
+    require_tensor("q", q)
+    require_numbers("q", q)
     is_code = format in CODE_FORMATS
-    if is_code and isinstance(q, torch.Tensor) and q.dtype == torch.uint8:
+    if is_code and q.dtype == torch.uint8:
         q = q.view(torch.int8)  # 128 and above become negative: the check of the range refuses them
-    is_stack = isinstance(q, torch.Tensor) and q.dim() == 3
+    is_stack = q.dim() == 3
     if is_stack and len(q) == 0:
         raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
     k, n = matrix_shape(q[0] if is_stack else q, bits)
     format = format_of(bits, format)
     layout = code_layout(format, arch, layout, q.device) if is_code else _resolve_layout(q, arch, layout)
     codebook_of(format, code)  # raises for a wrong code now, before any work
-    for name, said in (("zeros", zeros), ("perm", perm)):
-        if said is not None and not isinstance(said, bool):
-            raise TypeError(f"{name}: expected True, False or None, got {type(said).__name__}")
+    require_bool("zeros", zeros, or_none=True)
+    require_bool("perm", perm, or_none=True)
     if zeros and is_code:
         raise ValueError(f"zeros: expected False or None for {format}, whose codes have no zeros, got True")
     if q.numel() == 0:
@@ -218,7 +220,7 @@ def default_layout(device: torch.device | str | int | None, arch: Arch | None = 
     """The layout for `arch`; None: that of the GPU `device`, for other devices that of the visible GPU, else "cpu"."""
     if arch is not None:
         return layout_for_arch(arch)
-    device = torch.device("cpu" if device is None else device)
+    device = require_device("cpu" if device is None else device)
     if device.type == "cuda":
         return layout_for_arch(torch.cuda.get_device_capability(device))
     if torch.cuda.is_available():

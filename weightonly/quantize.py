@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from .heuristics.problem import CODE_FORMATS, FORMATS
+from .require import require_bool, require_dtype, require_int, require_numbers
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -74,6 +75,7 @@ def quantize_for(
     """
     check_weight(w, dtype)
     assert dtype is not None
+    require_bool("symmetric", symmetric)
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
@@ -108,8 +110,7 @@ def quantize_for(
 
 def resolve_group_size(group_size: int, k: int) -> int:
     """Rows per scale: `group_size`, or K for -1. Raises ValueError unless it divides K."""
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size: expected an int, got {type(group_size).__name__}")
+    require_int("group_size", group_size)
     if group_size == -1:
         return k
     if group_size < 1 or k % group_size:
@@ -127,13 +128,16 @@ def _largest(bits: int) -> int:
 
 def check_weight(w: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Raises TypeError or ValueError unless `w` is a matrix of floats that can get scales in `dtype`."""
-    if not isinstance(w, torch.Tensor):
-        raise TypeError(f"w: expected a tensor, got {type(w).__name__}")
-    if w.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"w: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {w.dtype}")
+    require_dtype("w", w, WEIGHT_DTYPES)
+    require_numbers("w", w)
     if w.dim() != 2 or w.numel() == 0:
         raise ValueError(f"w: expected shape [K, N] with K, N >= 1, got {list(w.shape)}")
-    if dtype not in WEIGHT_DTYPES:
+    check_weight_dtype(dtype)
+
+
+def check_weight_dtype(dtype: torch.dtype | None) -> None:
+    """Raises TypeError unless scales can have it."""
+    if not isinstance(dtype, torch.dtype) or dtype not in WEIGHT_DTYPES:
         raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {dtype}")
 
 

@@ -12,9 +12,10 @@ from typing import TypeAlias
 
 import torch
 
-from ..device import check_visible
+from ..device import check_memory
 from ..heuristics.arch import Arch
 from ..packing import target_name
+from ..require import require_path
 from .converted import digests_of
 from .expect import TensorError
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
@@ -186,7 +187,7 @@ def load_checkpoint(
     """
     if arch is not None:
         target_name(arch)  # an unknown one is an error now, not at the first layer
-    check_visible(device)
+    check_memory(device)
     checkpoint = open_checkpoint(folder)
     return checkpoint.records(arch, device, progress, digests_of(checkpoint.shards) if verify else None)
 
@@ -196,7 +197,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
     Raises what `load_checkpoint` raises.
     """
-    shards = Shards(Path(folder))
+    shards = Shards(require_path("folder", folder))
     source, formats = recognize(shards)
     try:
         layers = find_layers(shards.tensors, formats)

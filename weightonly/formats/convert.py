@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ..device import check_visible
+from ..device import check_memory
 from ..files import write
 from ..heuristics.arch import Arch
 from ..packing import target_name
+from ..require import require_int, require_path
 from ..storage import publish, read_json, staged
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
@@ -56,15 +57,14 @@ def convert(
     of `arch` computes (groups of 16, codes for a GPU that does not read them) and for small files that are links to
     elsewhere, OSError for what cannot be written, and what `load_checkpoint` raises.
     """
-    target = Path(target)
+    source, target = require_path("source", source), require_path("target", target)
     if os.path.lexists(target):
         kind = "a link" if target.is_symlink() else "an existing one"
         raise FileExistsError(f"{target}: expected a folder that does not exist yet, got {kind}")
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
+    require_int("shard_bytes", shard_bytes, least=1)
     if arch is not None:
         target_name(arch)
-    check_visible(device)
+    check_memory(device)
     checkpoint = open_checkpoint(source)
     check_runs(checkpoint.shapes, arch)
     companions = _companions(checkpoint.folder)

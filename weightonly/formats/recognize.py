@@ -27,7 +27,10 @@ METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", GPT_OSS, METHOD)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
-    """(file name, options) of the quantization config; options have a "quant_method". ("", {}) where there is none."""
+    """(file name, options) of the quantization config; options have a "quant_method". ("", {}) where there is none.
+
+    Raises ValueError, naming the file, for one that is damaged or no object.
+    """
     folder = shards.folder
     if os.path.lexists(folder / CONFIG):
         config = read_json(folder / CONFIG)
@@ -35,8 +38,11 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
         for holder in (config, inner if isinstance(inner, dict) else {}):
             # compression_config is older: transformers did not know compressed-tensors then.
             for key, method in (("quantization_config", None), ("compression_config", "compressed-tensors")):
-                options = holder.get(key)
-                if isinstance(options, dict):
+                try:
+                    options = option(holder, key, dict)
+                except ValueError as error:
+                    raise ValueError(f"{folder / CONFIG}: {error}") from error
+                if options is not None:
                     return CONFIG, {"quant_method": method} | options
     for name, method in _SEPARATE_CONFIGS.items():
         if os.path.lexists(folder / name):

@@ -10,6 +10,7 @@ Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -103,7 +104,7 @@ class Shards:
         if slices is not None:
             return self._read_rows(name, info, *slices).to(device)
         self.bytes_read += info.bytes
-        data = torch.empty(info.bytes, dtype=torch.uint8, device="cpu")
+        data = _memory(info.file, name, info.bytes)
         with open_regular(info.file) as stream:
             stream.seek(info.begin)
             got = stream.readinto(data.numpy().data)
@@ -124,14 +125,17 @@ class Shards:
             first, length = columns.start * item_bytes, (columns.stop - columns.start) * item_bytes
             shape = (rows.stop - rows.start, columns.stop - columns.start, *info.shape[2:])
         row_bytes = row_items * info.dtype.itemsize
-        data = torch.empty(max(rows.stop - rows.start, 0), length, dtype=torch.uint8)
+        count = max(rows.stop - rows.start, 0)
+        data = _memory(info.file, name, count * length).view(count, length)
         self.bytes_read += data.numel()
         begin = info.begin + rows.start * row_bytes
         with open_regular(info.file) as stream:
             target = data.numpy()
             spans = [target.reshape(-1).data] if length == row_bytes else [row.data for row in target]
             for row, span in enumerate(spans if data.numel() else ()):
-                got = os.preadv(stream.fileno(), [span], begin + row * row_bytes + first)
+                got, at = 0, begin + row * row_bytes + first
+                while got < len(span) and (more := os.preadv(stream.fileno(), [span[got:]], at + got)):
+                    got += more  # a call reads 2 GiB at most
                 if got != len(span):
                     raise ValueError(f"{info.file}: {name}: expected {len(span)} bytes, got {got}: it is truncated")
         return data.view(-1).view(info.dtype).view(shape)
@@ -174,6 +178,14 @@ class Shards:
             if len(found) > len(named):
                 left_out = next(name for name in found if weight_map.get(name) != shard)
                 raise ValueError(f"{file}: {left_out}: expected in this file by {index.name}, too, got another or none")
+
+
+def _memory(file: Path, name: str, size_bytes: int) -> torch.Tensor:
+    """uint8 [size_bytes]. Raises OSError, naming file and tensor, where there is no memory for them."""
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, f"{file}: {name}: no memory for its {size_bytes} bytes") from error
 
 
 def _slices(part: Any, shape: tuple[int, ...]) -> tuple[slice, slice] | None:

@@ -7,6 +7,7 @@ import torch
 from ..heuristics.problem import CODE_LAYOUTS as GPU_CODE_LAYOUTS
 from ..heuristics.problem import K_ALIGNMENT
 from ..heuristics.problem import LAYOUTS as GPU_LAYOUTS
+from ..require import require_dtype
 
 ROW_MAJOR, INTERLEAVED, TILED = GPU_LAYOUTS
 
@@ -79,7 +80,7 @@ def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[
 
 def check_bits(bits: int) -> None:
     """Raise ValueError unless `bits` is 4 or 8."""
-    if bits not in N_ALIGN:
+    if type(bits) is not int or bits not in N_ALIGN:
         raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
 
 
@@ -123,8 +124,7 @@ def matrix_shape(q: torch.Tensor, bits: int | None = None) -> tuple[int, int]:
     """The shape of `q`. Raises TypeError unless it is int8, ValueError unless it has two dimensions."""
     if bits is not None:
         check_bits(bits)
-    if not isinstance(q, torch.Tensor) or q.dtype != torch.int8:
-        raise TypeError(f"q: expected an int8 tensor, got {getattr(q, 'dtype', type(q).__name__)}")
+    require_dtype("q", q, (torch.int8,))
     if q.dim() != 2:
         raise ValueError(f"q: expected 2 dimensions, got shape {list(q.shape)}")
     return q.shape[0], q.shape[1]

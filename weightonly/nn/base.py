@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from ..device import check_visible
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, repack
-from ..quantize import resolve_group_size
+from ..quantize import check_weight_dtype, resolve_group_size
 from ..quantize_codes import check_scales_as
+from ..require import require_bool, require_int
 
 Layer = TypeVar("Layer", bound="PackedLayer")
 
@@ -182,12 +184,19 @@ def zero_operands(
 ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
     """(weight, scales, zeros or None) of zeros, for a layer to load a state dict into; its arguments are those of
     `Linear`, and it raises what that raises."""
+    require_int("in_features", k, least=1)
+    require_int("out_features", n, least=1)
+    require_bool("symmetric", symmetric)
+    check_weight_dtype(dtype)
+    device = None if device is None else check_visible(device)
     bits, is_code = format_bits(format), format in CODE_FORMATS
     if is_code and not symmetric:
         raise ValueError(f"symmetric: expected True for {format}, got False")
     layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     groups = k // resolve_group_size(FORMAT_GROUPS.get(format, 128) if group_size is None else group_size, k)
+    if k_padded * n_padded >= 1 << 63:
+        raise ValueError(f"in_features, out_features: expected sizes that memory can have, got {k} and {n}")
     lead = () if experts is None else (experts,)
     count = 1 if experts is None else experts
     data = torch.zeros(count * k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)

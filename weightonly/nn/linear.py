@@ -17,6 +17,8 @@ from ..heuristics.arch import Arch
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
+from ..quantize import WEIGHT_DTYPES, check_weight, check_weight_dtype
+from ..require import require_bool, require_dtype
 from .base import PackedLayer, codebook_bits, frozen, zero_operands
 from .recipe import Recipe
 
@@ -77,6 +79,8 @@ class Linear(PackedLayer):
         Raises ValueError for unknown `bits`, format, activation or arch, a group size that `gemm` does not take, zero
         points of a code format, and an arch whose GPU does not read code formats.
         """
+        require_bool("bias", bias)
+        require_bool("act_order", act_order)
         weight, scales, zeros = zero_operands(
             format_of(bits, format), in_features, out_features, group_size, symmetric, dtype, device, arch
         )
@@ -138,6 +142,10 @@ class Linear(PackedLayer):
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: expected a PackedWeight (see preprocess), got {type(weight).__name__}")
         check_single("weight", weight)
+        require_dtype("scales", scales, WEIGHT_DTYPES)
+        for name, tensor in (("zeros", zeros), ("bias", bias)):
+            if tensor is not None:
+                require_dtype(name, tensor, (scales.dtype,))
         if scales.dim() != 2 or scales.shape[1] != weight.n or not scales.shape[0] or weight.k % scales.shape[0]:
             raise ValueError(f"scales: expected [K / g, N] for K={weight.k}, N={weight.n}, got {list(scales.shape)}")
         if zeros is not None:
@@ -256,6 +264,7 @@ class Linear(PackedLayer):
         dtype: None: that of the scales.
         """
         dtype = self.scales.dtype if dtype is None else dtype
+        check_weight_dtype(dtype)
         scales, zeros = self._operands_in(dtype)
         return unsort_rows(dequantize(self.packed, scales, zeros), self._order).to(dtype)
 
@@ -266,6 +275,7 @@ class Linear(PackedLayer):
         Format, groups, zero points, order of the rows, layout and dtype stay as they are. Raises ValueError for another
         shape, what `quantize` refuses, and a layer of a codebook of the caller's ("code4").
         """
+        check_weight(w, self._dtype())
         if w.shape != (self.in_features, self.out_features):
             raise ValueError(f"w: expected shape {[self.in_features, self.out_features]}, got {list(w.shape)}")
         recipe = Recipe(self.format, self.group_size, self.symmetric, self._dtype(), layout=self.layout)

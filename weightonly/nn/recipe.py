@@ -10,8 +10,9 @@ from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, check_group_size, check_kernel_group_size
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, format_of, layout_for_arch, preprocess
-from ..quantize import DEFAULT_GROUP_SIZE, WEIGHT_DTYPES, quantize_for, resolve_group_size
+from ..quantize import DEFAULT_GROUP_SIZE, check_weight_dtype, quantize_for, resolve_group_size
 from ..quantize_codes import check_code_groups
+from ..require import require_bool, require_int
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,16 @@ class Recipe:
         if self.format not in DEFAULT_GROUP_SIZE:
             known = ", ".join(DEFAULT_GROUP_SIZE)
             raise ValueError(f"format: expected one of {known} to quantize to, got {self.format!r}")
-        if not isinstance(self.symmetric, bool):
-            raise TypeError(f"symmetric: expected True or False, got {type(self.symmetric).__name__}")
+        require_bool("symmetric", self.symmetric)
         if self.is_code and not self.symmetric:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
-        if self.dtype is not None and self.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {self.dtype}")
+        if self.dtype is not None:
+            check_weight_dtype(self.dtype)
         if self.is_code:
             code_layout(self.format, self.arch)
         elif self.arch is not None:
             layout_for_arch(self.arch)
-        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
-            raise TypeError(f"group_size: expected an int, got {type(self.group_size).__name__}")
+        require_int("group_size", self.group_size)
 
     @classmethod
     def of(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..args import check_one_device, require_dtype
+from ..args import check_one_device
 from ..device import device_arch
 from ..formats.awq import awq_shape, read_awq
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..operands import aligned
+from ..require import require_dtype
 
 AUTO, ARITHMETIC, BIT_TRICKS = range(3)
 """enum AwqPath of kernels/convert/conversions.h."""

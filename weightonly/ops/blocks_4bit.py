@@ -16,17 +16,19 @@ order of roundings would give other codes for ties:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from ..args import check_one_device, require_dtype
+from ..args import check_one_device
 from ..codebooks import BLOCK_FORMATS, CODEBOOKS, codebook_values
 from ..device import device_arch
 from ..formats.words import pack_nibbles, unpack_nibbles
 from ..kernels import _C, FLOAT_TYPES, check_kernels
 from ..operands import aligned
-from ..quantize import WEIGHT_DTYPES, finite_range
+from ..quantize import WEIGHT_DTYPES, check_weight_dtype, finite_range
+from ..require import require_dtype, require_int
 
 BLOCKSIZES = tuple(32 << i for i in range(8))
 
@@ -109,14 +111,14 @@ def dequantize_4bit(
     check_one_device(packed=packed, absmax=absmax)
     _check_blocksize(blocksize)
     codebook = _codebook(quant_type, code)
-    if dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {dtype}")
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+    check_weight_dtype(dtype)
+    if not isinstance(shape, Sequence) or not all(type(size) is int for size in shape):
         raise TypeError(f"shape: expected a sequence of ints, got {shape!r}")
     if any(size < 0 for size in shape):
         raise ValueError(f"shape: expected sizes from 0 on, got {list(shape)}")
-    w = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
-    count = w.numel()
+    count = math.prod(shape)
+    if max(count, *shape, 0) >= 1 << 63:
+        raise ValueError(f"shape: expected sizes that memory can have, got {list(shape)}")
     if packed.numel() != (count + 1) // 2:
         raise ValueError(f"packed: expected {(count + 1) // 2} bytes for shape {list(shape)}, got {packed.numel()}")
     if absmax.shape != (-(-count // blocksize),):
@@ -124,6 +126,7 @@ def dequantize_4bit(
             f"absmax: expected shape [{-(-count // blocksize)}] for {count} elements in blocks of {blocksize}, "
             f"got {list(absmax.shape)}"
         )
+    w = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
     if count == 0:
         return w
     if w.is_cuda:
@@ -134,18 +137,15 @@ def dequantize_4bit(
 
 
 def _check_blocksize(blocksize: int) -> None:
-    if isinstance(blocksize, bool) or not isinstance(blocksize, int):
-        raise TypeError(f"blocksize: expected an int, got {type(blocksize).__name__}")
+    require_int("blocksize", blocksize)
     if blocksize not in BLOCKSIZES:
         raise ValueError(f"blocksize: expected one of {', '.join(map(str, BLOCKSIZES))}, got {blocksize}")
 
 
 def _codebook(quant_type: str, code: torch.Tensor | Sequence[float] | None) -> tuple[float, ...]:
-    if code is not None:
-        return codebook_values(code)
     if quant_type not in BLOCK_FORMATS:
         raise ValueError(f"quant_type: expected one of {', '.join(map(repr, BLOCK_FORMATS))}, got {quant_type!r}")
-    return CODEBOOKS[quant_type]
+    return CODEBOOKS[quant_type] if code is None else codebook_values(code)
 
 
 def _quantize_on_cpu(

@@ -16,6 +16,7 @@ from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
 from ..quantize import WEIGHT_DTYPES
+from ..require import require_dtype
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
 """Layout -> enum PackedLayout of kernels/convert/dequantize.h."""
@@ -96,11 +97,7 @@ def _check(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | No
 
 
 def _check_group_tensor(name: str, tensor: torch.Tensor, qweight: PackedWeight) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in WEIGHT_DTYPES:
-        raise TypeError(
-            f"{name}: expected a tensor of one of {', '.join(map(str, WEIGHT_DTYPES))}, "
-            f"got {getattr(tensor, 'dtype', type(tensor).__name__)}"
-        )
+    require_dtype(name, tensor, WEIGHT_DTYPES)
     stack = [] if qweight.experts is None else [qweight.experts]
     *outer, groups, n = tensor.shape if tensor.dim() > 1 else (0, 0)
     if outer != stack or n != qweight.n or not groups or qweight.k % groups:

@@ -32,6 +32,7 @@ class Plan:
                 out.is_contiguous() or out.stride(),  # type: ignore[union-attr]
                 out.dtype,  # type: ignore[union-attr]
                 out.get_device(),  # type: ignore[union-attr]
+                out.is_neg(),  # type: ignore[union-attr]
                 args.x.data_ptr(),
                 args.scales.data_ptr(),
                 None if zeros is None else zeros.data_ptr(),

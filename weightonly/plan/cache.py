@@ -54,6 +54,8 @@ def key_of(args: GemmArgs) -> Key:
     """
     x, w, scales, zeros, bias, perm = args.x, args.qweight, args.scales, args.zeros, args.bias, args.perm
     device = x.get_device()
+    if x.is_neg() or scales.is_neg() or (zeros is not None and zeros.is_neg()) or (bias is not None and bias.is_neg()):
+        raise RuntimeError("a negated view has no plan")
     return (
         w._kind or _kind_of(w),
         x.shape,
