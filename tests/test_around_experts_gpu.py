@@ -11,6 +11,7 @@ from weightonly.ops.around_experts import MAX_CHOICES, combine, gated, sort_by_e
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("cuda_device"),
     pytest.mark.skipif(not FAMILIES["grouped_sm90"].verified, reason="the kernels are not in use"),
 ]
 

@@ -21,7 +21,7 @@ from weightonly.heuristics.grouped import why_not_grouped
 from weightonly.heuristics.problem import Problem
 from weightonly.kernels import is_compiled, runs_on
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
 KERNELS = [(c, t) for c in GROUPED_CONFIGS for t in kernel_types(c)]
 INT4 = TypeConfig("f16", "int4", "group")

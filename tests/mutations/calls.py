@@ -79,7 +79,19 @@ MUTATIONS = [
             ("out that begins in an input", "begin + _span_bytes(a) <= other or", "begin < other or"),
             ("columns that meet", "offset < _span_bytes(a[0]) or", "offset == 0 or"),
             ("columns that meet from the left", "or offset + _span_bytes(b[0]) > pitch", "or offset > pitch"),
+        ],
+    ),
+    *of(
+        "weightonly/require.py",
+        "wrong_arguments arguments",
+        [
             ("sparse tensors", "if value.layout is not torch.strided:", "if value.layout is None:"),
+            ("nested tensors", "if value.is_nested:", "if value is None:"),
+            ("negated views", "if value.is_neg():", "if value.is_conj():"),
+            ("tensors on meta", "if tensor.is_meta:", "if tensor is None:"),
+            ("true is a number", "if isinstance(value, bool) or not isinstance", "if not isinstance"),
+            ("numbers are flags", "if not isinstance(value, bool) and", "if not isinstance(value, int) and"),
+            ("the least is too small", "value < least:", "value <= least:"),
         ],
     ),
     *of(
@@ -105,7 +117,7 @@ MUTATIONS = [
             ("a slice that ends in a tile", "if end % TILE and end != size:", "if end % TILE and end > size:"),
             ("a slice beyond the end", "if not 0 <= begin < end <= size:", "if not 0 <= begin < end:"),
             ("a slice keeps the permutation", '{} if self.has_perm is None else {"has_perm": False}', "{}"),
-            ("k of 0", "if size < 1:", "if size < 0:"),
+            ("k of 0", "require_int(name, size, least=1)", "require_int(name, size, least=0)"),
         ],
     ),
     *of(

@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/packing.py",
-        "packing packed_experts arch code_packed",
+        "packing code_preprocess packed_experts arch code_packed",
         [
             ("codes of uint8", "q.dtype == torch.uint8", "q.dtype == torch.int16"),
             (
