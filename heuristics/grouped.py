@@ -12,7 +12,7 @@ from .configs import GROUPED_CONFIGS, KernelConfig
 from .families.grouped_sm90 import MAX_EXPERTS, MAX_TILES
 from .problem import Problem
 
-_TILE_ROWS = ((5, 8), (11, 16), (24, 32), (48, 64))
+_TILE_ROWS = ((5, 8), (24, 16), (48, 64))
 """Rows of an expert up to which a tile of so many rows is taken: most experts then need one tile. Above: 128."""
 
 _NARROW = 1.08

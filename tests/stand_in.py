@@ -22,7 +22,7 @@ ARCH, SM_COUNT, STREAM = 90, 132, 77
 
 
 def declared() -> dict[str, list[str]]:
-    """Of _C.pyi: function, or Plan.method, -> names of its parameters."""
+    """Of _C.pyi: function, or Class.method, -> names of its parameters."""
     found = {}
     for node in ast.parse((ROOT / "weightonly" / "_C.pyi").read_text()).body:
         of_class = isinstance(node, ast.ClassDef)
@@ -30,7 +30,9 @@ def declared() -> dict[str, list[str]]:
             if isinstance(function, ast.FunctionDef):
                 a = function.args
                 names = [parameter.arg for parameter in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
-                found[f"Plan.{function.name}" if of_class else function.name] = names[of_class:]
+                found[f"{node.name}.{function.name}" if isinstance(node, ast.ClassDef) else function.name] = names[
+                    of_class:
+                ]
     return found
 
 

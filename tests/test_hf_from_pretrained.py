@@ -60,7 +60,7 @@ def test_a_method_that_is_not_read(tmp_path: Path, generator: torch.Generator) -
 def test_a_gpu_without_a_kernel(tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     with pytest.raises(ValueError, match=r"arch: .*nf4.*Leave arch away"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(arch="sm80"))
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(arch="sm70"))
 
 
 def test_without_our_config_the_method_of_the_folder_stays(tmp_path: Path, generator: torch.Generator) -> None:

@@ -222,15 +222,23 @@ def test_the_stub_declares_what_the_binding_defines() -> None:
     defined = text[text.index("PYBIND11_MODULE") :]
     stub = declared()
     names = set(re.findall(r'(?:module\.def\(\s*|def_blocks_4bit\()"(\w+)"', defined))
-    assert names == {name for name in stub if not name.startswith("Plan.")}
+    assert names == {name for name in stub if "." not in name}
     for name in sorted(names):
         of_name = defined[defined.index(f'"{name}"') :]
         statement = of_name[: of_name.index(";\n")]
         if "def_blocks" in defined[defined.index(f'"{name}"') - 40 : defined.index(f'"{name}"')]:
             statement = defined[defined.index("def_blocks_4bit =") : defined.index("};")]
-        assert re.findall(r'py::arg\("(\w+)"\)', statement) == stub[name], name
-    plan = defined[defined.index("py::class_<Plan>") :]
-    assert re.findall(r'py::arg\("(\w+)"\)', plan) == stub["Plan.__init__"]
-    launch = re.search(r"void launch\((.*?)\)", text, re.DOTALL)
-    assert launch
-    assert re.findall(r"(\w+)(?:,|$)", launch[1]) == stub["Plan.launch"]
+        named = re.findall(r'py::arg\("(\w+)"\)', statement)
+        assert (named or _parameters(rf"\w+ {name}\(", text)) == stub[name], name
+    for name in ("Plan", "GroupedPlan"):
+        plan = defined[defined.index(f"py::class_<{name}>") :]
+        plan = plan[: plan.index(";\n")]
+        assert re.findall(r'py::arg\("(\w+)"\)', plan) == stub[f"{name}.__init__"]
+        of_class = text[text.index(f"class {name} {{") :]
+        assert _parameters(r"void launch\(", of_class) == stub[f"{name}.launch"]
+
+
+def _parameters(signature: str, text: str) -> list[str]:
+    """The names of a C++ function's parameters; signature: a pattern of what stands before them."""
+    found = re.search(signature + r"(.*?)\)", text, re.DOTALL)
+    return re.findall(r"(\w+)(?:,|$)", found[1]) if found else []

@@ -30,7 +30,7 @@ from .choices import Choices
 Cost = DecodeSm90Constants | GemmSm90Constants
 
 FAMILIES: dict[str, ClusterFamily] = {
-    name: family for name, family in ALL_FAMILIES.items() if isinstance(family, ClusterFamily)
+    name: family for name, family in ALL_FAMILIES.items() if isinstance(family, ClusterFamily) and not family.grouped
 }
 
 CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
