@@ -25,6 +25,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 8: 15}
 HEAD = """\
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
+#include "kernels/gemm/sm90_decode/grouped.cuh"
 namespace weightonly {
 constexpr GemmParams gemm(int m, int n_padded, int k_padded, int group_size, int split_k, int clusters) {
   GemmParams p{};
@@ -65,6 +66,10 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
             if config.family == "gemm_sm90":
                 yield f"static_assert(sm90::Traits<{name}>::smem_bytes({split_k}) == {expected});"
                 break  # the same for every problem
+            if config.family == "grouped_decode_sm90":
+                groups = max(1, config.k_tile // p.group_step)
+                yield f"static_assert(sm90_decode::GroupedTraits<{name}>::kSmemBytes<{groups}> == {expected});"
+                continue
             n_padded = -(-p.n // 64) * 64
             group_size = p.k_padded if p.group_size == -1 else p.group_size
             arguments = f"{p.m}, {n_padded}, {p.k_padded}, {group_size}, {split_k}, {clusters}"
@@ -90,7 +95,8 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    for i, kernel in enumerate(k for k in generate.all_kernels() if k.config.family in ("gemm_sm90", "decode_sm90")):
+    families = ("gemm_sm90", "decode_sm90", "grouped_decode_sm90")
+    for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16
         (struct,) = re.findall(r"^struct (\w+ \{.*?^\};)", kernel.text(), re.MULTILINE | re.DOTALL)
