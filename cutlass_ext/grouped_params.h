@@ -14,7 +14,7 @@ struct RowTile {
 
 inline constexpr int kRowTileM = 8;
 inline constexpr int kMaxRowTiles = 1024;      // that a decode kernel has room to list
-inline constexpr int kMaxSortedChoices = 256;  // choices of tokens that it sorts
+inline constexpr int kMaxSortedChoices = 128;  // choices of tokens that it sorts
 
 struct RowTileCounts {
   int32_t tiles_count;

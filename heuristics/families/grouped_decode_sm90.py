@@ -13,10 +13,10 @@ from .decode_sm90 import DecodeSm90
 MAX_ROW_TILES = 1024
 """Tiles along M that the CTAs have room to list: kMaxRowTiles of cutlass_ext/grouped_params.h."""
 
-MAX_SORTED_CHOICES = 256
+MAX_SORTED_CHOICES = 128
 """Choices of tokens that the CTAs sort: kMaxSortedChoices."""
 
-_ROWS_BYTES = 8 * MAX_ROW_TILES + (2 + 2 + 8) * MAX_SORTED_CHOICES + 32 * 4  # RowTilesSmem of row_tiles.h
+_ROWS_BYTES = -(-(8 * MAX_ROW_TILES + (2 + 2 + 8) * MAX_SORTED_CHOICES + 33 * 4) // 128) * 128  # of row_tiles.h
 
 
 class GroupedDecodeSm90(DecodeSm90):
@@ -27,10 +27,16 @@ class GroupedDecodeSm90(DecodeSm90):
     verified = False
 
     def configs(self) -> Iterable[KernelConfig]:
-        # With 32 columns a tile the SMs get more nearly the same number of them; with 64 x is read less often.
         for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):
-            for columns, warps_k in ((32, 16), (64, 8)):
-                yield KernelConfig(self.name, 8, columns, k_tile * warps_k, 8, columns, 2, 1, formats)
+            for warps_k in (4, 8):
+                yield KernelConfig(self.name, 8, 64, k_tile * warps_k, 8, 64, 2, 1, formats)
+
+    def ctas(self, config: KernelConfig) -> int:
+        """CTAs that share an SM: eight warps."""
+        return 8 // self.warps_k(config)
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        return super().code_constants(config, format) | {"kCtas": self.ctas(config)}
 
     def max_m(self, config: KernelConfig) -> int:
         """Any number of rows: tiles are counted (heuristics/grouped.py)."""
@@ -46,7 +52,8 @@ class GroupedDecodeSm90(DecodeSm90):
         # Rows of the codebook are wide where the kernel for groups of 32 has room for them, too.
         most_bytes = self._bytes(config, replace(problem, k=problem.k_padded, group_size=32))
         wide, narrow = 256 * 256, 256 * 128
-        return self._bytes(config, problem) + (wide if most_bytes + wide <= HOPPER_SMEM_BYTES else narrow)
+        limit = (HOPPER_SMEM_BYTES + 1024) // self.ctas(config) - 1024
+        return self._bytes(config, problem) + (wide if most_bytes + wide <= limit else narrow)
 
     def _bytes(self, config: KernelConfig, problem: Problem) -> int:
         """Without the codebook."""

@@ -68,6 +68,7 @@ struct Epilogue {
   static constexpr int kRowTiles = Traits::kRowTiles;
   static constexpr int kWarpsK = Traits::kWarpsK;
   static constexpr int kPairs = Traits::kPairs;
+  static_assert(8 * kPairs <= Traits::kThreads, "each thread reduces at most one pair");
 
   Params const& p;
   bool is_active;  // whether this thread has a pair

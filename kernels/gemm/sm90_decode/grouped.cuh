@@ -45,14 +45,14 @@ struct GroupedKernel {
     Loader loader(p, smem.rows(), row_tiles);
     CUTLASS_PRAGMA_NO_UNROLL
     for (uint32_t stage = first_stage; stage <= last_stage; stage += kStageBytes) loader.load_next(stage);
-    if (p.offs != nullptr) clear_rest(p);
+    if (p.offs != nullptr) clear_rest(p, smem.rows().rows);
     if constexpr (Traits::kHasCodebook) {
       Codebook::fill(smem.codebook(), codebook_value, kThreads);
       __syncthreads();
     }
     Codebook const codebook(cute::cast_smem_ptr_to_uint(smem.codebook()), lane);
 
-    Epilogue epilogue{p, {}};
+    Epilogue epilogue{p};
     auto const partials_of = [&](int step) { return smem.template warp_partials<kGroups>(step % 2); };
     uint32_t stage = first_stage;
     int warp = threadIdx.x / 32;
@@ -110,9 +110,8 @@ struct GroupedKernel {
   }
 
  private:
-  /// Sets y to zeros in rows of no expert.
-  CUTLASS_DEVICE static void clear_rest(GroupedParams const& p) {
-    int const first = RowTiles<kThreads>::row_begin(p, p.experts);
+  /// Sets y to zeros in rows of no expert, which are those from `first` on.
+  CUTLASS_DEVICE static void clear_rest(GroupedParams const& p, int first) {
     for (int row = first + int(blockIdx.x); row < p.gemm.m; row += int(gridDim.x)) {
       Element* const y = static_cast<Element*>(p.gemm.y) + row * p.gemm.ldy;
       for (int column = threadIdx.x; column < p.gemm.n; column += kThreads) y[column] = Element(0.f);
@@ -121,7 +120,7 @@ struct GroupedKernel {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1) grouped_decode_kernel(__grid_constant__ GroupedParams const p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Traits::kCtas) grouped_decode_kernel(__grid_constant__ GroupedParams const p) {
   extern __shared__ __align__(128) char smem_bytes[];
   Kernel::run(p, smem_bytes);
 }
@@ -155,7 +154,7 @@ cudaError_t launch_grouped_kernel(GroupedParams const& p, cudaStream_t stream) {
     static std::atomic<uint64_t> devices_done{0};
     int64_t const tiles = most_row_tiles(p.gemm.m, p.experts) * p.n_tiles.divisor;
     return launch_clusters(grouped_decode_kernel<Kernel>, devices_done, p,
-                           dim3(int(min(tiles, int64_t(p.gemm.clusters)))), dim3(1), Kernel::kThreads,
+                           dim3(int(min(tiles, int64_t(p.gemm.clusters) * Traits::kCtas))), dim3(1), Kernel::kThreads,
                            Kernel::kSmemBytes, stream);
   }
 }

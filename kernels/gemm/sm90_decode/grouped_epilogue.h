@@ -14,8 +14,11 @@ struct GroupedEpilogue {
   static constexpr int kWarpsK = Traits::kWarpsK;
   static constexpr int kPairs = Traits::kPairs;
 
+  /// Pairs that a thread reduces, at most.
+  static constexpr int kPairsOfThread = divide_up(kRowTileM * kPairs, Traits::kThreads);
+
   GroupedParams const& p;
-  ColumnPair<Element> gate;  // of a gated product, between the tile of the gates and that of the others
+  ColumnPair<Element> gates[kPairsOfThread];  // of a gated product, between the tile of the gates and the other one
 
   /// Stores the rows of a tile. All warps have stored their partials. step: see GroupedTile. A thread has the same rows
   /// and columns of both tiles of a gated product.
@@ -23,10 +26,19 @@ struct GroupedEpilogue {
     int const pairs = tile.rows * kPairs;
     // The warps take turns, so that few rows do not always keep the same ones busy.
     int const turn = p.is_gated ? step / 2 : step;
-    int const i = ((int(threadIdx.x) / 32 - turn * divide_up(pairs, 32)) & (kWarpsK - 1)) * 32 + threadIdx.x % 32;
-    if (i >= pairs) return;
-    float2 sum = sum_of_warps<kWarpsK>(reinterpret_cast<float2 const*>(partials) + i, kRowTileM * kPairs);
-    int const column = column_of(tile.n_tile, i % kPairs);
+    int const warp = (int(threadIdx.x) / 32 - turn * divide_up(pairs, 32)) & (kWarpsK - 1);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kPairsOfThread; ++j) {
+      int const i = j * Traits::kThreads + warp * 32 + threadIdx.x % 32;
+      if (i >= pairs) return;
+      float2 const sum = sum_of_warps<kWarpsK>(reinterpret_cast<float2 const*>(partials) + i, kRowTileM * kPairs);
+      finish(tile, i / kPairs, column_of(tile.n_tile, i % kPairs), sum, step, gates[j]);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE void finish(GroupedTile const& tile, int row, int column, float2 sum, int step,
+                             ColumnPair<Element>& gate) const {
     GemmParams const one = p.of_expert(tile.expert);
     if (!Traits::kHasScales || one.bias != nullptr) {
       ColumnPairConstants<Element> const constants(one, column, !Traits::kHasScales);
@@ -35,15 +47,14 @@ struct GroupedEpilogue {
     }
     ColumnPair<Element> const pair = {Element(sum.x), Element(sum.y)};
     if (!p.is_gated) {
-      store(tile.row_begin + i / kPairs, column, pair);
+      store(tile.row_begin + row, column, pair);
     } else if (step % 2 == 0) {
       gate = pair;
     } else {
-      store(tile.row_begin + i / kPairs, column - one.n / 2, gated(pair));
+      store(tile.row_begin + row, column - one.n / 2, gated(gate, pair));
     }
   }
 
- private:
   /// The first column of a pair: shared memory has those of a lane side by side.
   CUTLASS_DEVICE static int column_of(int n_tile, int pair) {
     using Layout = typename Traits::Layout;
@@ -53,7 +64,7 @@ struct GroupedEpilogue {
   }
 
   /// act(gate) * up, act(gate) rounded.
-  CUTLASS_DEVICE ColumnPair<Element> gated(ColumnPair<Element> const& up) const {
+  CUTLASS_DEVICE ColumnPair<Element> gated(ColumnPair<Element> const& gate, ColumnPair<Element> const& up) const {
     float gates[2] = {float(gate.values[0]), float(gate.values[1])};
     activate(gates, p.gemm.activation);
     ColumnPair<Element> y;

@@ -27,6 +27,7 @@ struct GroupedLoader {
   int k_tile;  // next to load
   int left;  // k_tiles of the tile, from that one on
   int row_begin, rows;
+  char const* x;  // of the lane's first row, and of k_tile
   typename Pipeline::Source source;
 
   CUTLASS_DEVICE GroupedLoader(GroupedParams const& p, RowTilesSmem const& list, int row_tiles)
@@ -51,6 +52,7 @@ struct GroupedLoader {
       Pipeline::load_scales(stage, source, p.gemm, lane);
       Pipeline::load_weights(stage, source, (k_tile + 1) * kTileK <= p.gemm.k_padded, lane);
       k_tile += kWarpsK;
+      x += kWarpsK * Traits::kTileXBytes;
       source.advance(kWarpsK);
       if (--left == 0) find_k_tile();
     }
@@ -65,6 +67,7 @@ struct GroupedLoader {
     k_tile = warp;
     row_begin = tile.row_begin;
     rows = tile.rows;
+    x = row_of_x(min(lane / kXVectors, rows - 1)) + (k_tile * kTileK + lane % kXVectors * 8) * int(sizeof(Element));
     source = typename Pipeline::Source(p.gemm, tile.n_tile * Traits::kRowTiles, k_tile, lane);
     source.weight += tile.expert * p.expert_weight_bytes;
     if (Traits::kHasScales) source.scales += tile.expert * p.expert_scales * int(sizeof(Element));
@@ -80,18 +83,23 @@ struct GroupedLoader {
     }
   }
 
+  /// The first element of a row of the tile.
+  CUTLASS_DEVICE char const* row_of_x(int row) const {
+    int const number = p.ids == nullptr ? row_begin + row : list.tokens[row_begin + row];
+    return static_cast<char const*>(p.gemm.x) + number * p.gemm.ldx * int(sizeof(Element));
+  }
+
   /// From K on x is zero, whatever the weights are there.
   CUTLASS_DEVICE void load_x(uint32_t target) const {
-    int const k = k_tile * kTileK + lane % kXVectors * 8, bytes = k < p.gemm.k ? 16 : 0;
-    target += lane / kXVectors * Traits::kXRowBytes + lane % kXVectors * 16;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowTileM / kXRows; ++i) {
-      if (i * kXRows >= rows) break;
-      int const row = i * kXRows + lane / kXVectors;
-      if (row >= rows) continue;
-      int const row_of_x = p.ids == nullptr ? row_begin + row : list.tokens[row_begin + row];
-      auto const* const from = static_cast<Element const*>(p.gemm.x) + row_of_x * p.gemm.ldx + (bytes > 0 ? k : 0);
-      copy_async_or_zero(target + i * kXRows * Traits::kXRowBytes, from, bytes);
+    int const row = lane / kXVectors;
+    int const bytes = k_tile * kTileK + lane % kXVectors * 8 < p.gemm.k ? 16 : 0;
+    target += row * Traits::kXRowBytes + lane % kXVectors * 16;
+    if (row < rows) copy_async_or_zero(target, bytes > 0 ? x : p.gemm.x, bytes);
+    if (rows <= kXRows) return;  // as most tiles
+    char const* const begin = row_of_x(min(row, rows - 1));
+    for (int i = kXRows; i + row < rows; i += kXRows) {
+      char const* const from = row_of_x(i + row) + (x - begin);
+      copy_async_or_zero(target + i * Traits::kXRowBytes, bytes > 0 ? from : p.gemm.x, bytes);
     }
   }
 };

@@ -13,6 +13,7 @@ struct RowTilesSmem {
   uint16_t tokens[kMaxSortedChoices];  // of each sorted row: the row of x
   RowTile first_of[kMaxSortedChoices];  // of each sorted row: the tile that begins with it; no rows: none does
   int32_t warp_sums[32];
+  int32_t rows;  // of all experts, where p.offs says whose they are
 };
 
 template <int kThreads>
@@ -25,12 +26,12 @@ struct RowTiles {
     return p.offs != nullptr ? from_ends(p, smem) : from_list(p, smem);
   }
 
+ private:
   /// Where the rows of an expert begin. Ends outside of 0 .. m, which no caller should give, are moved there.
   CUTLASS_DEVICE static int row_begin(GroupedGemmParams const& p, int expert) {
     return expert > 0 ? max(0, min(p.gemm.m, p.offs[expert - 1])) : 0;
   }
 
- private:
   CUTLASS_DEVICE static int from_ends(GroupedGemmParams const& p, RowTilesSmem& smem) {
     int const per_thread = (p.experts + kThreads - 1) / kThreads;
     int const first = threadIdx.x * per_thread, last = min(p.experts, first + per_thread);
@@ -42,6 +43,7 @@ struct RowTiles {
     };
     int count = 0;
     for_each([&](int, int, int) { ++count; });
+    if (last == p.experts && first < last) smem.rows = row_begin(p, last);
     int total;
     int index = sum_before(count, total, smem);
     // Ends that do not ascend could make more tiles than there is room for.
