@@ -36,7 +36,11 @@ struct GroupedKernel {
     cudaTriggerProgrammaticLaunchCompletion();
     uint32_t codebook_value = 0;
     if constexpr (Traits::kHasCodebook) codebook_value = Codebook::fetch_code(p.gemm.zeros);
-    int const row_tiles = RowTiles<kThreads>::find(p, smem.rows());
+    int first, n_tile;  // of this CTA's first tile: its index along M, and along N
+    p.n_tiles(first, n_tile, blockIdx.x);
+    int const row_tiles = RowTiles<kThreads>::find(p, smem.rows(), [&](int index, RowTile const& tile) {
+      if (index == first && tile.rows > 0) Loader::prefetch(p, tile, n_tile);
+    });
     __syncthreads();
     RowTile const* const list = smem.rows().tiles;
     uint32_t const first_stage =

@@ -36,6 +36,16 @@ struct GroupedLoader {
     find_k_tile();
   }
 
+  /// Prefetches into the L2 cache what a tile begins with. Called by one thread, as soon as it knows the tile: the first
+  /// loads are issued a microsecond later.
+  CUTLASS_DEVICE static void prefetch(GroupedParams const& p, RowTile const& tile, int n_tile) {
+    constexpr int kBytes = 32 * 1024 / Traits::kCtas;
+    int const panel = tile.expert * (p.gemm.n_padded / kPanelColumns) + n_tile * Traits::kTileN / kPanelColumns;
+    uint32_t const panel_bytes = Traits::Layout::panel_bytes(p.gemm.k_padded);
+    char const* const address = static_cast<char const*>(p.gemm.weight) + int64_t(panel) * panel_bytes;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(min(uint32_t(kBytes), panel_bytes)));
+  }
+
   /// A warp's first k_tile in the next tile.
   CUTLASS_DEVICE static int next_warp(GroupedParams const& p, int warp) { return (warp - p.k_tiles) & (kWarpsK - 1); }
 

@@ -21,9 +21,15 @@ struct RowTiles {
   static_assert(kThreads >= kMaxSortedChoices, "a thread has one choice");
 
   /// Lists the tiles and returns their number. Called by all threads; they may read the list after a barrier.
-  CUTLASS_DEVICE static int find(GroupedGemmParams const& p, RowTilesSmem& smem) {
-    if (p.ids != nullptr) return sort(p, smem);
-    return p.offs != nullptr ? from_ends(p, smem) : from_list(p, smem);
+  /// visit(index, tile): called once for each tile, by some thread.
+  template <class Visit>
+  CUTLASS_DEVICE static int find(GroupedGemmParams const& p, RowTilesSmem& smem, Visit const& visit) {
+    auto const add = [&](int index, RowTile const& tile) {
+      smem.tiles[index] = tile;
+      visit(index, tile);
+    };
+    if (p.ids != nullptr) return sort(p, smem, add);
+    return p.offs != nullptr ? from_ends(p, smem, add) : from_list(p, add);
   }
 
  private:
@@ -32,7 +38,8 @@ struct RowTiles {
     return expert > 0 ? max(0, min(p.gemm.m, p.offs[expert - 1])) : 0;
   }
 
-  CUTLASS_DEVICE static int from_ends(GroupedGemmParams const& p, RowTilesSmem& smem) {
+  template <class Add>
+  CUTLASS_DEVICE static int from_ends(GroupedGemmParams const& p, RowTilesSmem& smem, Add const& add) {
     int const per_thread = (p.experts + kThreads - 1) / kThreads;
     int const first = threadIdx.x * per_thread, last = min(p.experts, first + per_thread);
     auto const for_each = [&](auto const& visit) {
@@ -48,7 +55,7 @@ struct RowTiles {
     int index = sum_before(count, total, smem);
     // Ends that do not ascend could make more tiles than there is room for.
     for_each([&](int expert, int row, int end) {
-      if (index < kMaxRowTiles) smem.tiles[index] = {row, int16_t(expert), int16_t(min(kRowTileM, end - row))};
+      if (index < kMaxRowTiles) add(index, {row, int16_t(expert), int16_t(min(kRowTileM, end - row))});
       ++index;
     });
     return min(total, kMaxRowTiles);
@@ -56,7 +63,8 @@ struct RowTiles {
 
   /// Sorts the choices by expert, in their order; those of no expert come last. Every CTA does it by itself: it takes
   /// less time than a kernel in front. The first one writes down the list, and the places.
-  CUTLASS_DEVICE static int sort(GroupedGemmParams const& p, RowTilesSmem& smem) {
+  template <class Add>
+  CUTLASS_DEVICE static int sort(GroupedGemmParams const& p, RowTilesSmem& smem, Add const& add) {
     int const choice = threadIdx.x, choices = p.gemm.m;
     bool const exists = choice < choices;
     int id = INT16_MAX;
@@ -91,7 +99,7 @@ struct RowTiles {
     int total;
     int const index = sum_before(int(tile.rows > 0), total, smem);
     if (tile.rows > 0) {
-      smem.tiles[index] = tile;
+      add(index, tile);
       if (blockIdx.x == 0) p.list->tiles[index] = tile;
     }
     if (blockIdx.x == 0) {
@@ -101,9 +109,10 @@ struct RowTiles {
     return total;
   }
 
-  CUTLASS_DEVICE static int from_list(GroupedGemmParams const& p, RowTilesSmem& smem) {
+  template <class Add>
+  CUTLASS_DEVICE static int from_list(GroupedGemmParams const& p, Add const& add) {
     int const count = p.list->tiles_count;
-    for (int i = threadIdx.x; i < min(p.gemm.m, kMaxRowTiles); i += kThreads) smem.tiles[i] = p.list->tiles[i];
+    for (int i = threadIdx.x; i < min(p.gemm.m, kMaxRowTiles); i += kThreads) add(i, p.list->tiles[i]);
     return count;
   }
 
