@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..device import device_arch
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
+from ..formats.expect import FLOATS
 from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
@@ -58,6 +59,12 @@ class CheckpointWeights:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointWeights:
         return self  # transformers copies configs
+
+    @property
+    def plain_dtype(self) -> torch.dtype | None:
+        """Of the first tensor of floats that belongs to no quantized layer; None where there is none."""
+        tensors = self.checkpoint.shards.tensors
+        return next((tensors[name].dtype for name in self.checkpoint.plain if tensors[name].dtype in FLOATS), None)
 
     @property
     def options(self) -> dict[str, Any]:
