@@ -46,11 +46,11 @@ def write(folder: Path, generator: torch.Generator, shards: int = 1, **sizes: An
     config = GptOssConfig(**SIZES | sizes)
     torch.manual_seed(generator.initial_seed())
     model = GptOssForCausalLM(config).eval()
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 3:
-                blocks, scales, w = random_experts(*parameter.shape, generator)
+                blocks, scales, w = random_experts(parameter.shape, generator)
                 tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
                 parameter.copy_(w)
                 continue
@@ -66,9 +66,10 @@ def write(folder: Path, generator: torch.Generator, shards: int = 1, **sizes: An
 
 
 def random_experts(
-    experts: int, k: int, n: int, generator: torch.Generator
+    shape: tuple[int, ...], generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(blocks uint8 [E, N, K / 32, 16], scales uint8 [E, N, K / 32], w fp32 [E, K, N], the numbers that they are)."""
+    experts, k, n = shape
     codes = torch.randint(0, 16, (experts, n, k // 32, 32), generator=generator)
     exponents = torch.randint(121, 125, (experts, n, k // 32), generator=generator)
     w = NUMBERS[codes] * torch.exp2(exponents.float() - 127).unsqueeze(-1)

@@ -23,22 +23,22 @@ Place = tuple[str, int, int]
 
 
 def plan_experts(
-    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], plan: Plan, stacks: bool
+    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], plan: Plan, may_pack: bool
 ) -> set[str]:
     """Fills plan.stacks, and plan.densified for experts that cannot be stacked. Returns the layers of plan.stacks.
 
-    shapes: layer of a checkpoint -> its shape. biased: those that have a bias. stacks: whether experts may be packed;
-    if not, nothing is filled.
+    shapes: layer of a checkpoint -> its shape. biased: those that have a bias. may_pack: whether experts may be
+    packed; if not, nothing is filled.
 
     Raises ValueError, naming the layer, for an expert that is not there while others of its module are, and for a layer
     of all experts, which is never made dense, that does not fit the model or may not be packed.
     """
-    whole = _whole_stacks(names, shapes, biased, stacks)
-    if not stacks:
+    whole = _whole_stacks(names, shapes, biased, may_pack)
+    if not may_pack:
         return set()
     places: dict[str, dict[tuple[int, int], str]] = {}
-    for layer, shape in shapes.items():
-        if shape.experts is None and (place := place_of(names, layer)) is not None:
+    for layer in shapes:
+        if shapes[layer].experts is None and (place := place_of(names, layer)) is not None:
             places.setdefault(place[0], {})[place[1:]] = layer
     for experts, module in names.experts.items():
         found = {f"{experts}.{product}": shape for product, shape in expert_shapes(module).items()}
@@ -75,21 +75,22 @@ def plan_experts(
             if name in whole:
                 raise ValueError(f"{name}: expected packed layers for all products of its experts, but {reason}")
         plan.densified |= {name: reason or "" for name in found if name in places}
-    parts = {layer for name in plan.stacks for layer in places.get(name, {}).values()}
-    return parts | {layer for stack in whole.values() for [layer] in stack.parts}
+    alone = {layer for name in plan.stacks for layer in places.get(name, {}).values()}
+    return alone | {layer for stack in whole.values() for (layer,) in stack.parts}
 
 
 def _whole_stacks(
-    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], stacks: bool
+    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], may_pack: bool
 ) -> dict[str, Stack]:
     """Name in the model -> the stack, for layers that have all experts. Raises ValueError as `plan_experts` says."""
     whole = {}
     for layer, shape in shapes.items():
         if shape.experts is None:
             continue
-        if not stacks:
+        if not may_pack:
             raise ValueError(
-                f"tp_plan: expected none for {layer} of {shape.experts} stacked experts, which are not cut for ranks"
+                f"tp_plan: expected none for {layer} of {shape.experts} stacked experts; load the model without, "
+                "weightonly.parallel.ExpertParallel cuts them"
             )
         renamed = apply_renamings(layer, names.renamings)
         name = names.stack_of(renamed)
