@@ -54,7 +54,7 @@ def write(folder: Path, generator: torch.Generator, shards: int = 1, **sizes: An
                 tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
                 parameter.copy_(w)
                 continue
-            std = {"_bias": 0.5, "sinks": 1.0, ".bias": 0.1}.get(name[-5:], 0.1)
+            std = {"_bias": 0.5, "sinks": 1.0, ".bias": 0.1}.get(name[-5:], 0.05)
             value = torch.randn(parameter.shape, generator=generator).mul(std).bfloat16()
             value = value + 1 if "norm" in name else value
             tensors[name] = value
@@ -71,7 +71,7 @@ def random_experts(
     """(blocks uint8 [E, N, K / 32, 16], scales uint8 [E, N, K / 32], w fp32 [E, K, N], the numbers that they are)."""
     experts, k, n = shape
     codes = torch.randint(0, 16, (experts, n, k // 32, 32), generator=generator)
-    exponents = torch.randint(121, 125, (experts, n, k // 32), generator=generator)
+    exponents = torch.randint(118, 122, (experts, n, k // 32), generator=generator)
     w = NUMBERS[codes] * torch.exp2(exponents.float() - 127).unsqueeze(-1)
     blocks = codes[..., ::2] + 16 * codes[..., 1::2]
     return blocks.to(torch.uint8), exponents.to(torch.uint8), w.flatten(2).transpose(1, 2)
