@@ -95,16 +95,6 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
                 ) from error
 
 
-def check_single_layers(shapes: Mapping[str, LayerShape]) -> None:
-    """Raises ValueError, naming the first, for stacked experts, which no module of transformers takes here yet."""
-    for name, shape in shapes.items():
-        if shape.experts is not None:
-            raise ValueError(
-                f"{name}: expected layers [K, N], got {shape.experts} stacked experts, which weightonly.hf does not "
-                "put into a model yet; load_checkpoint reads them, weightonly.nn.Experts.from_quantized takes them"
-            )
-
-
 def guard_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of config.json that makes transformers refuse a folder where it does not know this library.
 

@@ -67,7 +67,7 @@ class QuantizedLayer:
                 check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k)
             weight = weight if arch is None else packing.repack(weight, arch)
             check_single("weight", weight)
-            layer = Linear.from_quantized(weight, *self._operands(dtype or self.scales.dtype), perm=self.perm)
+            layer = Linear.from_quantized(weight, *self.operands(dtype or self.scales.dtype), perm=self.perm)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         layer.layer_name = self.name
@@ -75,10 +75,11 @@ class QuantizedLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> y [..., N], scales and bias rounded to the dtype of x. Raises what `gemm` raises."""
-        scales, zeros, bias = self._operands(x.dtype)
+        scales, zeros, bias = self.operands(x.dtype)
         return gemm(x, self.weight, scales, zeros=zeros, bias=bias, perm=self.perm)
 
-    def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(scales, zeros, bias) in `dtype`. Raises ValueError for scales that do not fit into it."""
         check_scales_as(self.scales, dtype, self.weight.format)
         zeros, bias = (None if t is None else t.to(dtype) for t in (self.zeros, self.bias))
         return self.scales.to(dtype), zeros, bias

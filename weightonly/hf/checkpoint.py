@@ -13,8 +13,9 @@ from transformers.utils import logging
 from ..device import device_arch
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
+from ..formats.expect import FLOATS
 from ..formats.layers import LayerShape
-from ..formats.packed_config import METHOD, VERSION, check_runs, check_single_layers, options_of
+from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
@@ -43,7 +44,6 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch | None) -> None:
         check_runs(checkpoint.shapes, arch)
-        check_single_layers(checkpoint.shapes)
         self.checkpoint = checkpoint
         self.arch = arch
         keeps_layout = arch is None and METHOD in checkpoint.methods
@@ -61,6 +61,12 @@ class CheckpointWeights:
         return self  # transformers copies configs
 
     @property
+    def plain_dtype(self) -> torch.dtype | None:
+        """Of the first tensor of floats that belongs to no quantized layer; None where there is none."""
+        tensors = self.checkpoint.shards.tensors
+        return next((tensors[name].dtype for name in self.checkpoint.plain if tensors[name].dtype in FLOATS), None)
+
+    @property
     def options(self) -> dict[str, Any]:
         """The quantization config of the packed model."""
         return {"quant_method": METHOD, "format_version": VERSION, "arch": self.arch} | options_of(self.shapes)
@@ -75,7 +81,7 @@ class CheckpointWeights:
         self._model = model
         found: set[str] = set()
         biased = biased_layers(self.checkpoint)
-        experts = plan_experts(model, names, self.shapes, biased, plan) if stacks else set()
+        experts = plan_experts(names, self.shapes, biased, plan, stacks)
         for name, stack in plan.stacks.items():
             self._stacks[name] = stack
             has_bias = "bias" in self.checkpoint.layers[stack.parts[0][0]].tensors
@@ -143,7 +149,7 @@ class CheckpointWeights:
     def _stack(self, name: str) -> dict[str, torch.Tensor]:
         stack = self._stacks[name]
         records = [tuple(self.checkpoint.read_layer(layer, self.pack_arch) for layer in parts) for parts in stack.parts]
-        return dict(stacked(name, stack, records, None).state_dict())
+        return dict(stacked(name, stack, records, self.dtype).state_dict())
 
     def _packed_shape(self, layer: str) -> LayerShape:
         shape = self.checkpoint.exact_shape(layer)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class WeightOnlyConfig(QuantizationConfigMixin):
     """How `from_pretrained(folder, quantization_config=...)` quantizes the linear layers of a model while it loads.
 
-    A folder of AWQ, GPTQ, compressed-tensors or bitsandbytes keeps its numbers: its layers are packed for `arch`, as
-    `load_model` packs them, and the other arguments are not used.
+    A folder of AWQ, GPTQ, compressed-tensors, bitsandbytes or gpt-oss keeps its numbers: its layers are packed for
+    `arch`, as `load_model` packs them, and the other arguments are not used.
 
     format: "int4", "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
     group_size: rows of K that share a scale: 32, a multiple of 64, 16 on a CPU, or -1 for all of K. A layer with a K

@@ -1,13 +1,13 @@
-"""Experts of a mixture: in a checkpoint a layer for each, in the model all of them stacked."""
+"""Experts of a mixture: in a checkpoint a layer for each, or one for all, in the model all of them stacked."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, apply_renamings
 
 from ..formats.layers import LayerShape
@@ -23,23 +23,31 @@ Place = tuple[str, int, int]
 
 
 def plan_experts(
-    model: PreTrainedModel, names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], plan: Plan
+    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], plan: Plan, may_pack: bool
 ) -> set[str]:
     """Fills plan.stacks, and plan.densified for experts that cannot be stacked. Returns the layers of plan.stacks.
 
-    shapes: layer of a checkpoint -> its shape. biased: those that have a bias.
+    shapes: layer of a checkpoint -> its shape. biased: those that have a bias. may_pack: whether experts may be
+    packed; if not, nothing is filled.
 
-    Raises ValueError, naming the layer, for an expert that is not there while others of its module are.
+    Raises ValueError, naming the layer, for an expert that is not there while others of its module are, and for a layer
+    of all experts, which is never made dense, that does not fit the model or may not be packed.
     """
+    whole = _whole_stacks(names, shapes, biased, may_pack)
+    if not may_pack:
+        return set()
     places: dict[str, dict[tuple[int, int], str]] = {}
     for layer in shapes:
-        if (place := place_of(names, layer)) is not None:
+        if shapes[layer].experts is None and (place := place_of(names, layer)) is not None:
             places.setdefault(place[0], {})[place[1:]] = layer
     for experts, module in names.experts.items():
         found = {f"{experts}.{product}": shape for product, shape in expert_shapes(module).items()}
         stacks: dict[str, Stack] = {}
         reason = None
         for name, (count, _, _) in found.items():
+            if name in whole:
+                stacks[name] = whole[name]
+                continue
             layers = places.get(name, {})
             if not layers:
                 reason = reason or "the checkpoint has another product of its experts alone"
@@ -62,9 +70,49 @@ def plan_experts(
                 stacks[name] = Stack(count, shape, ordered)
         if len(stacks) == len(found):
             plan.stacks |= stacks
-        elif any(name in places for name in found):
-            plan.densified |= {name: reason or "" for name in found if name in places}
-    return {layer for name in plan.stacks for layer in places[name].values()}
+            continue
+        for name in found:
+            if name in whole:
+                raise ValueError(f"{name}: expected packed layers for all products of its experts, but {reason}")
+        plan.densified |= {name: reason or "" for name in found if name in places}
+    alone = {layer for name in plan.stacks for layer in places.get(name, {}).values()}
+    return alone | {layer for stack in whole.values() for (layer,) in stack.parts}
+
+
+def _whole_stacks(
+    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], may_pack: bool
+) -> dict[str, Stack]:
+    """Name in the model -> the stack, for layers that have all experts. Raises ValueError as `plan_experts` says."""
+    whole = {}
+    for layer, shape in shapes.items():
+        if shape.experts is None:
+            continue
+        if not may_pack:
+            raise ValueError(
+                f"tp_plan: expected none for {layer} of {shape.experts} stacked experts; load the model without, "
+                "weightonly.parallel.ExpertParallel cuts them"
+            )
+        renamed = apply_renamings(layer, names.renamings)
+        name = names.stack_of(renamed)
+        if name is None:
+            if names.parameters(renamed) or names.parameters(f"{renamed}.weight"):
+                raise ValueError(
+                    f"{layer}: expected a parameter of experts that weightonly.nn.Experts replaces, as the checkpoint "
+                    f"has {shape.experts} stacked ones, got another in the model"
+                )
+            continue
+        experts, _, product = name.rpartition(".")
+        module = names.experts[experts]
+        count, _, _ = expert_shapes(module)[product]
+        if shape.experts != count:
+            raise ValueError(
+                f"{name}: expected {count} experts as the model's config says, got {shape.experts} in the checkpoint"
+            )
+        if (layer in biased) is not bool(module.has_bias):
+            expected, got = ("a bias", "none") if module.has_bias else ("no bias", "one")
+            raise ValueError(f"{name}: expected {expected}, as the model says, got {got} in the checkpoint")
+        whole[name] = Stack(count, dataclasses.replace(shape, experts=None), ((layer,),))
+    return whole
 
 
 def place_of(names: Names, layer: str) -> Place | None:
@@ -123,10 +171,17 @@ def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, .
 def stacked(
     name: str, stack: Stack, records: Sequence[tuple[QuantizedLayer, ...]], dtype: torch.dtype | None
 ) -> GroupedLinear:
-    """The layer of all experts. records: for each of them its layers, as stack.parts names them.
+    """The layer of all experts. records: for each of them its layers, or the one of all, as stack.parts names them.
 
     Where some have zero points or an order of their rows, the others get such that change nothing.
     """
+    first = records[0][0]
+    if first.weight.experts is not None:
+        try:
+            operands = first.operands(first.scales.dtype if dtype is None else dtype)
+            return GroupedLinear.from_quantized(first.weight, *operands, perm=first.perm)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
     filled = [tuple(_filled(record, stack.shape) for record in expert) for expert in records]
     return stack_parts(name, filled, dtype)
 

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..formats.checkpoint import Checkpoint, open_checkpoint
-from ..formats.packed_config import check_single_layers
 from ..nn.experts import expert_products, why_not_experts
 from .experts import plan_experts
 from .modules import Plan, linear_shape
@@ -30,11 +29,10 @@ def plan_of_files(model: PreTrainedModel, options: Mapping[str, Any], checkpoint
     layer, for a layer of the model that the files do not have. Raises SeparateExpertsError for experts that cannot be
     stacked: their shapes, formats or groups differ.
     """
-    check_single_layers(checkpoint.shapes)
     names = Names(model)
     plan = Plan()
     biased = biased_layers(checkpoint)
-    experts = plan_experts(model, names, checkpoint.shapes, biased, plan) if stacks else set()
+    experts = plan_experts(names, checkpoint.shapes, biased, plan, stacks)
     for layer, shape in checkpoint.shapes.items():
         if layer in experts:
             continue

@@ -30,10 +30,10 @@ def load_model(
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, `convert`, `save_pretrained` or a dense model: safetensors
-        files and config.json, on this machine.
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, `convert`, `save_pretrained` or a dense model:
+        safetensors files and config.json, on this machine.
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
-        "auto": the one in config.json.
+        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
@@ -70,7 +70,7 @@ def load_model(
     weights = CheckpointWeights(open_checkpoint(folder), arch)
     _describe(config, weights)
     if arguments["dtype"] == "auto":
-        arguments["dtype"] = config.dtype or torch.get_default_dtype()
+        arguments["dtype"] = config.dtype or weights.plain_dtype or torch.get_default_dtype()
     if "generation_config" not in kwargs and (folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights.tensors, **arguments)

@@ -27,7 +27,7 @@ class Stack:
     """One product of the experts of a mixture, which `GroupedLinear` computes.
 
     experts: how many. shape: of one of them. parts: for each expert the layers of a checkpoint whose columns are put
-    side by side, such as gate and up; () where there is no such checkpoint.
+    side by side, such as gate and up; ((layer,),) for one that has all experts; () where there is no such checkpoint.
     """
 
     experts: int

@@ -43,8 +43,9 @@ class Names:
 
     def stack_of(self, name: str) -> str | None:
         """The name in the model of stacked weights of experts, which has another prefix than `name`, maybe; or None."""
+        return next((full for full in self.parameters(name) if full.rpartition(".")[0] in self.experts), None)
+
+    def parameters(self, name: str) -> list[str]:
+        """The tensors of the model whose name is `name`, maybe with another prefix."""
         bare = name.removeprefix(f"{self._prefix}.")
-        for full in (name, bare, f"{self._prefix}.{bare}"):
-            if full in self.tensors and full.rpartition(".")[0] in self.experts:
-                return full
-        return None
+        return [full for full in (name, bare, f"{self._prefix}.{bare}") if full in self.tensors]
