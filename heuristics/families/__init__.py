@@ -9,6 +9,7 @@ from .gemm_sm75 import GemmSm75
 from .gemm_sm80 import GemmSm80
 from .gemm_sm90 import GemmSm90
 from .gemv import Gemv
+from .grouped_sm80 import GroupedSm80
 from .grouped_sm90 import GroupedSm90
 
 __all__ = ["FAMILIES", "Family", "KernelConfig"]
@@ -24,5 +25,6 @@ _IN_ORDER: tuple[Family, ...] = (
     DequantizeCublasSm75(),
     DequantizeCublasSm90(),
     GroupedSm90(),
+    GroupedSm80(),
 )
 FAMILIES.update((family.name, family) for family in _IN_ORDER)
