@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper and the grouped kernels: the heuristic's formulas in Python against those of the kernels in C++."""
+"""Shared memory of the Hopper and the grouped kernels: formulas of the heuristic in Python, beside those in C++."""
 
 from __future__ import annotations
 
