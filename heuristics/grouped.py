@@ -9,6 +9,7 @@ import functools
 import math
 
 from .configs import GROUPED_CONFIGS, KernelConfig
+from .families.grouped_decode_sm90 import MAX_ROW_TILES, GroupedDecodeSm90
 from .families.grouped_sm80 import GroupedSm80
 from .families.grouped_sm90 import MAX_EXPERTS, MAX_TILES
 from .problem import Problem
@@ -67,5 +68,14 @@ def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype:
         return reason
     if experts > MAX_EXPERTS:
         return f"{config} computes at most {MAX_EXPERTS} experts, but qweight has {experts}"
+    if config.rules.name == GroupedDecodeSm90.name:
+        row_tiles = most_row_tiles(problem.m, experts, config.block_m)
+        if row_tiles > MAX_ROW_TILES:
+            return f"{config} lists at most {MAX_ROW_TILES} tiles along M, but there may be {row_tiles}"
     tiles = (problem.m // 8 + min(problem.m, experts) + 1) * -(-problem.n // 64)
     return None if tiles <= MAX_TILES else f"{config} computes at most {MAX_TILES} tiles, but there may be {tiles}"
+
+
+def most_row_tiles(rows: int, experts: int, tile_rows: int) -> int:
+    """Tiles along M of so many rows, at most: most_row_tiles of kernels/gemm/sm90_decode/grouped.cuh."""
+    return (rows + min(rows, experts) * (tile_rows - 1)) // tile_rows

@@ -26,6 +26,7 @@ HEAD = """\
 #include "kernels/gemm/sm80_grouped.cuh"
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
+#include "kernels/gemm/sm90_decode/grouped.cuh"
 namespace weightonly {
 constexpr GemmParams gemm(int m, int n_padded, int k_padded, int group_size, int split_k, int clusters) {
   GemmParams p{};
@@ -57,21 +58,26 @@ def problems(kernel: generate.Kernel) -> Iterator[Problem]:
 
 def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
     """static_asserts that the C++ formula for the configuration `name` gives Python's number."""
-    if kernel.config.family == "grouped_sm80":
+    config: Any = kernel.config  # generate imports heuristics by another name
+    if config.family == "grouped_sm80":
         # Python counts zeros for every kernel, C++ for those that have some.
         compare = "==" if kernel.types.scale_mode == "group_zeros" else "<="
-        bytes = kernel.config.rules.smem_bytes(kernel.config, next(problems(kernel)))
+        bytes = config.rules.smem_bytes(config, next(problems(kernel)))
         yield f"static_assert(GroupedTiles<{name}>::smem_bytes(kMaxGroupedExperts) {compare} {bytes});"
         return
     for split_k, clusters in CLUSTERS.items():
         if split_k > kernel.config.max_split_k:
             continue
-        config: Any = kernel.config.with_split_k(split_k)  # generate imports heuristics by another name
+        config = kernel.config.with_split_k(split_k)
         for p in problems(kernel):
             expected = config.rules.smem_bytes(config, p)
             if config.family == "gemm_sm90":
                 yield f"static_assert(sm90::Traits<{name}>::smem_bytes({split_k}) == {expected});"
                 break  # the same for every problem
+            if config.family == "grouped_decode_sm90":
+                groups = max(1, config.k_tile // p.group_step)
+                yield f"static_assert(sm90_decode::GroupedTraits<{name}>::kSmemBytes<{groups}> == {expected});"
+                continue
             n_padded = -(-p.n // 64) * 64
             group_size = p.k_padded if p.group_size == -1 else p.group_size
             arguments = f"{p.m}, {n_padded}, {p.k_padded}, {group_size}, {split_k}, {clusters}"
@@ -97,7 +103,7 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    families = ("gemm_sm90", "decode_sm90", "grouped_sm80")
+    families = ("gemm_sm90", "decode_sm90", "grouped_decode_sm90", "grouped_sm80")
     for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16

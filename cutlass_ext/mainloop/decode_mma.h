@@ -90,6 +90,15 @@ struct DecodeMma {
     }
   };
 
+  /// Loads x of a k_block when `accumulate` asks for it. row: as Activations::load has it, of the k_tile.
+  CUTLASS_DEVICE static auto loads_x(uint32_t row) {
+    return [row](int block) {
+      Activations x;
+      x.load(row + block * Layout::kBlockK * int(sizeof(Element)));
+      return x;
+    };
+  }
+
   CUTLASS_DEVICE static void clear(Accumulator& accumulator) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) accumulator[j] = 0.f;
@@ -143,10 +152,10 @@ struct DecodeMma {
   }
 
   /// accumulators += the products of one k_tile. Per channel the scale comes later (correct_channel), and
-  /// `channel_sum_x` grows over all of K.
-  template <int kGroups, class Codebook>
+  /// `channel_sum_x` grows over all of K. x_of(block): Activations.
+  template <int kGroups, class Codebook, class XOf>
   CUTLASS_DEVICE static void accumulate(Accumulator (&accumulators)[kRowTiles], Accumulator& channel_sum_x,
-                                        KTile<kGroups>& k_tile, Codebook const& codebook, uint32_t x_row) {
+                                        KTile<kGroups>& k_tile, Codebook const& codebook, XOf const& x_of) {
     constexpr int kBlocks = KTile<kGroups>::Pipeline::kTileBlocks;
     constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
@@ -155,8 +164,7 @@ struct DecodeMma {
     Accumulator products[kRowTiles], sum_x;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
-      Activations x;
-      x.load(x_row + block * Layout::kBlockK * int(sizeof(Element)));
+      Activations const x = x_of(block);
       if constexpr (!kHasScales) {
         multiply<0, 4>(accumulators, channel_sum_x, k_tile.words[block], codebook, x);
       } else {

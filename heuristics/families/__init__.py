@@ -9,6 +9,7 @@ from .gemm_sm75 import GemmSm75
 from .gemm_sm80 import GemmSm80
 from .gemm_sm90 import GemmSm90
 from .gemv import Gemv
+from .grouped_decode_sm90 import GroupedDecodeSm90
 from .grouped_sm80 import GroupedSm80
 from .grouped_sm90 import GroupedSm90
 
@@ -24,6 +25,7 @@ _IN_ORDER: tuple[Family, ...] = (
     GemmSm70(),
     DequantizeCublasSm75(),
     DequantizeCublasSm90(),
+    GroupedDecodeSm90(),
     GroupedSm90(),
     GroupedSm80(),
 )

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::Tile::kMinBlocks)
   Tiles::run(p, smem);
 }
 
-/// Launches y = x w + bias as GroupedGemmParams has it.
+/// Launches y = x w + bias as GroupedGemmParams has it. Its `clusters` are SMs, which run several CTAs each.
 template <class Config>
 cudaError_t launch_grouped_sm80(GroupedGemmParams const& p, cudaStream_t stream) {
   using Tiles = GroupedTiles<Config>;

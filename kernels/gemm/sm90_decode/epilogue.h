@@ -14,6 +14,49 @@
 
 namespace weightonly::sm90_decode {
 
+/// A warp's accumulators of an n_tile to shared memory: those of tokens before m. partials: of the warp, [token][column].
+template <class Traits>
+CUTLASS_DEVICE void store_accumulators(typename Traits::Accumulator const (&accumulators)[Traits::kRowTiles], int m,
+                                       int lane, float* partials) {
+  constexpr int kTileN = Traits::kTileN;
+  int const g = lane / 4, t = lane % 4;
+  float* const base = partials + g * Traits::kLaneColumns;
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < 2; ++e) {
+    int const token = 2 * t + e;
+    if (token >= m) continue;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::kRowTiles; ++i) {
+      float2 const pair = {accumulators[i][e], accumulators[i][e + 2]};
+      *reinterpret_cast<float2*>(base + token * kTileN + 2 * i) = pair;
+    }
+  }
+}
+
+CUTLASS_DEVICE void add(float2& a, float2 const& b) {
+  a.x += b.x;
+  a.y += b.y;
+}
+
+/// The sum of the partials of all warps. stride: from those of one warp to those of the next.
+template <int kWarpsK>
+CUTLASS_DEVICE float2 sum_of_warps(float2 const* partials, int stride) {
+  // Four independent chains hide the latency of the additions.
+  float2 chains[4];
+  CUTLASS_PRAGMA_UNROLL
+  for (int w = 0; w < kWarpsK; ++w) {
+    if (w < 4) {
+      chains[w] = partials[w * stride];
+    } else {
+      add(chains[w % 4], partials[w * stride]);
+    }
+  }
+  add(chains[0], chains[1]);
+  add(chains[2], chains[3]);
+  add(chains[0], chains[2]);
+  return chains[0];
+}
+
 /// A thread's share of the reduction of one n_tile: two columns of a token.
 template <class Traits, int kGroups, bool kIsCluster>
 struct Epilogue {
@@ -25,6 +68,7 @@ struct Epilogue {
   static constexpr int kRowTiles = Traits::kRowTiles;
   static constexpr int kWarpsK = Traits::kWarpsK;
   static constexpr int kPairs = Traits::kPairs;
+  static_assert(8 * kPairs <= Traits::kThreads, "each thread reduces at most one pair");
 
   Params const& p;
   bool is_active;  // whether this thread has a pair
@@ -37,24 +81,6 @@ struct Epilogue {
   ColumnPairConstants<Element> constants;  // per channel; with group scales only the bias, if any, is loaded, and later
   bool is_plain;  // no bias to load, no activation, and one store takes both columns
   Element* y;
-
-  /// This warp's accumulators of an n_tile to shared memory.
-  CUTLASS_DEVICE static void store_partials(typename Traits::Accumulator const (&accumulators)[kRowTiles],
-                                            Params const& p, int warp, int lane, float* buffer) {
-    constexpr int kTileN = Traits::kTileN;
-    int const g = lane / 4, t = lane % 4;
-    float* const base = buffer + warp * p.m * kTileN + g * Traits::kLaneColumns;
-    CUTLASS_PRAGMA_UNROLL
-    for (int e = 0; e < 2; ++e) {
-      int const token = 2 * t + e;
-      if (token >= p.m) continue;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowTiles; ++i) {
-        float2 const pair = {accumulators[i][e], accumulators[i][e + 2]};
-        *reinterpret_cast<float2*>(base + token * kTileN + 2 * i) = pair;
-      }
-    }
-  }
 
   /// Everything that does not need the partials. iteration: the n_tile's number in the work unit; the warps take turns
   /// at the reduction, so that a small M does not always keep the same ones busy.
@@ -81,7 +107,7 @@ struct Epilogue {
   /// Sums the partials, applies scale, bias and activation, and stores to y. All warps have stored their partials.
   CUTLASS_DEVICE void reduce_and_store(Smem const& smem) const {
     if (!is_active) return;
-    float2 total = sum_of_warps();
+    float2 total = sum_of_warps<kWarpsK>(warp_partials, stride);
     if (kIsCluster && senders > 0) {
       cute::wait_barrier(smem.cluster_barrier(), 0);
       asm volatile("" ::: "memory");  // the partials are read after the wait
@@ -101,33 +127,11 @@ struct Epilogue {
   CUTLASS_DEVICE void reduce_and_send(WorkTile const& work, Smem const& smem) const {
     if (is_active) {
       send(cluster_partials + (work.rank - work.owner - 1) * stride, smem.cluster_barrier(), work.owner,
-           sum_of_warps());
+           sum_of_warps<kWarpsK>(warp_partials, stride));
     }
   }
 
  private:
-  CUTLASS_DEVICE float2 sum_of_warps() const {
-    // Four independent chains hide the latency of the additions.
-    float2 chains[4];
-    CUTLASS_PRAGMA_UNROLL
-    for (int w = 0; w < kWarpsK; ++w) {
-      if (w < 4) {
-        chains[w] = warp_partials[w * stride];
-      } else {
-        add(chains[w % 4], warp_partials[w * stride]);
-      }
-    }
-    add(chains[0], chains[1]);
-    add(chains[2], chains[3]);
-    add(chains[0], chains[2]);
-    return chains[0];
-  }
-
-  CUTLASS_DEVICE static void add(float2& a, float2 const& b) {
-    a.x += b.x;
-    a.y += b.y;
-  }
-
   CUTLASS_DEVICE static void scale_and_bias(float2& total, ColumnPairConstants<Element> const& constants) {
     total = {constants.column(0, !kHasScales).affine(total.x), constants.column(1, !kHasScales).affine(total.y)};
   }

@@ -77,7 +77,7 @@ struct Kernel {
           loader.load_next(stage);
         };
         if constexpr (KTile::kFreesStage) refill();
-        Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, x);
+        Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, Mma::loads_x(x));
         if constexpr (!KTile::kFreesStage) refill();
         stage = stage == last_stage ? first_stage : stage + Pipeline::kStageBytes;
         x += Traits::kWarpsK * Traits::kTileXBytes;
@@ -90,7 +90,8 @@ struct Kernel {
         asm volatile("" ::: "memory");  // the partials are read after the wait
         if (!(work.sends() && iteration == 1)) Epilogue(p, work, smem, iteration - 1).reduce_and_store(smem);
       }
-      Epilogue::store_partials(accumulators, p, work.warp, work.lane, smem.warp_partials(p, kGroups, iteration % 2));
+      float* const partials = smem.warp_partials(p, kGroups, iteration % 2);
+      store_accumulators<Traits>(accumulators, p.m, work.lane, partials + work.warp * p.m * Traits::kTileN);
       if (kIsCluster && iteration == 0) {
         cute::cluster_wait();
         if (work.sends()) {  // at once: another CTA waits for these partials

@@ -31,9 +31,8 @@ struct Traits {
   static constexpr int kMaxGroups = kHasScales ? kTileK / 32 : 1;  // in a k_tile
   static constexpr int kThreads = 32 * kWarpsK;
   static constexpr int kTileN = 16 * kRowTiles;  // columns of an n_tile
-  static constexpr int kPairs = kTileN / 2;  // a thread reduces two neighbouring columns of a token
+  static constexpr int kPairs = kTileN / 2;  // of neighbouring columns: a thread reduces both
   static constexpr int kLaneColumns = 2 * kRowTiles;  // neighbouring columns whose accumulators a lane holds
-  static_assert(8 * kPairs <= kThreads, "each thread reduces at most one pair");
 
   // Dynamic shared memory: two barriers, the expanded codebook, the pipeline, x [token][k], partials of other CTAs
   // [CTA][token][column], and two buffers of the warps' partials [warp][token][column].

@@ -1,0 +1,63 @@
+"""grouped_decode_sm90: decode_sm90 for the few rows of many experts, in one launch (kernels/gemm/sm90_decode/grouped.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..machine import HOPPER_SMEM_BYTES
+from ..problem import Problem
+from .base import KernelConfig
+from .decode_sm90 import DecodeSm90
+
+MAX_ROW_TILES = 1024
+"""Tiles along M that the CTAs have room to list: kMaxRowTiles of cutlass_ext/grouped_params.h."""
+
+MAX_SORTED_CHOICES = 128
+"""Choices of tokens that the CTAs sort: kMaxSortedChoices."""
+
+_ROWS_BYTES = -(-(8 * MAX_ROW_TILES + (2 + 2 + 8) * MAX_SORTED_CHOICES + 33 * 4) // 128) * 128  # of row_tiles.h
+
+
+class GroupedDecodeSm90(DecodeSm90):
+    name = "grouped_decode_sm90"
+    header = "sm90_decode/grouped.cuh"
+    grouped = True
+    smem_grows = False
+    verified = False
+
+    def configs(self) -> Iterable[KernelConfig]:
+        for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):
+            for warps_k in (4, 8):
+                yield KernelConfig(self.name, 8, 64, k_tile * warps_k, 8, 64, 2, 1, formats)
+
+    def ctas(self, config: KernelConfig) -> int:
+        """CTAs that share an SM: eight warps."""
+        return 8 // self.warps_k(config)
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        return super().code_constants(config, format) | {"kCtas": self.ctas(config)}
+
+    def max_m(self, config: KernelConfig) -> int:
+        """Any number of rows: tiles are counted (heuristics/grouped.py)."""
+        return (1 << 31) - 1
+
+    def max_split_k(self, config: KernelConfig) -> int:
+        return 1
+
+    def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
+        """Dynamic shared memory of one CTA, bytes: struct GroupedTraits of kernels/gemm/sm90_decode."""
+        if problem.format != "code4":
+            return self._bytes(config, problem)
+        # Rows of the codebook are wide where the kernel for groups of 32 has room for them, too.
+        most_bytes = self._bytes(config, replace(problem, k=problem.k_padded, group_size=32))
+        wide, narrow = 256 * 256, 256 * 128
+        limit = (HOPPER_SMEM_BYTES + 1024) // self.ctas(config) - 1024
+        return self._bytes(config, problem) + (wide if most_bytes + wide <= limit else narrow)
+
+    def _bytes(self, config: KernelConfig, problem: Problem) -> int:
+        """Without the codebook."""
+        warps_k, rows = self.warps_k(config), config.block_m
+        x_bytes = warps_k * config.stages * rows * (config.k_tile * 2 + 16)
+        partials_bytes = 2 * warps_k * rows * config.block_n * 4
+        return 128 + _ROWS_BYTES + self._pipeline_bytes(config, problem) + x_bytes + partials_bytes
