@@ -68,6 +68,20 @@ struct GroupedSchedule {
     }
   }
 
+#if defined(__CUDACC__)
+  /// Fills tile_ends. Called by all lanes of one warp, after read_ends of all threads.
+  CUTLASS_DEVICE void count(int tile_m, int lane) const {
+    int const tiles = count_tiles(tile_m, lane);
+    int sum = tiles;
+    CUTLASS_PRAGMA_UNROLL
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      int const before = __shfl_up_sync(0xffffffff, sum, distance);
+      if (lane >= distance) sum += before;
+    }
+    add_tiles_before(sum - tiles, lane);
+  }
+#endif
+
   CUTLASS_HOST_DEVICE int row_begin(int expert) const { return expert > 0 ? row_ends[expert - 1] : 0; }
 
   /// Tiles along M of all experts.

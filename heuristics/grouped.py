@@ -10,6 +10,7 @@ import math
 
 from .configs import GROUPED_CONFIGS, KernelConfig
 from .families.grouped_decode_sm90 import MAX_ROW_TILES, GroupedDecodeSm90
+from .families.grouped_sm80 import GroupedSm80
 from .families.grouped_sm90 import MAX_EXPERTS, MAX_TILES
 from .problem import Problem
 
@@ -25,6 +26,8 @@ def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
     found = [c for c in _of_kind(problem) if why_not_grouped(c, problem, experts) is None]
     if not found:
         return None
+    if isinstance(family := found[0].rules, GroupedSm80):
+        return min(found, key=lambda c: family.us(c, problem, experts))
     rows = problem.m / experts
     wanted = next((tile for most, tile in _TILE_ROWS if rows <= most), 128)
     tile_m = min((c.block_m for c in found if c.block_m >= wanted), default=max(c.block_m for c in found))

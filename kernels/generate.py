@@ -106,9 +106,8 @@ class Kernel:
     def _limits(self) -> str:
         """What an entry of the registry says beside name and function."""
         family = self.config.rules
-        if family.grouped:
-            return ""
-        return f", {self.config.max_m}, {self.config.max_split_k if family.shares_cluster else 0}"
+        max_cluster = self.config.max_split_k if family.shares_cluster else 0
+        return f", {max_cluster}" if family.grouped else f", {self.config.max_m}, {max_cluster}"
 
     def archs(self, built: list[str]) -> list[str]:
         """Which of the library's architectures this kernel is compiled for; none means it is left out.

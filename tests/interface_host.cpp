@@ -24,8 +24,9 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 }
 
 using weightonly::GroupedEntry;
-GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch};
-GroupedEntry const* const grouped_table[] = {&grouped};
+GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1};
+GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0};
+GroupedEntry const* const grouped_table[] = {&grouped, &interleaved};
 
 }  // namespace
 
@@ -34,7 +35,7 @@ namespace weightonly {
 KernelEntry const* const* const kKernels = table;
 int const kKernelCount = 3;
 GroupedEntry const* const* const kGroupedKernels = grouped_table;
-int const kGroupedKernelCount = 1;
+int const kGroupedKernelCount = 2;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

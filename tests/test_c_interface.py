@@ -44,7 +44,8 @@ STRUCTS = [
 """In the order of wo_struct_bytes."""
 
 GEMV, GEMM, DECODE = range(3)
-"""Kernels of tests/interface_host.cpp."""
+TILED, INTERLEAVED = range(2)
+"""Kernels of tests/interface_host.cpp, and its grouped ones."""
 
 
 @pytest.fixture(scope="module")
@@ -199,15 +200,43 @@ def test_what_is_wrong_with_a_grouped_product_is_refused(
     assert host.launches_so_far() == before
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"split_k": 2, "partials": 0}, "partials must be"),
+        ({"split_k": 2}, "split_k must be 1, got 2"),
+        ({"clusters": 0}, "clusters must be 1 to 65535, got 0"),
+        ({"clusters": 65536}, "clusters must be"),
+        ({"n_padded": 144, "ld_scales": 144}, "n_padded must be a multiple of 32"),
+        ({"m": (1 << 31) - 4096, "n": 1, "n_padded": 288, "ld_scales": 288}, "m must be such that there are at most"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_interleaved_experts_is_refused(
+    changed: dict[str, int], reason: str, host: ctypes.CDLL
+) -> None:
+    before = host.launches_so_far()
+    status, text = grouped(host, INTERLEAVED, **changed)
+    assert status == 1 and text.startswith(f"grouped_sm80_f16_int8_channel: {reason}"), text
+    assert host.launches_so_far() == before
+
+
+def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL) -> None:
+    narrow = {"n": 90, "n_padded": 96, "ld_scales": 96}
+    assert grouped(host, INTERLEAVED, **narrow) == (0, "")
+    assert "n_padded must be a multiple of 64 for tiled weights" in grouped(host, TILED, **narrow)[1]
+
+
 def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     host.wo_grouped_kernel_name.restype = ctypes.c_char_p
-    assert host.wo_grouped_kernel_count() == 1
+    assert host.wo_grouped_kernel_count() == 2
     assert host.wo_grouped_kernel_name(0) == b"grouped_sm90_f16_int4_group"
-    assert host.wo_grouped_kernel_name(1) is None
+    assert host.wo_grouped_kernel_name(1) == b"grouped_sm80_f16_int8_channel"
+    assert host.wo_grouped_kernel_name(2) is None
     before = host.launches_so_far()
     assert grouped(host, experts=512, m=1 << 20) == (0, "")
     assert host.launches_so_far() == before + 1
-    assert grouped(host, kernel=1) == (1, "kernel must be 0 to 0, got 1")
+    assert grouped(host, kernel=2) == (1, "kernel must be 0 to 1, got 2")
 
 
 @pytest.mark.parametrize("kernel", [-1, 3, 2**31 - 1])

@@ -66,6 +66,17 @@ def test_a_kernel_names_its_launch_and_its_limits() -> None:
         assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
 
 
+def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters() -> None:
+    unit = {k.symbol: k.text() for k in generate.all_kernels(unverified=True)}
+    for symbol, most in (
+        ("grouped_sm90_8x64x512_w8x64_s6_f16_int4_group", 1),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", 0),
+    ):
+        assert re.search(
+            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16Int4Group>, {most}}};", unit[symbol]
+        )
+
+
 def test_a_unit_has_the_kernels_of_one_configuration() -> None:
     kernels = [k for k in generate.all_kernels() if k.unit == "decode_sm90_8x64x1024_w8x64_s2.cu"]
     text = generate.unit_text(kernels)
@@ -89,15 +100,19 @@ def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
     [
         (["70"], {"gemm_sm70"}),
         (["75"], {"gemm_sm75", "gemv"}),
-        (["80"], {"gemm_sm80", "decode_sm80", "gemv"}),
+        (["80"], {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}),
         # Without "a" there is no wgmma, and such code would run on later GPUs.
-        (["90"], {"gemm_sm80", "decode_sm80", "gemv"}),
-        (["90a"], {"gemm_sm80", "decode_sm80", "gemv", "decode_sm90", "gemm_sm90", "grouped_sm90"}),
-        (["100a"], {"gemm_sm80", "decode_sm80", "gemv"}),
+        (["90"], {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}),
+        (
+            ["90a"],
+            {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}
+            | {"decode_sm90", "gemm_sm90", "grouped_sm90", "grouped_decode_sm90"},
+        ),
+        (["100a"], {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}),
     ],
 )
 def test_families_of_a_build(archs: list[str], families: set[str]) -> None:
-    assert {k.config.family for k in generate.all_kernels() if k.archs(archs)} == families
+    assert {k.config.family for k in generate.all_kernels(unverified=True) if k.archs(archs)} == families
 
 
 def test_options_of_targets() -> None:
@@ -125,7 +140,7 @@ def test_files_of_a_build(tmp_path: Path) -> None:
         for t in kernel_types(c)
         if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused
     }
-    grouped = {f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS for t in kernel_types(c)}
+    grouped = {f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS if c.is_verified for t in kernel_types(c)}
     assert {k.symbol for k in kernels} == expected | grouped
     assert {path.name for path in tmp_path.glob("*.cu")} == {k.unit for k in kernels} | {"registry.cu"}
     units = (tmp_path / "units.cmake").read_text()

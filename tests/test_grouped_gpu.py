@@ -20,10 +20,12 @@ from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
 from weightonly.heuristics.grouped import why_not_grouped
 from weightonly.heuristics.problem import Problem
 from weightonly.kernels import is_compiled, runs_on
+from weightonly.layout.shapes import TILED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
 KERNELS = [(c, t) for c in GROUPED_CONFIGS for t in kernel_types(c)]
+LAYOUTS = list(dict.fromkeys(c.layout for c in GROUPED_CONFIGS))
 INT4 = TypeConfig("f16", "int4", "group")
 COUNTS = {
     "some each": [3, 1, 9, 2, 33],
@@ -48,7 +50,14 @@ class Weights:
 
 
 def weights(
-    experts: int, k: int, n: int, types: TypeConfig, g: torch.Generator, group_size: int = 128, exact: bool = True
+    experts: int,
+    k: int,
+    n: int,
+    types: TypeConfig,
+    g: torch.Generator,
+    group_size: int = 128,
+    exact: bool = True,
+    layout: str = TILED,
 ) -> Weights:
     """exact: scales are powers of two, and zeros integers, so that every product and sum is exact in fp32."""
     dtype = DTYPES[types.dtype]
@@ -70,7 +79,7 @@ def weights(
     offset = 0 if given is None else given.double()[:, :, None]
     w64 = (values.view(experts, groups, k // groups, n) - offset) * scales.cuda().double()[:, :, None]
     bits = 8 if types.format == "int8" else 4
-    packed = wo.preprocess(q, bits, layout="tiled", format=types.format, code=code)
+    packed = wo.preprocess(q, bits, layout=layout, format=types.format, code=code)
     qweight = wo.PackedWeight(packed.data.cuda(), **packed.fields)
     return Weights(qweight, scales.cuda(), given, w64.view(experts, k, n))
 
@@ -94,17 +103,17 @@ def need(config: KernelConfig, types: TypeConfig) -> None:
 
 
 def computes_groups_of_32(config: KernelConfig) -> bool:
-    problem = Problem(8, 128, 128, config.formats[0], 32, 90, 132)
+    problem = Problem(8, 128, 128, config.formats[0], 32, 90, 132, config.layout)
     return why_not_grouped(config, problem, 1) is None
 
 
-def int4_configs() -> list[KernelConfig]:
-    return [config for config, types in KERNELS if types == INT4 and is_compiled(config, types)]
+def int4_configs(layout: str) -> list[KernelConfig]:
+    return [c for c, types in KERNELS if types == INT4 and c.layout == layout and is_compiled(c, types)]
 
 
-def some_kernel() -> tuple[KernelConfig, TypeConfig]:
+def some_kernel(layout: str = TILED) -> tuple[KernelConfig, TypeConfig]:
     """One for narrow tiles."""
-    return KERNELS[0][0], INT4
+    return next(c for c, types in KERNELS if types == INT4 and c.layout == layout), INT4
 
 
 @dataclass
@@ -125,10 +134,10 @@ CASES += [([5, 0, 40], (128, 64, 128)), ([2, 90], (2048, 256, 256))]
 
 
 @functools.cache
-def exact_case(number: int, types: TypeConfig) -> Exact:
+def exact_case(number: int, types: TypeConfig, layout: str) -> Exact:
     counts, (k, n, group_size) = CASES[number]
     g = torch.Generator().manual_seed(number)
-    w = weights(len(counts), k, n, types, g, group_size)
+    w = weights(len(counts), k, n, types, g, group_size, layout=layout)
     dtype = DTYPES[types.dtype]
     x = torch.randint(-1, 2, (sum(counts) + 3, k + 8), generator=g).to(dtype).cuda()[:, :k]
     bias = torch.randint(-8, 9, (len(counts), n), generator=g).to(dtype).cuda()
@@ -139,7 +148,7 @@ def exact_case(number: int, types: TypeConfig) -> Exact:
 def test_exact(config: KernelConfig, types: TypeConfig) -> None:
     """Every kernel: each routing, groups of 32 to all of K, K and N that fill no tile, a bias, `out` full of NaN."""
     need(config, types)
-    for case in (exact_case(number, types) for number in range(len(CASES))):
+    for case in (exact_case(number, types, config.layout) for number in range(len(CASES))):
         if case.group_size == 32 and types.scale_mode != "channel" and not computes_groups_of_32(config):
             continue
         w, n = case.weights, case.bias.shape[1]
@@ -153,31 +162,33 @@ def test_exact(config: KernelConfig, types: TypeConfig) -> None:
         assert whole[:, n:].isnan().all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("experts", [1, 2, 33, 256, 512])
-def test_any_number_of_experts(experts: int) -> None:
-    need(*some_kernel())
+def test_any_number_of_experts(experts: int, layout: str) -> None:
+    need(*some_kernel(layout))
     g = torch.Generator().manual_seed(experts)
-    w = weights(experts, 128, 64, INT4, g)
+    w = weights(experts, 128, 64, INT4, g, layout=layout)
     for rows in (1, 7, 600):
         counts = torch.randint(0, experts, (rows,), generator=g).bincount(minlength=experts).tolist()
         x = torch.randint(-1, 2, (rows, 128), generator=g).half().cuda()
         wanted = expected(x, w.w64, counts).half()
-        for config in int4_configs():
+        for config in int4_configs(layout):
             y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), config=config)
             assert torch.equal(y, wanted), f"{config}, {rows} rows"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("types", list(dict.fromkeys(t for _, t in KERNELS)), ids=lambda t: t.name)
-def test_error_beside_dense_products(types: TypeConfig) -> None:
+def test_error_beside_dense_products(types: TypeConfig, layout: str) -> None:
     """At most twice the error that the dense product in 16 bits has against fp64."""
     g = torch.Generator().manual_seed(5)
     counts, dtype = [9, 0, 160, 1], DTYPES[types.dtype]
-    w = weights(4, 512, 192, types, g, exact=False)
+    w = weights(4, 512, 192, types, g, exact=False, layout=layout)
     x = torch.randn(170, 512, generator=g).to(dtype).cuda()
     exact = expected(x, w.w64, counts)
     dense = w.w64.to(dtype)
     peer = torch.cat([part @ dense[e] for e, part in enumerate(x.split(counts))])
-    found = [c for c, t in KERNELS if t == types and is_compiled(c, t)]
+    found = [c for c, t in KERNELS if t == types and c.layout == layout and is_compiled(c, t)]
     if not found:
         pytest.skip("not in this build")
     for config in found:
@@ -190,12 +201,13 @@ def test_error_beside_dense_products(types: TypeConfig) -> None:
         assert torch.equal(y, again), "the same bits again"
 
 
-def test_activation_and_perm() -> None:
-    config, types = some_kernel()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activation_and_perm(layout: str) -> None:
+    config, types = some_kernel(layout)
     need(config, types)
     g = torch.Generator().manual_seed(6)
     counts = [2, 0, 5]
-    w = weights(3, 256, 96, types, g)
+    w = weights(3, 256, 96, types, g, layout=layout)
     perm = torch.stack([torch.randperm(256, generator=g) for _ in range(3)]).cuda()
     x = torch.randint(-1, 2, (7, 256), generator=g).half().cuda()
     y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), activation="relu", perm=perm, config=config)
@@ -203,16 +215,17 @@ def test_activation_and_perm() -> None:
     assert torch.equal(y, expected(gathered, w.w64, counts).relu().half())
 
 
-def test_a_graph_serves_every_routing() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_serves_every_routing(layout: str) -> None:
     """Rows of each expert change between replays; the host reads none of them."""
-    need(*some_kernel())
+    need(*some_kernel(layout))
     g = torch.Generator().manual_seed(7)
-    w = weights(5, 256, 128, INT4, g)
+    w = weights(5, 256, 128, INT4, g, layout=layout)
     rows = 150
     x = torch.randint(-1, 2, (rows, 256), generator=g).half().cuda()
     offs = ends([30] * 5).cuda()
     out = torch.empty(rows, 128, dtype=torch.float16, device="cuda")
-    for config in int4_configs():
+    for config in int4_configs(layout):
 
         def call() -> None:
             wo.grouped_gemm(x, w.qweight, w.scales, offs, out=out, config=config)  # noqa: B023
@@ -228,11 +241,12 @@ def test_a_graph_serves_every_routing() -> None:
             assert torch.equal(out, expected(x, w.w64, counts).half()), f"{config}, {counts}"
 
 
-def test_offs_out_of_range_stay_in_memory() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offs_out_of_range_stay_in_memory(layout: str) -> None:
     """Ends that no caller should give write nothing beside `out`."""
-    config, types = some_kernel()
+    config, types = some_kernel(layout)
     need(config, types)
-    w = weights(4, 128, 64, types, torch.Generator().manual_seed(8))
+    w = weights(4, 128, 64, types, torch.Generator().manual_seed(8), layout=layout)
     x = torch.ones(40, 128, dtype=torch.float16, device="cuda")
     whole = torch.full((60, 64), torch.nan, dtype=torch.float16, device="cuda")
     for bad in ([-5, 70, 2, 1000], [2**31 - 1, -(2**31), 7, 0], [50, 60, 70, 80]):
@@ -255,16 +269,17 @@ def test_what_config_refuses() -> None:
         wo.grouped_gemm(x[:, :64], many.qweight, many.scales, ends([3] + [0] * MAX_EXPERTS).cuda(), config=config)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 5, 64])
-def test_fused_experts_in_a_graph(tokens: int) -> None:
+def test_fused_experts_in_a_graph(tokens: int, layout: str) -> None:
     """Two grouped launches give what a `gemm` for each expert gives, to rounding, and a graph holds them."""
-    if not GROUPED_CONFIGS[0].is_verified:
+    if not some_kernel(layout)[0].is_verified:
         pytest.skip("no grouped kernel is selected")
-    need(*some_kernel())
+    need(*some_kernel(layout))
     g = torch.Generator().manual_seed(tokens)
     hidden, inner, experts, top_k = 256, 128, 16, 4
-    w13 = weights(experts, hidden, 2 * inner, INT4, g, exact=False)
-    w2 = weights(experts, inner, hidden, INT4, g, exact=False)
+    w13 = weights(experts, hidden, 2 * inner, INT4, g, exact=False, layout=layout)
+    w2 = weights(experts, inner, hidden, INT4, g, exact=False, layout=layout)
     x = torch.randn(tokens, hidden, generator=g).half().cuda()
     ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]).cuda()
     probabilities = torch.rand(tokens, top_k, generator=g).cuda()
@@ -289,12 +304,13 @@ def test_fused_experts_in_a_graph(tokens: int) -> None:
         assert (y.double() - wanted).norm() <= 4e-3 * wanted.norm()
 
 
-def test_each_expert_by_gemm_agrees() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_expert_by_gemm_agrees(layout: str) -> None:
     """The launch for all experts and a `gemm` for each differ by rounding alone."""
-    config, types = some_kernel()
+    config, types = some_kernel(layout)
     need(config, types)
     g = torch.Generator().manual_seed(11)
-    w = weights(6, 512, 320, types, g, exact=False)
+    w = weights(6, 512, 320, types, g, exact=False, layout=layout)
     x = torch.randn(50, 512, generator=g).half().cuda()
     offs = ends([10, 0, 20, 1, 1, 18]).cuda()
     y = wo.grouped_gemm(x, w.qweight, w.scales, offs, config=config)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from weightonly.heuristics import Problem, candidates
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
+from weightonly.heuristics.families.grouped_sm80 import GroupedSm80, tiles_along_m
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, GroupedSm90
-from weightonly.heuristics.grouped import select_grouped, why_not_grouped
-from weightonly.heuristics.machine import HOPPER_SMEM_BYTES
+from weightonly.heuristics.grouped import _configs_of, select_grouped, why_not_grouped
+from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
 
 FORMATS = ["int4", "int8", "code4"]
 
@@ -28,15 +31,15 @@ def test_grouped_kernels_are_a_list_of_their_own() -> None:
 
 def test_each_tile_has_every_format_once() -> None:
     """Formats differ in their stages alone."""
-    tiles = {(c.block_m, c.block_n, c.block_k) for c in GROUPED_CONFIGS}
+    tiles = {(c.family, c.block_m, c.block_n, c.block_k) for c in GROUPED_CONFIGS}
     for tile in tiles:
-        found = [f for c in GROUPED_CONFIGS if (c.block_m, c.block_n, c.block_k) == tile for f in c.formats]
+        found = [f for c in GROUPED_CONFIGS if (c.family, c.block_m, c.block_n, c.block_k) == tile for f in c.formats]
         assert sorted(found) == sorted(FORMATS)
 
 
 def test_shared_memory_of_all_kernels_fits() -> None:
     family = GroupedSm90()
-    for config in GROUPED_CONFIGS:
+    for config in (c for c in GROUPED_CONFIGS if c.family == family.name):
         for format in config.formats:
             needed = family.cta_smem_bytes(config, format, False, format != "code4")
             assert 100_000 < needed <= HOPPER_SMEM_BYTES, config
@@ -87,3 +90,71 @@ def test_why_not() -> None:
         (config.with_split_k(2), problem(8), 8, "expected split_k of 1 to 1"),
     ):
         assert reason in str(why_not_grouped(other, asked, experts))
+
+
+# --- layout "interleaved" ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_interleaved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The choice as it is once a GPU has run the kernels."""
+    monkeypatch.setattr(GroupedSm80, "verified", True)
+    _configs_of.cache_clear()
+    yield
+    _configs_of.cache_clear()
+
+
+def interleaved(rows: int, format: str = "int4", arch: int = 80, n: int = 4096, group_size: int = 128) -> Problem:
+    return Problem(rows, n, 4096, format, group_size, arch, 108, "interleaved")
+
+
+def test_interleaved_kernels_fit_on_every_gpu() -> None:
+    family = GroupedSm80()
+    for config in (c for c in GROUPED_CONFIGS if c.family == family.name):
+        for arch in (arch for arch in MACHINES if arch >= family.first_arch):
+            for format in config.formats:
+                for group_size in (32, 4096):
+                    asked = interleaved(512, format, arch, group_size=group_size)
+                    assert why_not_grouped(config, asked, MAX_EXPERTS) is None
+        assert all(config.rules.is_calibrated(config, format) for format in config.formats)
+
+
+@pytest.mark.usefixtures("with_interleaved")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_interleaved_tiles_grow_with_the_rows(arch: int, format: str) -> None:
+    found = [select_grouped(interleaved(64 * rows, format, arch), 64) for rows in (1, 8, 32, 128, 1024)]
+    assert all(c is not None and c.family == GroupedSm80.name and format in c.formats for c in found)
+    tiles = [c.block_m for c in found if c is not None]
+    assert tiles == sorted(tiles) and tiles[0] == 16 and tiles[-1] >= 64
+
+
+@pytest.mark.usefixtures("with_interleaved")
+def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
+    family = GroupedSm80()
+    for rows, experts in ((2, 8), (8, 128), (512, 128), (8192, 8)):
+        asked = interleaved(rows)
+        config = select_grouped(asked, experts)
+        assert config is not None
+        others = [c for c in GROUPED_CONFIGS if c.family == family.name]
+        assert family.us(config, asked, experts) == min(family.us(c, asked, experts) for c in others)
+
+
+@pytest.mark.usefixtures("with_interleaved")
+def test_what_no_interleaved_kernel_computes() -> None:
+    assert select_grouped(interleaved(8, arch=75), 8) is None
+    assert select_grouped(interleaved(8), MAX_EXPERTS + 1) is None
+    assert select_grouped(interleaved(1 << 30, n=1 << 12), 8) is None
+    on_hopper = select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "tiled"), 8)
+    assert on_hopper is not None and on_hopper.layout == "tiled"
+
+
+def test_expected_tiles() -> None:
+    """One row makes one tile, at most; many rows those that they fill, and half a tile more for each expert."""
+    assert 0.8 < tiles_along_m(1, 128, 16) <= 1
+    assert tiles_along_m(1 << 20, 8, 128) == pytest.approx((1 << 20) / 128 + 4, rel=1e-3)
+    for rows, experts, tile in ((8, 128, 16), (1000, 8, 64), (4096, 128, 128)):
+        more = rows / (rows + experts)
+        chances = [(1 - more) * more**count for count in range(20000)]
+        exact = sum(chance * -(-count // tile) for count, chance in enumerate(chances))
+        assert tiles_along_m(rows, experts, tile) == pytest.approx(experts * exact, rel=1e-6)

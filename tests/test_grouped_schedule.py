@@ -59,7 +59,7 @@ def expected(counts: list[int], tile_m: int, n_tiles: int) -> list[Tile]:
     return tiles
 
 
-@pytest.mark.parametrize("tile_m", [8, 16, 64, 256])
+@pytest.mark.parametrize("tile_m", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("n_tiles", [1, 3, 45])
 @pytest.mark.parametrize("case", COUNTS)
 def test_tiles(case: str, n_tiles: int, tile_m: int, host: ctypes.CDLL) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper kernels: the heuristic's formulas in Python against those of the kernels in C++."""
+"""Shared memory of the Hopper and the grouped kernels: formulas of the heuristic in Python, beside those in C++."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 8: 15}
 """split_k -> clusters of so many CTAs that are resident on an H200."""
 
 HEAD = """\
+#include "kernels/gemm/sm80_grouped.cuh"
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
@@ -57,10 +58,17 @@ def problems(kernel: generate.Kernel) -> Iterator[Problem]:
 
 def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
     """static_asserts that the C++ formula for the configuration `name` gives Python's number."""
+    config: Any = kernel.config  # generate imports heuristics by another name
+    if config.family == "grouped_sm80":
+        # Python counts zeros for every kernel, C++ for those that have some.
+        compare = "==" if kernel.types.scale_mode == "group_zeros" else "<="
+        bytes = config.rules.smem_bytes(config, next(problems(kernel)))
+        yield f"static_assert(GroupedTiles<{name}>::smem_bytes(kMaxGroupedExperts) {compare} {bytes});"
+        return
     for split_k, clusters in CLUSTERS.items():
         if split_k > kernel.config.max_split_k:
             continue
-        config: Any = kernel.config.with_split_k(split_k)  # generate imports heuristics by another name
+        config = kernel.config.with_split_k(split_k)
         for p in problems(kernel):
             expected = config.rules.smem_bytes(config, p)
             if config.family == "gemm_sm90":
@@ -95,7 +103,7 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    families = ("gemm_sm90", "decode_sm90", "grouped_decode_sm90")
+    families = ("gemm_sm90", "decode_sm90", "grouped_decode_sm90", "grouped_sm80")
     for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16

@@ -10,6 +10,7 @@ from .gemm_sm80 import GemmSm80
 from .gemm_sm90 import GemmSm90
 from .gemv import Gemv
 from .grouped_decode_sm90 import GroupedDecodeSm90
+from .grouped_sm80 import GroupedSm80
 from .grouped_sm90 import GroupedSm90
 
 __all__ = ["FAMILIES", "Family", "KernelConfig"]
@@ -26,5 +27,6 @@ _IN_ORDER: tuple[Family, ...] = (
     DequantizeCublasSm90(),
     GroupedDecodeSm90(),
     GroupedSm90(),
+    GroupedSm80(),
 )
 FAMILIES.update((family.name, family) for family in _IN_ORDER)

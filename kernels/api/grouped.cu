@@ -25,7 +25,7 @@ int wo_grouped_gemm(int kernel, GroupedGemmParams const* params, int device, voi
   }
   GroupedEntry const& entry = *kGroupedKernels[kernel];
   if (!check_address(entry.name, params, place)) return 1;
-  if (!check_grouped_params(entry.name, *params, place.text, place.bytes)) return 1;
+  if (!check_grouped_params(entry, *params, place.text, place.bytes)) return 1;
   return run_on_device(entry.name, device, place.text, place.bytes, [&] {
     GroupedGemmParams complete = *params;
     complete.gemm.group = GroupIndex::make(complete.gemm.k, complete.gemm.group_size);

@@ -12,6 +12,7 @@ using GroupedLaunch = cudaError_t (*)(GroupedGemmParams const& params, cudaStrea
 struct GroupedEntry {
   char const* name;  // KernelConfig.kernel of the heuristics, and the types: ..._f16_int4_group
   GroupedLaunch launch;
+  int max_cluster;  // as in KernelEntry
 };
 
 extern GroupedEntry const* const* const kGroupedKernels;

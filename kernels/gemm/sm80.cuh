@@ -46,6 +46,13 @@ struct GemmTile {
     int const first_block = blockIdx.y * blocks_per_part;
     int const blocks = max(0, min(blocks_per_part, k_blocks - first_block));
 
+    compute(p, smem, m0, n0, first_block, blocks, blockIdx.y);
+  }
+
+  /// Computes the output tile of row m0 and column n0 from k_blocks first_block .. first_block + blocks - 1, which are
+  /// part `part` of K. Rows from p.m on are neither read nor stored.
+  CUTLASS_DEVICE static void compute(GemmParams const& p, char* smem, int m0, int n0, int first_block, int blocks,
+                                     int part) {
     int const warp = threadIdx.x / 32;
     int const warp_m = warp / Mma::kWarpsN * Config::kWarpM;
     int const warp_n = warp % Mma::kWarpsN * Config::kWarpN;
@@ -65,7 +72,7 @@ struct GemmTile {
 #if __CUDA_ARCH__ >= 900
       cudaTriggerProgrammaticLaunchCompletion();  // the reduction may be launched; it waits for all of this grid
 #endif
-      Epilogue::store_partials(p, accumulators, blockIdx.y, m0 + warp_m, n0 + warp_n);
+      Epilogue::store_partials(p, accumulators, part, m0 + warp_m, n0 + warp_n);
     } else {
       Epilogue::store(p, accumulators, smem, m0, n0, warp_m, warp_n);
     }

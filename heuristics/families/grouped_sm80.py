@@ -1,0 +1,57 @@
+"""grouped_sm80: gemm_sm80 for the rows of many experts, in one launch (kernels/gemm/sm80_grouped.cuh)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ..problem import Problem
+from .base import KernelConfig
+from .gemm_sm80 import GemmSm80, pipeline_bytes
+from .grouped_sm90 import MAX_EXPERTS
+from .waves import ctas_per_sm, iterations, waves_us
+
+# Of gemm_sm80: tokens, columns, stages. Those with which it is quick, and that every GPU has room for with a codebook.
+_SHAPES = ((16, 64, 4), (16, 128, 4), (32, 128, 4), (64, 128, 4), (128, 128, 3))
+
+
+class GroupedSm80(GemmSm80):
+    name = "grouped_sm80"
+    header = "sm80_grouped.cuh"
+    grouped = True
+    verified = False
+
+    def configs(self) -> Iterable[KernelConfig]:
+        for m, n, stages in _SHAPES:
+            yield KernelConfig(self.name, m, n, 64, m, 32, stages, 1, ("int4", "int8", "code4"))
+
+    def max_split_k(self, config: KernelConfig) -> int:
+        return 1
+
+    def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
+        """struct GroupedTiles of kernels/gemm, with MAX_EXPERTS."""
+        return pipeline_bytes(config, format) + 2 * 4 * MAX_EXPERTS
+
+    def calibrated_as(self, config: KernelConfig, format: str) -> str:
+        """The dense kernel with the same main loop."""
+        return config.kernel.replace(self.name, GemmSm80.name)
+
+    def us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+        """Time of all waves of CTAs. problem.m: the rows of all experts.
+
+        Reading weights once is no part of it, as it is the same for every configuration.
+        """
+        p, times = problem, self.times(config, problem.format, problem.arch)
+        tiles = math.ceil(tiles_along_m(p.m, experts, config.block_m)) * -(-p.n // config.block_n)
+        resident = ctas_per_sm(config, p.format, p.arch, times.registers)
+        turns = iterations(-(-p.k_padded // config.k_tile), 1, config.k_tile, config.block_k)
+        return float(waves_us(tiles, p.sm_count, resident, turns, times))
+
+
+def tiles_along_m(rows: int, experts: int, tile_m: int) -> float:
+    """Of all experts, on average: sum_j P(an expert has more than j tile_m rows), with geometric numbers of rows.
+
+    So some experts have several times their even share, as routers do it.
+    """
+    more = rows / (rows + experts)  # an expert that has i rows has one more with this probability
+    return experts * more / (1 - more**tile_m)
