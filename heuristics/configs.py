@@ -40,4 +40,5 @@ TYPES: tuple[TypeConfig, ...] = tuple(
 
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:
     """The types that a configuration computes, each with a kernel of its own unless `unfused`."""
-    return [t for t in TYPES if t.format in config.formats and t.dtype in config.rules.dtypes]
+    types = (t for t in TYPES if t.format in config.formats and t.dtype in config.rules.dtypes)
+    return [t for t in types if not (config.groups_of_16 and t.scale_mode == "channel")]

@@ -151,7 +151,7 @@ struct DecodeMma {
     constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
     constexpr int kSteps = 4 / kBlockGroups;
-    static_assert(kBlockGroups <= 2, "a group is 32 k at least");
+    static_assert(kBlockGroups <= 4, "a group is 16 k at least");
     Accumulator products[kRowTiles], sum_x;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
@@ -168,8 +168,14 @@ struct DecodeMma {
           }
           if (block_group == 0) {
             multiply<0, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
-          } else {
+          } else if (block_group == kBlockGroups - 1) {
             multiply<4 - kSteps, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
+          } else if constexpr (kBlockGroups == 4) {
+            if (block_group == 1) {
+              multiply<1, 1>(products, sum_x, k_tile.words[block], codebook, x);
+            } else {
+              multiply<2, 1>(products, sum_x, k_tile.words[block], codebook, x);
+            }
           }
           if ((block + 1) % kGroupBlocks == 0) {
             int const group = block / kGroupBlocks * kBlockGroups + block_group;

@@ -78,6 +78,11 @@ class UnfusedKernel(Kernel):
 class DequantizeCublas(Family):
     unfused = True
 
+    def configs(self) -> Iterable[KernelConfig]:
+        config = KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)
+        yield config
+        yield config.for_groups_of_16()
+
     def kernel_name(self, config: KernelConfig) -> str:
         return self.name
 
@@ -124,8 +129,6 @@ class DequantizeCublasSm75(DequantizeCublas):
     first_arch = 75
     min_m = MIN_M
 
-    def configs(self) -> Iterable[KernelConfig]:
-        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)
 
 
 class DequantizeCublasSm90(DequantizeCublas):
@@ -138,6 +141,3 @@ class DequantizeCublasSm90(DequantizeCublas):
     layout = "tiled"
     first_arch = last_arch = 90
     min_m = None
-
-    def configs(self) -> Iterable[KernelConfig]:
-        yield KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)

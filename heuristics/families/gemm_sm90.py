@@ -94,7 +94,7 @@ class GemmSm90Kernel(Kernel):
 
     def __init__(self, configs: Sequence[KernelConfig], problem: Problem) -> None:
         config = self.config = configs[0]
-        times = self._times = GEMM_SM90.kernels[config.kernel, problem.format]
+        times = self._times = GEMM_SM90.kernels[config.measured.kernel, problem.format]
         self._parts = [
             (resident_clusters(problem.sm_count, c.split_k), GEMM_SM90.fixed_us + cluster_us(GEMM_SM90, c.split_k), c)
             for c in configs
@@ -180,6 +180,7 @@ class GemmSm90(ClusterFamily):
             "kWarpgroupsN": config.block_n // config.warp_n,
             "kWarpgroupsK": self.warpgroups_k(config),
             "kStages": config.stages,
+            "kLeastGroup": config.least_group,
         }
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
@@ -207,7 +208,7 @@ class GemmSm90(ClusterFamily):
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
         c, bits = config, 8 if format == "int8" else 4
-        scale_rows = 0 if per_channel and not zeros else c.block_k // 32 * (2 if zeros else 1)
+        scale_rows = 0 if per_channel and not zeros else c.block_k // c.least_group * (2 if zeros else 1)
         return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
 
     def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
