@@ -12,7 +12,7 @@ namespace weightonly {
 template <class Weight>
 inline constexpr int kDecodeTileBlocks = 8 / TiledLayout<Weight>::kBits;
 
-/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns).
+/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK.
 template <class Config>
 struct DecodeMma {
   using Element = typename Config::Element;
@@ -38,22 +38,37 @@ struct DecodeMma {
     /// four groups: those are read when they are needed.
     static constexpr bool kFreesStage = kGroups <= 2;
     static constexpr int kKept = kFreesStage ? kGroups : 1;
-    Words words[Pipeline::kTileBlocks];
+    /// Whether weights are read block by block, too, and a barrier keeps ptxas from reading scales ahead. Else it would
+    /// spill registers of sixteen warps, with eight groups.
+    static constexpr bool kReadsBlocks = kGroups > 4 && Config::kWarpsK > 8;
+    Words words[kReadsBlocks ? 1 : Pipeline::kTileBlocks];
+    uint32_t stage;  // address, of the weights where they are read block by block
     typename Pipeline::ScaleOffsets scales;  // addresses
     uint32_t scale[kKept][kRowTiles];  // a pair of columns each
     uint32_t zero[kKept][kRowTiles];
 
     /// offsets: of the scales of the n_tile's columns.
     CUTLASS_DEVICE void load(uint32_t stage, typename Pipeline::ScaleOffsets const& offsets, int lane) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < Pipeline::kTileBlocks; ++block) {
-        Pipeline::read_block(words[block], stage, block, lane);
+      if constexpr (kReadsBlocks) {
+        this->stage = stage;
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < Pipeline::kTileBlocks; ++block) {
+          Pipeline::read_block(words[block], stage, block, lane);
+        }
       }
       scales = offsets.from(stage);
       if constexpr (kHasScales && kFreesStage) {
         CUTLASS_PRAGMA_UNROLL
         for (int group = 0; group < kGroups; ++group) read_scales(group, group);
       }
+    }
+
+    /// The words of a block, which may have to be read first.
+    CUTLASS_DEVICE Words const& words_of(int block) {
+      if constexpr (!kReadsBlocks) return words[block];
+      Pipeline::read_block(words[0], stage, block, threadIdx.x % 32);
+      return words[0];
     }
 
     /// kept: where in `scale` and `zero` the group goes.
@@ -155,26 +170,29 @@ struct DecodeMma {
     Accumulator products[kRowTiles], sum_x;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
+      if constexpr (KTile<kGroups>::kReadsBlocks) __syncwarp();
       Activations x;
       x.load(x_row + block * Layout::kBlockK * int(sizeof(Element)));
+      Words const& words = k_tile.words_of(block);
       if constexpr (!kHasScales) {
-        multiply<0, 4>(accumulators, channel_sum_x, k_tile.words[block], codebook, x);
+        multiply<0, 4>(accumulators, channel_sum_x, words, codebook, x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int block_group = 0; block_group < kBlockGroups; ++block_group) {
+          if (KTile<kGroups>::kReadsBlocks && block_group > 0) __syncwarp();
           if (block % kGroupBlocks == 0) {
             clear(products);
             clear(sum_x);
           }
           if (block_group == 0) {
-            multiply<0, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
+            multiply<0, kSteps>(products, sum_x, words, codebook, x);
           } else if (block_group == kBlockGroups - 1) {
-            multiply<4 - kSteps, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
+            multiply<4 - kSteps, kSteps>(products, sum_x, words, codebook, x);
           } else if constexpr (kBlockGroups == 4) {
             if (block_group == 1) {
-              multiply<1, 1>(products, sum_x, k_tile.words[block], codebook, x);
+              multiply<1, 1>(products, sum_x, words, codebook, x);
             } else {
-              multiply<2, 1>(products, sum_x, k_tile.words[block], codebook, x);
+              multiply<2, 1>(products, sum_x, words, codebook, x);
             }
           }
           if ((block + 1) % kGroupBlocks == 0) {
