@@ -295,6 +295,10 @@ class Family:
         columns = -(-n // self.panel_columns) * self.panel_columns
         return -(-m // config.block_m) * -(-columns // config.block_n)
 
+    def looked_at_from(self, config: KernelConfig) -> int | None:
+        """Rows of x from which `select` looks at a configuration: see min_m."""
+        return self.min_m
+
     # --- code generation ---
 
     def compiled_for(self, arch: str) -> bool:

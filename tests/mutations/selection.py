@@ -11,7 +11,6 @@ MUTATIONS = [
         [
             ("K is not padded", "return -(-k // K_ALIGNMENT) * K_ALIGNMENT", "return k"),
             ("groups of 96", "(group_size < 64 or group_size % 64 != 0)", "(group_size < 64 or group_size % 32 != 0)"),
-            ("groups of 16", "if group_size == 16 != k:", "if group_size == 15 != k:"),
             ("groups that do not divide K", "if k % group_size != 0:", "if k < group_size:"),
             ("codes of another layout", "if self.layout not in CODE_LAYOUTS:", "if self.layout not in LAYOUTS:"),
             (
