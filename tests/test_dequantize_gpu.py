@@ -118,24 +118,15 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_smallest_and_largest_scales(
-    kernel_only: torch.device, generator: torch.Generator, layout: str, dtype: str, exponent: int, group_size: int = 64
+    kernel_only: torch.device, generator: torch.Generator, layout: str, dtype: str, exponent: int
 ) -> None:
-    """Denormal results, zeros with a sign, infinities."""
-    for format in (f for f in FORMATS if f != "nvfp4" or group_size == 16):
-        for zeros in (False, True):
-            if format in ("int4", "int8") or (layout == "tiled" and not zeros):
-                weight = random_weight(256, 200, format, layout, DTYPES[dtype], group_size, zeros, generator, exponent)
-                expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
-                w = wo.dequantize(*weight.on(kernel_only)).cpu()
-                nan = expected.isnan()  # infinite scales times 0
-                assert torch.equal(w.isnan(), nan)
-                assert torch.equal(w[~nan].view(torch.int16), expected[~nan].view(torch.int16)), (format, zeros)
+    check_scales_around(kernel_only, exponent, layout, dtype, 64, generator)
 
 
 @pytest.mark.parametrize("exponent", [-140, -24, 8, 124])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_smallest_and_largest_scales_of_16(
+def test_smallest_and_largest_scales_of_groups_of_16(
     kernel_only: torch.device,
     compiled_groups_of_16: None,
     generator: torch.Generator,
@@ -143,7 +134,22 @@ def test_smallest_and_largest_scales_of_16(
     dtype: str,
     exponent: int,
 ) -> None:
-    test_smallest_and_largest_scales(kernel_only, generator, layout, dtype, exponent, 16)
+    check_scales_around(kernel_only, exponent, layout, dtype, 16, generator)
+
+
+def check_scales_around(
+    device: torch.device, exponent: int, layout: str, dtype: str, group_size: int, g: torch.Generator
+) -> None:
+    """Denormal results, zeros with a sign, infinities."""
+    for format in (f for f in FORMATS if f != "nvfp4" or group_size == 16):
+        for zeros in (False, True):
+            if format in ("int4", "int8") or (layout == "tiled" and not zeros):
+                weight = random_weight(256, 200, format, layout, DTYPES[dtype], group_size, zeros, g, exponent)
+                expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
+                w = wo.dequantize(*weight.on(device)).cpu()
+                nan = expected.isnan()  # infinite scales times 0
+                assert torch.equal(w.isnan(), nan)
+                assert torch.equal(w[~nan].view(torch.int16), expected[~nan].view(torch.int16)), (format, zeros)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

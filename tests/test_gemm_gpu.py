@@ -135,33 +135,30 @@ def test_swizzled_token_tiles(cuda_device: torch.device, generator: torch.Genera
 
 @pytest.mark.parametrize("layout", ["own", "interleaved"])
 @pytest.mark.parametrize(("k", "n"), [(512, 328), (4096, 1000), (14336, 72)], ids=str)
-def test_every_small_batch(
-    cuda_device: torch.device, generator: torch.Generator, k: int, n: int, layout: str, group_size: int = 128
+def test_every_small_batch(cuda_device: torch.device, generator: torch.Generator, k: int, n: int, layout: str) -> None:
+    check_small_batches(k, n, layout, 128, generator)
+
+
+@pytest.mark.parametrize("layout", ["own", "interleaved"])
+@pytest.mark.parametrize(("k", "n"), [(512, 328), (4112, 1000)], ids=str)
+def test_every_small_batch_in_groups_of_16(
+    cuda_device: torch.device, compiled_groups_of_16: None, generator: torch.Generator, k: int, n: int, layout: str
 ) -> None:
+    check_small_batches(k, n, layout, 16, generator)
+
+
+def check_small_batches(k: int, n: int, layout: str, group_size: int, g: torch.Generator) -> None:
     """Every M from 1 to 72: the heuristic goes from one kernel to the next without a gap."""
     read = layouts_of(this_gpu())
     if layout not in ("own", *read[1:]):
         pytest.skip("this GPU has one layout")
     layout = read[0] if layout == "own" else layout
     for format in formats_of(layout):
-        o = make(Case(k, n, format, group_size=group_size), generator, layout, exact=True)
-        x = torch.randint(-1, 2, (72, k), generator=generator).half().cuda()
+        o = make(Case(k, n, format, group_size=group_size), g, layout, exact=True)
+        x = torch.randint(-1, 2, (72, k), generator=g).half().cuda()
         expected = (x.double() @ o.w64).half()
         for m in range(1, 73):
             assert torch.equal(run(x[:m], o), expected[:m]), (format, m)
-
-
-@pytest.mark.parametrize("layout", ["own", "interleaved"])
-@pytest.mark.parametrize(("k", "n"), [(512, 328), (4112, 1000)], ids=str)
-def test_every_small_batch_in_groups_of_16(
-    cuda_device: torch.device,
-    compiled_groups_of_16: None,
-    generator: torch.Generator,
-    k: int,
-    n: int,
-    layout: str,
-) -> None:
-    test_every_small_batch(cuda_device, generator, k, n, layout, 16)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 8, 9, 17, 33, 64, 65, 100, 129, 300])

@@ -14,7 +14,6 @@ from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
 
 
-
 @dataclass(frozen=True, eq=False)
 class Operands:
     """What `gemm` multiplies x with; of stacked experts what `grouped_gemm` does, each with a dimension E in front.

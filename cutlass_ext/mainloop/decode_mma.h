@@ -42,33 +42,21 @@ struct DecodeMma {
     /// spill registers of sixteen warps, with eight groups.
     static constexpr bool kReadsBlocks = kGroups > 4 && Config::kWarpsK > 8;
     Words words[kReadsBlocks ? 1 : Pipeline::kTileBlocks];
-    uint32_t stage;  // address, of the weights where they are read block by block
     typename Pipeline::ScaleOffsets scales;  // addresses
     uint32_t scale[kKept][kRowTiles];  // a pair of columns each
     uint32_t zero[kKept][kRowTiles];
 
     /// offsets: of the scales of the n_tile's columns.
     CUTLASS_DEVICE void load(uint32_t stage, typename Pipeline::ScaleOffsets const& offsets, int lane) {
-      if constexpr (kReadsBlocks) {
-        this->stage = stage;
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int block = 0; block < Pipeline::kTileBlocks; ++block) {
-          Pipeline::read_block(words[block], stage, block, lane);
-        }
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; !kReadsBlocks && block < Pipeline::kTileBlocks; ++block) {
+        Pipeline::read_block(words[block], stage, block, lane);
       }
       scales = offsets.from(stage);
       if constexpr (kHasScales && kFreesStage) {
         CUTLASS_PRAGMA_UNROLL
         for (int group = 0; group < kGroups; ++group) read_scales(group, group);
       }
-    }
-
-    /// The words of a block, which may have to be read first.
-    CUTLASS_DEVICE Words const& words_of(int block) {
-      if constexpr (!kReadsBlocks) return words[block];
-      Pipeline::read_block(words[0], stage, block, threadIdx.x % 32);
-      return words[0];
     }
 
     /// kept: where in `scale` and `zero` the group goes.
@@ -158,41 +146,46 @@ struct DecodeMma {
   }
 
   /// accumulators += the products of one k_tile. Per channel the scale comes later (correct_channel), and
-  /// `channel_sum_x` grows over all of K.
+  /// `channel_sum_x` grows over all of K. stage: of the k_tile.
   template <int kGroups, class Codebook>
   CUTLASS_DEVICE static void accumulate(Accumulator (&accumulators)[kRowTiles], Accumulator& channel_sum_x,
-                                        KTile<kGroups>& k_tile, Codebook const& codebook, uint32_t x_row) {
+                                        KTile<kGroups>& k_tile, Codebook const& codebook, uint32_t x_row,
+                                        uint32_t stage) {
     constexpr int kBlocks = KTile<kGroups>::Pipeline::kTileBlocks;
     constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
     constexpr int kSteps = 4 / kBlockGroups;
+    constexpr bool kReadsBlocks = KTile<kGroups>::kReadsBlocks;
     static_assert(kBlockGroups <= 4, "a group is 16 k at least");
     Accumulator products[kRowTiles], sum_x;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
-      if constexpr (KTile<kGroups>::kReadsBlocks) __syncwarp();
+      if constexpr (kReadsBlocks) __syncwarp();
       Activations x;
       x.load(x_row + block * Layout::kBlockK * int(sizeof(Element)));
-      Words const& words = k_tile.words_of(block);
+      if constexpr (kReadsBlocks) {
+        KTile<kGroups>::Pipeline::read_block(k_tile.words[0], stage, block, threadIdx.x % 32);
+      }
+      int const kept_block = kReadsBlocks ? 0 : block;
       if constexpr (!kHasScales) {
-        multiply<0, 4>(accumulators, channel_sum_x, words, codebook, x);
+        multiply<0, 4>(accumulators, channel_sum_x, k_tile.words[kept_block], codebook, x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int block_group = 0; block_group < kBlockGroups; ++block_group) {
-          if (KTile<kGroups>::kReadsBlocks && block_group > 0) __syncwarp();
+          if (kReadsBlocks && block_group > 0) __syncwarp();
           if (block % kGroupBlocks == 0) {
             clear(products);
             clear(sum_x);
           }
           if (block_group == 0) {
-            multiply<0, kSteps>(products, sum_x, words, codebook, x);
+            multiply<0, kSteps>(products, sum_x, k_tile.words[kept_block], codebook, x);
           } else if (block_group == kBlockGroups - 1) {
-            multiply<4 - kSteps, kSteps>(products, sum_x, words, codebook, x);
+            multiply<4 - kSteps, kSteps>(products, sum_x, k_tile.words[kept_block], codebook, x);
           } else if constexpr (kBlockGroups == 4) {
             if (block_group == 1) {
-              multiply<1, 1>(products, sum_x, words, codebook, x);
+              multiply<1, 1>(products, sum_x, k_tile.words[kept_block], codebook, x);
             } else {
-              multiply<2, 1>(products, sum_x, words, codebook, x);
+              multiply<2, 1>(products, sum_x, k_tile.words[kept_block], codebook, x);
             }
           }
           if ((block + 1) % kGroupBlocks == 0) {

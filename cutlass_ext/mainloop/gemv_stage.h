@@ -37,7 +37,8 @@ struct ActivationStage {
   static constexpr int kLaneK = kPassK / 32;  // 8: one 16-byte load per lane and token
   static constexpr int kSegmentK = Layout::kChunkK;  // x that one 16-byte chunk of weights meets
   static constexpr int kLanesPerSegment = kSegmentK / kLaneK;  // 4 or 2
-  static constexpr int kSums = kSegmentK > kLeastGroup ? kSegmentK / kLeastGroup : 1;  // of a segment, one for each group
+  static constexpr int kSums =
+      kSegmentK > kLeastGroup ? kSegmentK / kLeastGroup : 1;  // of a segment, one for each group
   static constexpr int kLanesPerSum = kLanesPerSegment / kSums;
   static constexpr int kSegments = kPassK / kSegmentK;  // 8 or 16
   static constexpr int kSegmentPitch = kSegmentK + 4;  // floats; 16 extra bytes spread segments over banks

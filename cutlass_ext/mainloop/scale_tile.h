@@ -26,13 +26,13 @@ struct ScaleTile {
   static constexpr int kVector = 8;  // columns per 16-byte copy
   static constexpr int kVectorsPerRow = kBlockN / kVector;
 
-  char const* scales;       // this thread's 8 columns of the first row
+  char const* scales;  // this thread's 8 columns of the first row
   char const* zeros;
   int64_t row_bytes;
   int smem_offset_bytes;
-  int row_k;                // k of this thread's row within the block
-  bool active;              // this thread copies
-  int second_row_bytes;     // where the second half of a block finds its scales: in row 1, or again in row 0
+  int row_k;  // k of this thread's row within the block
+  bool active;  // this thread copies
+  int second_row_bytes;  // where the second half of a block finds its scales: in row 1, or again in row 0
   GroupIndex group;
 
   CUTLASS_DEVICE ScaleTile(GemmParams const& p, int column0) : group(p.group) {

@@ -57,9 +57,8 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
   // Named as in heuristics/configs.py: these kernels compute groups of 16, and no others do.
   bool const has_groups_of_16 = std::strstr(kernel.name, "_g16_") != nullptr;
   // Bytes of x, y, scales and partials are counted in 64 bits.
-  for (auto const& [name, rows, stride] :
-       {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy},
-        Rows{"ld_scales", p.k_padded / (has_groups_of_16 ? 16 : 32), p.ld_scales}}) {
+  for (auto const& [name, rows, stride] : {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy},
+                                           Rows{"ld_scales", p.k_padded / (has_groups_of_16 ? 16 : 32), p.ld_scales}}) {
     if (stride > (int64_t(1) << 58) / rows) return fail(name, "such that all rows are within 2^58 elements", stride);
   }
   if (has_groups_of_16) {

@@ -165,7 +165,8 @@ struct Groups {
   CUTLASS_DEVICE void load(void const* rows, DequantizeParams const& p, int k, int n) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kGroups; ++i) {
-      auto const* const row = static_cast<uint16_t const*>(rows) + p.group.of<kLeastGroup>(k + kLeastGroup * i) * p.ld_scales + n;
+      auto const* const row =
+          static_cast<uint16_t const*>(rows) + p.group.of<kLeastGroup>(k + kLeastGroup * i) * p.ld_scales + n;
       *reinterpret_cast<uint4*>(pairs[i]) = n < p.n_end ? __ldg(reinterpret_cast<uint4 const*>(row)) : uint4{};
     }
   }

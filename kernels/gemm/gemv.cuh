@@ -173,8 +173,8 @@ struct Gemv {
         // bf16 has two factors. Their product may be outside of the range of fp32, and so may the sum times the second.
         float const product = Stage::kDynamicScale ? products[group][i][token] * kUnscale : products[group][i][token];
         float const value = fmaf(product, unscale, -offset * sum_x);
-        accumulators[i][token] =
-            kHasScales ? fmaf(float(packed.scale[group][i]), value, accumulators[i][token]) : accumulators[i][token] + value;
+        accumulators[i][token] = kHasScales ? fmaf(float(packed.scale[group][i]), value, accumulators[i][token])
+                                            : accumulators[i][token] + value;
       }
     }
   }

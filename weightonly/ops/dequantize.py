@@ -153,6 +153,6 @@ def _has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor
         return False
     arch, group_size = device_arch(qweight.data.get_device()), qweight.k // scales.shape[0]
     if scales.shape[0] > 1 and group_size != 32 and group_size % 64:
-        if group_size != 16 or not dequantizes_groups_of_16() or not computes_groups_of_16(arch):
-            return False
+        is_read = group_size == 16 and dequantizes_groups_of_16() and computes_groups_of_16(arch, qweight.layout)
+        return is_read and dequantizes_on(arch)
     return dequantizes_on(arch)
