@@ -13,13 +13,8 @@ from tqdm import tqdm
 
 from weightonly.device import gpu_state
 from weightonly.heuristics import Problem
-from weightonly.heuristics.problem import (
-    CODE_FORMATS,
-    FORMATS,
-    check_format_groups,
-    check_group_size,
-    check_kernel_group_size,
-)
+from weightonly.heuristics.legal import check_kernel_group_size
+from weightonly.heuristics.problem import CODE_FORMATS, FORMATS, check_format_groups, check_group_size
 from weightonly.packing import format_of
 from weightonly.plan.choose import DTYPE_NAMES, preferred
 from weightonly.plan.tuned import table_of

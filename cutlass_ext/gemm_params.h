@@ -19,24 +19,35 @@ enum class PdlMode : int {
 ///
 /// With i = k / 32 and g = group_size / 32, floor(k / group_size) = floor((2i + 1) / 2g). The multiplication by
 /// ceil(2^31 / g) gives it exactly as long as K * group_size < 2^40. `counted` names 2i + 1, which a loop can add to.
+///
+/// Kernels for groups of 16 count in steps of kStep = 16: i = k / 16 and g = 1, so that the group is i.
 struct GroupIndex {
   uint32_t multiplier;
   int32_t last;  // the group of every k from K on (padding)
 
   static GroupIndex make(int32_t k, int32_t group_size) {
-    uint32_t const g = uint32_t(group_size) / 32;
+    uint32_t const g = group_size == 16 ? 1 : uint32_t(group_size) / 32;
     return {(0x80000000u + g - 1) / g, (k - 1) / group_size};
   }
 
 #if defined(__CUDACC__)
-  __device__ static uint32_t counted(int k) { return 2 * (uint32_t(k) / 32) + 1; }
-  /// How much `counted` grows when k grows by kDistance, a multiple of 32.
-  template <int kDistance>
-  static constexpr uint32_t kCounts = kDistance / 16;
-  __device__ static int first_k(uint32_t counted) { return int(counted - 1) * 16; }
+  template <int kStep = 32>
+  __device__ static uint32_t counted(int k) {
+    return 2 * (uint32_t(k) / kStep) + 1;
+  }
+  /// How much `counted` grows when k grows by kDistance, a multiple of kStep.
+  template <int kDistance, int kStep = 32>
+  static constexpr uint32_t kCounts = 2 * kDistance / kStep;
+  template <int kStep = 32>
+  __device__ static int first_k(uint32_t counted) {
+    return int(counted - 1) * (kStep / 2);
+  }
 
   __device__ int of_counted(uint32_t counted) const { return min(int(__umulhi(counted, multiplier)), last); }
-  __device__ int of(int k) const { return of_counted(counted(k)); }
+  template <int kStep = 32>
+  __device__ int of(int k) const {
+    return of_counted(counted<kStep>(k));
+  }
 #endif
 };
 
@@ -60,7 +71,7 @@ struct GemmParams {
   int32_t k;            // columns of x, a multiple of 8; kernels read zeros from here to k_padded
   int32_t n_padded;
   int32_t k_padded;     // a multiple of 64
-  int32_t group_size;   // 32 or a multiple of 64; k_padded when there is one group
+  int32_t group_size;   // 16 for the kernels of such groups; for others 32 or a multiple of 64, k_padded: one group
   GroupIndex group;     // derived from k and group_size by wo_gemm
   int32_t split_k;      // how many CTAs share the K of one output tile; their partials are summed in a fixed order
   int32_t activation;   // enum Activation

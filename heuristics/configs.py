@@ -13,6 +13,9 @@ def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
 
 CONFIGS = _configs(grouped=False)
 
+FITTED_CONFIGS = tuple(c for c in CONFIGS if not c.groups_of_16)
+"""Those that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
+
 GROUPED_CONFIGS = _configs(grouped=True)
 """Those of grouped products, which compute nothing else."""
 
@@ -40,4 +43,5 @@ TYPES: tuple[TypeConfig, ...] = tuple(
 
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:
     """The types that a configuration computes, each with a kernel of its own unless `unfused`."""
-    return [t for t in TYPES if t.format in config.formats and t.dtype in config.rules.dtypes]
+    types = (t for t in TYPES if t.format in config.formats and t.dtype in config.rules.dtypes)
+    return [t for t in types if not (config.groups_of_16 and t.scale_mode == "channel")]

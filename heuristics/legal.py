@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .arch import Arch, parse_arch
 from .configs import CONFIGS, KernelConfig
 from .launches import first_columns, has_tail, launches
-from .problem import Problem
+from .problem import Problem, check_group_size, layouts_of
 
 
 def why_not(config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
@@ -40,3 +41,32 @@ def ever_legal(problem: Problem) -> list[KernelConfig]:
     of_layout = (config for config in CONFIGS if config.layout == problem.layout and problem.format in config.formats)
     of_arch = (c for c in of_layout if c.is_verified and c.rules.first_arch <= problem.arch <= c.rules.last_arch)
     return [c for config in of_arch for c in config.splits if c.rules.why_never(c, problem) is None]
+
+
+def computes_groups_of_16(arch: int | None = None, layout: str | None = None) -> bool:
+    """Whether a GPU, of `arch` or of any, computes groups of 16 for every M: by what dequantizes them for cuBLAS.
+
+    layout: of the weight; None: of any that its kernels read.
+    """
+    return any(
+        c.unfused and c.groups_of_16 and c.is_verified
+        for c in CONFIGS
+        if layout in (None, c.layout)
+        and (arch is None or (c.layout in layouts_of(arch) and c.rules.first_arch <= arch <= c.rules.last_arch))
+    )
+
+
+def check_kernel_group_size(group_size: int, k: int, arch: Arch | None = None) -> None:
+    """Raises ValueError unless a GPU, of `arch` or of any, takes it: what a CPU takes, and 16 if its kernels do."""
+    check_group_size(group_size, k)
+    number = None if arch is None else parse_arch(arch)
+    if group_size == 16 != k and not computes_groups_of_16(number):
+        gpu, others = (
+            ("a GPU", "CPU alone computes")
+            if not computes_groups_of_16()
+            else (f"sm{number}", "CPU and later GPUs compute")
+        )
+        raise ValueError(
+            f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k} on {gpu}; got 16, which the "
+            f"{others}"
+        )

@@ -44,7 +44,7 @@ class Problem:
     `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
     channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
     that of the packed weight; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
-    unknown format, arch or layout, a group size that K is no multiple of, that no kernel takes or that is not the
+    unknown format, arch or layout, a group size that K is no multiple of, that `gemm` takes nowhere or that is not the
     format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
     """
 
@@ -84,7 +84,7 @@ class Problem:
         if is_code and self.group_size in (-1, self.k, self.k_padded):
             object.__setattr__(self, "group_size", self.k_padded)  # one group: codes have no kernels per channel
         else:
-            check_kernel_group_size(self.group_size, self.k)
+            check_group_size(self.group_size, self.k)
 
     @property
     def bits(self) -> int:
@@ -100,9 +100,9 @@ class Problem:
 
     @property
     def group_step(self) -> int:
-        """The largest of 128, 64 and 32 that divides its groups; all rows are one group per channel."""
+        """The largest of 128, 64, 32 and 16 that divides its groups; all rows are one group per channel."""
         size = self.k_padded if self.per_channel else self.group_size
-        return 128 if size % 128 == 0 else 64 if size % 64 == 0 else 32
+        return next(step for step in (128, 64, 32, 16) if size % step == 0)
 
 
 def padded_k(k: int) -> int:
@@ -111,23 +111,13 @@ def padded_k(k: int) -> int:
 
 
 def check_group_size(group_size: int, k: int) -> None:
-    """Raises ValueError unless `gemm` takes it on a CPU: per channel, 16, 32, or a multiple of 64; dividing K."""
+    """Raises ValueError unless `gemm` takes it: per channel, 16, 32, or a multiple of 64; dividing K."""
     if group_size in (-1, k):
         return
     if group_size not in (16, 32) and (group_size < 64 or group_size % 64 != 0):
         raise ValueError(f"group_size must be -1 (per channel), 16, 32, a multiple of 64, or K = {k}; got {group_size}")
     if k % group_size != 0:
         raise ValueError(f"group_size must divide K = {k}, got {group_size}")
-
-
-def check_kernel_group_size(group_size: int, k: int) -> None:
-    """Raises ValueError unless the kernels of GPUs take it: what a CPU takes, but not 16."""
-    check_group_size(group_size, k)
-    if group_size == 16 != k:
-        raise ValueError(
-            f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k} on a GPU; got 16, which the CPU "
-            "alone computes"
-        )
 
 
 def check_format_groups(format: str, group_size: int, k: int) -> None:

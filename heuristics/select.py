@@ -17,7 +17,7 @@ from .arch import Arch, parse_arch
 from .configs import CONFIGS, KernelConfig
 from .cost import moved_bytes, problem_bytes, total_us
 from .families.base import Split
-from .legal import candidates
+from .legal import candidates, check_kernel_group_size
 from .problem import Problem
 from .slices import longest_k
 from .space import AtK, Order, Row, space_at, space_for
@@ -222,8 +222,17 @@ def _last_resort(problem: Problem) -> KernelConfig:
     p = problem
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused
+    check_kernel_group_size(p.group_size, p.k, p.arch)
     # Too many rows or no fused kernel, and K too long for slices.
-    of_format = [c for c in CONFIGS if p.format in c.formats and c.layout == p.layout and not c.unfused]
+    of_format = [
+        c
+        for c in CONFIGS
+        if p.format in c.formats
+        and c.layout == p.layout
+        and c.groups_of_16 == (p.group_step == 16)
+        and c.is_verified
+        and not c.unfused
+    ]
     most_rows = max((config.max_m for config in of_format), default=0)
     name, most, value = ("m", most_rows, p.m) if most_rows else ("k", longest_k(), p.k)
     raise ValueError(f"{name}: expected at most {most}, got {value}")

@@ -149,7 +149,7 @@ def space_of(
     by_kernel: dict[str, list[KernelConfig]] = {}
     for config in ever_legal(problem):
         family = config.rules
-        is_looked_at = family.min_m is not None and config.split_k in family.splits(config)
+        is_looked_at = family.looked_at_from(config) is not None and config.split_k in family.splits(config)
         if is_looked_at and family.is_calibrated(config, format):
             by_kernel.setdefault(config.kernel, []).append(config)
     kernels: list[Looked] = []
@@ -159,7 +159,7 @@ def space_of(
             continue
         c, family = kernel.config, kernel.config.rules
         first_parts = family.first_parts(c)
-        sizes = family.min_m or 1, c.max_m, c.block_m, c.block_n
+        sizes = family.looked_at_from(c) or 1, c.max_m, c.block_m, c.block_n
         kernels.append(Looked(len(kernels), *sizes, kernel, kernel.bounds, first_parts, family.takes_tail))
     return Space(kernels, sm_count)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -62,6 +62,48 @@ def cuda_device() -> torch.device:
     if not cuda_built():
         pytest.skip("the CUDA kernels are not built")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
+    from weightonly.heuristics import select
+    from weightonly.heuristics.space import space_at, space_of
+
+    caches: tuple[Any, ...] = (select, space_at, space_of)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """Every kernel for groups of 16 counts as verified."""
+    _set_groups_of_16(monkeypatch, True)
+
+
+@pytest.fixture
+def no_groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """No kernel for groups of 16 counts as verified."""
+    _set_groups_of_16(monkeypatch, False)
+
+
+def _set_groups_of_16(monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
+    from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+
+    for family in GROUPS_OF_16_VERIFIED:
+        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, verified)
+
+
+@pytest.fixture
+def compiled_groups_of_16(groups_of_16: None) -> None:
+    """The same for tests on a GPU; skips where the build is without these kernels (WEIGHTONLY_UNVERIFIED=on)."""
+    from weightonly.kernels import dequantizes_groups_of_16
+
+    if not dequantizes_groups_of_16():
+        pytest.skip("the kernels for groups of 16 are not built")
 
 
 @pytest.fixture

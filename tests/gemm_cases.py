@@ -93,6 +93,11 @@ def formats_of(layout: str) -> tuple[str, ...]:
     return ("int4", "int8", "code4") if layout in CODE_LAYOUTS else ("int4", "int8")
 
 
+def own_groups(config: KernelConfig, group_size: int) -> int:
+    """The group size, or 16 where the configuration computes no others."""
+    return 16 if config.groups_of_16 else group_size
+
+
 def this_gpu() -> int:
     return device_arch(torch.cuda.current_device())
 

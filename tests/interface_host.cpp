@@ -16,7 +16,8 @@ using weightonly::KernelEntry;
 KernelEntry const gemv = {"gemv_f16_int4_group", &count_launch, 4, 0};
 KernelEntry const gemm = {"gemm_sm80_f16_int8_group_zeros", &count_launch, 1 << 30, 0};
 KernelEntry const decode = {"decode_sm90_f16_code4_group", &count_launch, 16, 8};
-KernelEntry const* const table[] = {&gemv, &gemm, &decode};
+KernelEntry const of_16 = {"gemm_sm80_g16_f16_int4_group", &count_launch, 1 << 30, 0};
+KernelEntry const* const table[] = {&gemv, &gemm, &decode, &of_16};
 
 cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStream_t) {
   ++launches;
@@ -33,7 +34,7 @@ GroupedEntry const* const grouped_table[] = {&grouped, &interleaved};
 namespace weightonly {
 
 KernelEntry const* const* const kKernels = table;
-int const kKernelCount = 3;
+int const kKernelCount = 4;
 GroupedEntry const* const* const kGroupedKernels = grouped_table;
 int const kGroupedKernelCount = 2;
 char const* const kArchs = "80,90a";

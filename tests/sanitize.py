@@ -33,7 +33,7 @@ CONVERSIONS = "conversions"
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch with ragged M, N and, with groups of 32, K."""
+    """One launch with ragged M, N and, with groups of 16 and 32, K."""
 
     config: KernelConfig
     types: TypeConfig
@@ -47,7 +47,7 @@ class Launch:
 
 
 def launch_of(config: KernelConfig, types: TypeConfig, group_size: int, sms: int) -> Launch:
-    k, n = (480 if group_size == 32 else 5 * group_size), 72
+    k, n = {16: 656, 32: 480}.get(group_size, 5 * group_size), 72
     if config.family == "decode_sm90" and config.split_k > 1:
         # Three tiles and a ragged one per cluster: every buffer and barrier is used a second time.
         n = 3 * resident_clusters(sms, config.split_k) * config.block_n + 8
@@ -66,6 +66,7 @@ def launches(configs: Iterable[KernelConfig], arch: int, sms: int) -> list[Launc
                 continue
             # gemm_sm90 has other loops for groups that are longer than a k_block.
             sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
+            sizes = (16,) if config.groups_of_16 else sizes
             for split_k in (1, 2):
                 for size in sizes:
                     one = launch_of(config.with_split_k(split_k), types, size, sms)

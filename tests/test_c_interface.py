@@ -43,7 +43,7 @@ STRUCTS = [
 ]
 """In the order of wo_struct_bytes."""
 
-GEMV, GEMM, DECODE = range(3)
+GEMV, GEMM, DECODE, OF_16 = range(4)
 TILED, INTERLEAVED = range(2)
 """Kernels of tests/interface_host.cpp, and its grouped ones."""
 
@@ -115,6 +115,10 @@ REFUSED: list[tuple[int, dict[str, int], str]] = [
     (GEMV, {"group_size": 0}, "group_size must be 32 or a multiple of 64, got 0"),
     (GEMV, {"group_size": -64}, "group_size must be"),
     (GEMV, {"group_size": 96}, "group_size must be"),
+    (GEMV, {"group_size": 16}, "group_size must be 32 or a multiple of 64, got 16"),
+    (DECODE, {"group_size": 16}, "group_size must be 32 or a multiple of 64, got 16"),
+    (OF_16, {"group_size": 32}, "group_size must be 16, got 32"),
+    (OF_16, {"group_size": 16, "ld_scales": 2**56}, "ld_scales must be such that"),
     (GEMV, {"split_k": 0}, "split_k must be 1 to 65535"),
     (GEMV, {"split_k": 65536}, "split_k must be 1 to 65535"),
     (GEMV, {"split_k": 2, "partials": 0}, "partials must be a 16-byte aligned address when split_k > 1"),
@@ -152,6 +156,8 @@ def host_name(library: ctypes.CDLL, kernel: int) -> str:
         (GEMV, {"k_padded": 1 << 20}),
         (GEMV, {"m": 1, "ldy": 0}),
         (GEMV, {"group_size": 32}),
+        (GEMV, {"ld_scales": 2**56}),  # four rows of groups of 32
+        (OF_16, {"group_size": 16, "ld_scales": 2**55}),
         (GEMV, {"split_k": 65535}),
         (GEMM, {"m": 1 << 20}),
         (GEMM, {"split_k": 1, "partials": 0}),
@@ -239,10 +245,10 @@ def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     assert grouped(host, kernel=2) == (1, "kernel must be 0 to 1, got 2")
 
 
-@pytest.mark.parametrize("kernel", [-1, 3, 2**31 - 1])
+@pytest.mark.parametrize("kernel", [-1, 4, 2**31 - 1])
 def test_other_kernels_are_refused(kernel: int, host: ctypes.CDLL) -> None:
     status, text = gemm(host, kernel, params())
-    assert status != 0 and text == f"kernel must be 0 to 2, got {kernel}"
+    assert status != 0 and text == f"kernel must be 0 to 3, got {kernel}"
     host.wo_kernel_name.restype = ctypes.c_char_p
     assert host.wo_kernel_name(kernel) is None
 

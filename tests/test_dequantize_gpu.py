@@ -11,13 +11,14 @@ from gemm_cases import DTYPES
 
 import weightonly as wo
 from weightonly import reference
+from weightonly.kernels import dequantizes_groups_of_16
 from weightonly.operands import aligned_rows
 
 pytestmark = pytest.mark.gpu
 
 DEQUANTIZE = sys.modules["weightonly.ops.dequantize"]
 LAYOUTS = ["tiled", "interleaved"]
-FORMATS = ["int4", "int8", "nf4", "fp4", "code4"]
+FORMATS = ["int4", "int8", "nf4", "fp4", "code4", "nvfp4"]
 SHAPES = [
     # K, N, group size
     (64, 64, 64),
@@ -32,10 +33,21 @@ SHAPES = [
     (130, 4097, -1),
     (4096, 72, 64),
 ]
+SHAPES_OF_16 = [
+    (64, 64),
+    (512, 256),
+    (1536, 328),
+    (1040, 136),
+    (208, 77),
+    (80, 33),
+    (48, 1),
+    (32, 4097),
+    (4112, 72),
+]
 
 
 def skip_unless_read(format: str, layout: str, zeros: bool) -> None:
-    if format in ("nf4", "fp4", "code4") and (layout == "row_major" or zeros):
+    if format in ("nf4", "fp4", "code4", "nvfp4") and (layout == "row_major" or zeros):
         pytest.skip("codes are interleaved or tiled, without zeros")
 
 
@@ -60,12 +72,46 @@ def test_dequantize_equals_the_cpu(
     kernel_only: torch.device, generator: torch.Generator, format: str, layout: str, dtype: str, zeros: bool
 ) -> None:
     skip_unless_read(format, layout, zeros)
+    if format == "nvfp4":
+        pytest.skip("its groups are of 16")
     for k, n, group_size in SHAPES:
-        weight = random_weight(k, n, format, layout, DTYPES[dtype], group_size, zeros, generator)
-        expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
-        w = wo.dequantize(*weight.on(kernel_only))
-        assert w.shape == (k, n) and w.dtype == DTYPES[dtype] and w.is_contiguous()
-        assert torch.equal(w.cpu(), expected), (k, n, group_size)
+        check(kernel_only, k, n, format, layout, dtype, group_size, zeros, generator)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups_of_16_equal_the_cpu(
+    kernel_only: torch.device,
+    compiled_groups_of_16: None,
+    generator: torch.Generator,
+    format: str,
+    layout: str,
+    dtype: str,
+    zeros: bool,
+) -> None:
+    skip_unless_read(format, layout, zeros)
+    for k, n in SHAPES_OF_16:
+        check(kernel_only, k, n, format, layout, dtype, 16, zeros, generator)
+
+
+def check(
+    device: torch.device,
+    k: int,
+    n: int,
+    format: str,
+    layout: str,
+    dtype: str,
+    group_size: int,
+    zeros: bool,
+    g: torch.Generator,
+) -> None:
+    weight = random_weight(k, n, format, layout, DTYPES[dtype], group_size, zeros, g)
+    expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
+    w = wo.dequantize(*weight.on(device))
+    assert w.shape == (k, n) and w.dtype == DTYPES[dtype] and w.is_contiguous()
+    assert torch.equal(w.cpu(), expected), (k, n, group_size)
 
 
 @pytest.mark.parametrize("exponent", [-140, -133, -24, -15, 8, 14, 124])
@@ -74,13 +120,33 @@ def test_dequantize_equals_the_cpu(
 def test_smallest_and_largest_scales(
     kernel_only: torch.device, generator: torch.Generator, layout: str, dtype: str, exponent: int
 ) -> None:
+    check_scales_around(kernel_only, exponent, layout, dtype, 64, generator)
+
+
+@pytest.mark.parametrize("exponent", [-140, -24, 8, 124])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_smallest_and_largest_scales_of_groups_of_16(
+    kernel_only: torch.device,
+    compiled_groups_of_16: None,
+    generator: torch.Generator,
+    layout: str,
+    dtype: str,
+    exponent: int,
+) -> None:
+    check_scales_around(kernel_only, exponent, layout, dtype, 16, generator)
+
+
+def check_scales_around(
+    device: torch.device, exponent: int, layout: str, dtype: str, group_size: int, g: torch.Generator
+) -> None:
     """Denormal results, zeros with a sign, infinities."""
-    for format in FORMATS:
+    for format in (f for f in FORMATS if f != "nvfp4" or group_size == 16):
         for zeros in (False, True):
             if format in ("int4", "int8") or (layout == "tiled" and not zeros):
-                weight = random_weight(256, 200, format, layout, DTYPES[dtype], 64, zeros, generator, exponent)
+                weight = random_weight(256, 200, format, layout, DTYPES[dtype], group_size, zeros, g, exponent)
                 expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
-                w = wo.dequantize(*weight.on(kernel_only)).cpu()
+                w = wo.dequantize(*weight.on(device)).cpu()
                 nan = expected.isnan()  # infinite scales times 0
                 assert torch.equal(w.isnan(), nan)
                 assert torch.equal(w[~nan].view(torch.int16), expected[~nan].view(torch.int16)), (format, zeros)
@@ -94,8 +160,12 @@ def test_columns_go_where_they_belong(
 ) -> None:
     """A range of columns in a frame of NaN that stays as it is: 16-byte stores, and rows not aligned for them."""
     skip_unless_read(format, layout, False)
-    k, n = 328, 456
-    weight = random_weight(k, n, format, layout, torch.float16, -1, format == "int8", generator)
+    k, n, group_size = 328, 456, -1
+    if format == "nvfp4":
+        if not dequantizes_groups_of_16():
+            pytest.skip("the kernels for groups of 16 are not built")
+        k, group_size = 336, 16
+    weight = random_weight(k, n, format, layout, torch.float16, group_size, format == "int8", generator)
     expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
     qweight, scales, zeros = weight.on(kernel_only)
     scales = aligned_rows(scales, qweight.n_padded)
@@ -204,7 +274,7 @@ BAD_PARAMETERS = {
     "n_end": ({"n_end": 129}, r"n_end must be from n_begin \+ 1 to n_padded, got 129"),
     "ldw": ({"ldw": 99}, "ldw must be at least the number of columns, got 99"),
     "ld_scales": ({"ld_scales": 132}, "ld_scales must be a multiple of 8 from n_padded on, got 132"),
-    "group_size": ({"group_size": 96}, "group_size must be 32 or a multiple of 64, got 96"),
+    "group_size": ({"group_size": 96}, "group_size must be (16, )?32 or a multiple of 64, got 96"),
 }
 
 

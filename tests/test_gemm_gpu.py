@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from gemm_cases import (
     check_random,
     formats_of,
     make,
+    own_groups,
     own_layout,
     require,
     run,
@@ -31,21 +33,22 @@ from weightonly.plan import cache
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
 MODES = {"channel": (-1, False), "group128": (128, False), "group32zeros": (32, True), "channelzeros": (-1, True)}
-PAIRS = [
-    pytest.param(config, format, dtype, id=f"{config.kernel}-{dtype}-{format}")
+MODES_OF_16 = {"group16": (16, False), "group16zeros": (16, True)}
+KERNELS = [
+    pytest.param(config, format, dtype, mode, id=f"{config.kernel}-{dtype}-{format}-{mode}")
     for config in CONFIGS
     for format in config.formats
     if format != "code4" or not config.unfused  # test_unfused_gpu.py
     for dtype in FAMILIES[config.family].dtypes
+    for mode in (MODES_OF_16 if config.groups_of_16 else MODES)
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("config", "format", "dtype"), PAIRS)
+@pytest.mark.parametrize(("config", "format", "dtype", "mode"), KERNELS)
 def test_every_kernel_is_bit_exact_on_the_grid(
     cuda_device: torch.device, generator: torch.Generator, config: KernelConfig, format: str, dtype: str, mode: str
 ) -> None:
-    group_size, zeros = MODES[mode]
+    group_size, zeros = (MODES | MODES_OF_16)[mode]
     ragged = Case(k=640, n=328, format=format, dtype=dtype, group_size=group_size, zeros=zeros)
     require(config, ragged)
     m = min(config.max_m, config.block_m + 5)
@@ -58,12 +61,11 @@ def test_every_kernel_is_bit_exact_on_the_grid(
         check_exact(m, replace(ragged, k=672 - 8 * (group_size == -1), n=2 * config.block_n - 24), config, generator)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("config", "format", "dtype"), PAIRS)
+@pytest.mark.parametrize(("config", "format", "dtype", "mode"), KERNELS)
 def test_every_kernel_is_as_accurate_as_cublas(
     cuda_device: torch.device, generator: torch.Generator, config: KernelConfig, format: str, dtype: str, mode: str
 ) -> None:
-    group_size, zeros = MODES[mode]
+    group_size, zeros = (MODES | MODES_OF_16)[mode]
     case = Case(k=1024, n=520, format=format, dtype=dtype, group_size=group_size, zeros=zeros)
     require(config, case)
     m = min(config.max_m, 2 * config.block_m - 1)
@@ -84,7 +86,7 @@ def test_clusters_that_go_through_many_tiles(
             continue
         for split_k, k in ((1, 256), (3, 1216), (5, 1216), (8, 1600)):
             slots = resident_clusters(sm_count(torch.cuda.current_device()), split_k)
-            case = Case(k, 5 * slots * config.block_n + 40, format, "f16", 64)
+            case = Case(k, 5 * slots * config.block_n + 40, format, "f16", own_groups(config, 64))
             for split in splits(config, config.max_m, case, (split_k,)):
                 check_exact(config.max_m, case, split, generator)
 
@@ -96,7 +98,8 @@ def test_tiles_that_do_not_divide_the_columns(cuda_device: torch.device, generat
         if config.family == "decode_sm90":
             for format in config.formats:
                 group_size, zeros = (32, True) if format == "int8" else (128, False)
-                case = Case(640, n, format, "bf16", group_size, zeros)
+                zeros = zeros or (config.groups_of_16 and format == "int4")
+                case = Case(640, n, format, "bf16", own_groups(config, group_size), zeros)
                 for split in splits(config, 3, case, (1, 2)):
                     check_exact(3, case, split, generator)
 
@@ -125,7 +128,7 @@ def test_swizzled_token_tiles(cuda_device: torch.device, generator: torch.Genera
     """The tile swizzle makes two groups of four token tiles and one of three: each tile is computed once."""
     for config in wo.kernels():
         if config.family == "gemm_sm90":
-            case = Case(256, n, config.formats[0], "f16", 128)
+            case = Case(256, n, config.formats[0], "f16", own_groups(config, 128))
             for split in splits(config, 1, case, (1, 2)):
                 check_exact(11 * config.block_m - 3, case, split, generator)
 
@@ -133,17 +136,56 @@ def test_swizzled_token_tiles(cuda_device: torch.device, generator: torch.Genera
 @pytest.mark.parametrize("layout", ["own", "interleaved"])
 @pytest.mark.parametrize(("k", "n"), [(512, 328), (4096, 1000), (14336, 72)], ids=str)
 def test_every_small_batch(cuda_device: torch.device, generator: torch.Generator, k: int, n: int, layout: str) -> None:
+    check_small_batches(k, n, layout, 128, generator)
+
+
+@pytest.mark.parametrize("layout", ["own", "interleaved"])
+@pytest.mark.parametrize(("k", "n"), [(512, 328), (4112, 1000)], ids=str)
+def test_every_small_batch_in_groups_of_16(
+    cuda_device: torch.device, compiled_groups_of_16: None, generator: torch.Generator, k: int, n: int, layout: str
+) -> None:
+    check_small_batches(k, n, layout, 16, generator)
+
+
+def check_small_batches(k: int, n: int, layout: str, group_size: int, g: torch.Generator) -> None:
     """Every M from 1 to 72: the heuristic goes from one kernel to the next without a gap."""
     read = layouts_of(this_gpu())
     if layout not in ("own", *read[1:]):
         pytest.skip("this GPU has one layout")
     layout = read[0] if layout == "own" else layout
     for format in formats_of(layout):
-        o = make(Case(k, n, format), generator, layout, exact=True)
-        x = torch.randint(-1, 2, (72, k), generator=generator).half().cuda()
+        o = make(Case(k, n, format, group_size=group_size), g, layout, exact=True)
+        x = torch.randint(-1, 2, (72, k), generator=g).half().cuda()
         expected = (x.double() @ o.w64).half()
         for m in range(1, 73):
             assert torch.equal(run(x[:m], o), expected[:m]), (format, m)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 7, 8, 9, 17, 33, 64, 65, 100, 129, 300])
+@pytest.mark.parametrize(("k", "n"), [(16, 33), (32, 1), (48, 65), (80, 31), (272, 130), (4112, 66)], ids=str)
+def test_any_shape_in_groups_of_16(
+    cuda_device: torch.device, compiled_groups_of_16: None, generator: torch.Generator, m: int, k: int, n: int
+) -> None:
+    for format in formats_of(own_layout()):
+        for dtype in ("f16", "bf16"):
+            check_exact(m, Case(k, n, format, dtype, group_size=16), None, generator)
+            if format != "code4":
+                check_exact(m, Case(k, n, format, dtype, group_size=16, zeros=True), None, generator)
+
+
+def test_nvfp4(cuda_device: torch.device, compiled_groups_of_16: None, generator: torch.Generator) -> None:
+    """From floats to y: the codes and scales that `quantize` makes, in every number of rows."""
+    w = torch.randn(1040, 328, generator=generator)
+    q, scales, _ = wo.quantize(w, format="nvfp4")
+    for layout in layouts_of(this_gpu()):
+        qweight = wo.preprocess(q, format="nvfp4", layout=layout).to(cuda_device)
+        w64 = wo.dequantize(qweight, scales.cuda()).double()
+        for m in (1, 5, 8, 16, 64, 200, 700):
+            x = torch.randn(m, 1040, generator=generator).half().cuda()
+            expected, peer = x.double() @ w64, x @ w64.half()
+            y = wo.gemm(x, qweight, scales.cuda())
+            error = (y.double() - expected).norm()
+            assert error <= 2 * (peer.double() - expected).norm() + 1e-6 * expected.norm(), (layout, m)
 
 
 SHAPES = [(1, 1), (8, 1), (63, 65), (64, 64), (72, 31), (128, 4096), (200, 130), (257, 33), (4104, 66), (4096, 1)]
@@ -157,12 +199,12 @@ def test_any_shape(cuda_device: torch.device, generator: torch.Generator, m: int
             check_exact(m, Case(k, n, format, dtype, group_size=-1), None, generator)
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, 192, 320, 960])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 192, 320, 960])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, group_size: int, zeros: bool) -> None:
     k = 1920
     for config in wo.kernels():
-        if config.layout != "row_major":
+        if config.layout != "row_major" and config.groups_of_16 == (group_size == 16):
             formats = config.formats if config.shares_cluster else {config.formats[0], config.formats[-1]}
             for format in formats:
                 if zeros and format == "code4":
@@ -175,7 +217,7 @@ def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, grou
 @pytest.mark.parametrize("split_k", range(1, 9))
 def test_split_k(cuda_device: torch.device, generator: torch.Generator, split_k: int) -> None:
     for config in wo.kernels():
-        case = Case(7 * 1024, 72, config.formats[0], "f16", 64)
+        case = Case(7 * 1024, 72, config.formats[0], "f16", own_groups(config, 64))
         require(config, case)
         m = min(config.max_m, 18)
         for split in splits(config, m, case, (split_k,)):
@@ -187,21 +229,22 @@ def test_activations(cuda_device: torch.device, generator: torch.Generator, acti
     for m in (1, 4, 40, 200):
         for config in wo.kernels():
             if m <= config.max_m:
-                case = Case(512, 96, config.formats[0])
+                case = Case(512, 96, config.formats[0], group_size=own_groups(config, 128))
                 for split in splits(config, m, case, (1, 2)):
                     check_random(m, case, split, generator, activation)
 
 
 def test_huge_and_tiny_bf16(cuda_device: torch.device, generator: torch.Generator) -> None:
     """bf16 spans fp32's exponents; kernels that work on bit patterns must not overflow or flush."""
-    for layout in layouts_of(this_gpu()):
-        o = make(Case(512, 64, "int4", "bf16", 128), generator, layout, exact=True)
+    for layout, group_size in itertools.product(layouts_of(this_gpu()), (128, 16)):
+        o = make(Case(512, 64, "int4", "bf16", group_size), generator, layout, exact=True)
         for exponent in (-110, -60, 0, 60, 110):
             x = (torch.randn(1, 512, generator=generator).double() * 2.0**exponent).bfloat16().cuda()
             expected = x.double() @ o.w64
             for config in wo.kernels():
                 can_bf16 = "bf16" in FAMILIES[config.family].dtypes
-                if config.layout == layout and "int4" in config.formats and can_bf16:
+                has_groups = config.groups_of_16 == (group_size == 16)
+                if config.layout == layout and "int4" in config.formats and can_bf16 and has_groups:
                     y = wo.gemm(x, o.qweight, o.scales, config=config)
                     assert ((y.double() - expected).norm() / expected.norm()) < 0.01, (config, exponent)
 

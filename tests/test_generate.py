@@ -16,7 +16,7 @@ import generate  # noqa: E402  (found through the line above)
 
 
 def constants(symbol: str) -> dict[str, int]:
-    text = next(k for k in generate.all_kernels() if k.symbol == symbol).text()
+    text = next(k for k in generate.all_kernels(unverified=True) if k.symbol == symbol).text()
     return {name: int(value) for name, value in re.findall(r"static constexpr int (\w+) = (\d+);", text)}
 
 
@@ -25,25 +25,29 @@ def constants(symbol: str) -> dict[str, int]:
     [
         (
             "decode_sm90_8x32x2048_w8x32_s2_f16_int4_group",
-            {"kRowTiles": 2, "kWarpsK": 16, "kStages": 2},
+            {"kRowTiles": 2, "kWarpsK": 16, "kStages": 2, "kLeastGroup": 32},
         ),
         (
             "decode_sm90_8x64x512_w8x64_s2_bf16_int8_channel",
-            {"kRowTiles": 4, "kWarpsK": 8, "kStages": 2},
+            {"kRowTiles": 4, "kWarpsK": 8, "kStages": 2, "kLeastGroup": 32},
         ),
         (
             "gemm_sm90_32x256x128_w32x64_s6_f16_int4_group_zeros",
-            {"kTileM": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6},
+            {"kTileM": 32, "kWarpgroupsN": 4, "kWarpgroupsK": 1, "kStages": 6, "kLeastGroup": 32},
         ),
         (
             "gemm_sm90_16x64x512_w16x64_s4_bf16_int8_group",
-            {"kTileM": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 4},
+            {"kTileM": 16, "kWarpgroupsN": 1, "kWarpgroupsK": 4, "kStages": 4, "kLeastGroup": 32},
         ),
         (
             "gemm_sm80_16x64x64_w16x32_s4_f16_int4_group",
-            {"kBlockM": 16, "kBlockN": 64, "kWarpM": 16, "kWarpN": 32, "kStages": 4},
+            {"kBlockM": 16, "kBlockN": 64, "kWarpM": 16, "kWarpN": 32, "kStages": 4, "kLeastGroup": 32},
         ),
-        ("gemv_1x16x1024_f16_int4_channel", {"kTokens": 1, "kLines": 4, "kWarps": 4}),
+        ("gemv_1x16x1024_f16_int4_channel", {"kTokens": 1, "kLines": 4, "kWarps": 4, "kLeastGroup": 32}),
+        (
+            "decode_sm90_8x32x1024_w8x32_s2_g16_f16_int8_group",
+            {"kRowTiles": 2, "kWarpsK": 16, "kStages": 2, "kLeastGroup": 16},
+        ),
     ],
 )
 def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
@@ -130,6 +134,26 @@ def test_other_targets_are_refused(arch: str) -> None:
         generate.parse_archs(f"80,{arch}")
 
 
+@pytest.mark.parametrize("unverified", [False, True], ids=["verified", "all"])
+def test_a_build_has_kernels_of_groups_of_16(tmp_path: Path, unverified: bool) -> None:
+    """No GPU has run them: only a build that asks for them."""
+    # The build's list is one of its own: generate.py imports heuristics/ without the package.
+    flags = sys.modules["heuristics.families.base"].GROUPS_OF_16_VERIFIED
+    before = dict(flags)
+    flags.update(dict.fromkeys(flags, False))
+    try:
+        kernels = generate.generate(tmp_path, ["80", "90a"], unverified)
+    finally:
+        flags.update(before)
+    families = {k.config.family for k in kernels if k.config.groups_of_16}
+    expected = {"decode_sm90", "gemm_sm90", "gemv", "decode_sm80", "gemm_sm80"}
+    assert families == (expected if unverified else set())
+    (line,) = (line for line in (tmp_path / "units.cmake").read_text().splitlines() if "convert/dequantize.cu" in line)
+    assert ("-DWEIGHTONLY_GROUPS_OF_16" in line) == unverified
+    source = (ROOT / "kernels" / "convert" / "dequantize.cu").read_text()
+    assert source.count("#if defined(WEIGHTONLY_GROUPS_OF_16)") == 2
+
+
 def test_files_of_a_build(tmp_path: Path) -> None:
     stale = tmp_path / "gemm_of_yesterday.cu"
     stale.touch()
@@ -138,7 +162,7 @@ def test_files_of_a_build(tmp_path: Path) -> None:
         f"{c.kernel}_{t.name}"
         for c in CONFIGS
         for t in kernel_types(c)
-        if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused
+        if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused and c.is_verified
     }
     grouped = {f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS if c.is_verified for t in kernel_types(c)}
     assert {k.symbol for k in kernels} == expected | grouped

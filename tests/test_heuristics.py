@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightonly.heuristics import KernelConfig, Problem, candidates, legal, select
-from weightonly.heuristics.configs import CONFIGS, TYPES, kernel_types
+from weightonly.heuristics.configs import CONFIGS, FITTED_CONFIGS, TYPES, kernel_types
 from weightonly.heuristics.constants import WaveTimes
 from weightonly.heuristics.cost import problem_bytes, total_us
 from weightonly.heuristics.families.waves import WaveFamily, ctas_per_sm, waves_us
@@ -89,7 +89,7 @@ def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
                 assert min(config.rules.times(config, format, 90)) > 0
     calibrated = {(c.kernel, f) for c in with_kernels for f in c.formats}
     assert set(WAVES.kernels) <= calibrated, "constants of kernels that no longer exist"
-    hopper = {(c.kernel, f) for c in CONFIGS for f in c.formats if c.shares_cluster}
+    hopper = {(c.kernel, f) for c in FITTED_CONFIGS for f in c.formats if c.shares_cluster}
     assert set(DECODE_SM90.kernels) | set(GEMM_SM90.kernels) == hopper
     assert all(min(times) > 0 for cost in (DECODE_SM90, GEMM_SM90) for times in cost.kernels.values())
 
@@ -137,8 +137,7 @@ def test_the_choice_is_legal_and_the_cheapest(p: Problem) -> None:
         for c in candidates(p)
         if c.split_k in c.rules.splits(c)
         and (c.shares_cluster or c.rules.tiles(c, p.m, p.n) * (c.split_k - 1) <= 2 * p.sm_count)
-        and c.rules.min_m is not None
-        and p.m >= c.rules.min_m
+        and (c.rules.looked_at_from(c) or p.m + 1) <= p.m
     ]
     cheapest = min(estimate_us(c, p) for c in looked_at)
     assert estimate_us(choice, p) <= 1.0001 * cheapest

@@ -44,6 +44,7 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
     [
         # barriers + 2 stages of 16 warps (weights + rows of scales) + twice the accumulators (+ those sent) + x
         pytest.param(1, 4096, 128, False, 1, 128 + 32 * (2 * 1024 + 128) + 32 * 128 + 8192 + 16, id="group128"),
+        pytest.param(8, 4096, 16, True, 1, 128 + 32 * (2 * 1024 + 16 * 128) + 8 * (32 * 128 + 8208), id="group16zeros"),
         pytest.param(8, 4096, 32, True, 1, 128 + 32 * (2 * 1024 + 8 * 128) + 8 * (32 * 128 + 8208), id="group32zeros"),
         pytest.param(1, 4224, 192, False, 1, 128 + 32 * (2 * 1024 + 2 * 128) + 32 * 128 + 33 * 256 + 16, id="group192"),
         pytest.param(1, 4160, -1, True, 1, 128 + 32 * (2 * 1024 + 4 * 128) + 32 * 128 + 33 * 256 + 16, id="odd K"),
@@ -56,7 +57,8 @@ def test_names_and_sizes_of_the_hopper_kernels() -> None:
 def test_shared_memory_of_decode(
     m: int, k_padded: int, group_size: int, zeros: bool, split_k: int, expected_bytes: int
 ) -> None:
-    config = next(c for c in CONFIGS if c.kernel == "decode_sm90_8x32x2048_w8x32_s2").with_split_k(abs(split_k))
+    kernel = "decode_sm90_8x32x2048_w8x32_s2" + ("_g16" if group_size == 16 else "")
+    config = next(c for c in CONFIGS if c.kernel == kernel).with_split_k(abs(split_k))
     n = 39 * 32 * 4 if split_k < 0 else 38 * 32
     p = Problem(m, n, k_padded, "int4", group_size, 90, 132, "tiled", zeros)
     assert abs(split_k) == 1 or resident_clusters(132, abs(split_k)) == 39
@@ -79,10 +81,10 @@ def items(config: KernelConfig) -> int:
 def stage_and_end_bytes(config: KernelConfig, format: str, scale_rows: int) -> tuple[int, int]:
     """Of gemm_sm90: all of its stages, and what takes their place at the end, the sums of all of its warpgroups.
 
-    scale_rows: of scales and zero points, for 32 k.
+    scale_rows: of scales and zero points, for the smallest groups.
     """
     weight_bytes = config.block_n * config.block_k * (8 if format == "int8" else 4) // 8
-    scale_bytes = scale_rows * config.block_k // 32 * config.block_n * 2
+    scale_bytes = scale_rows * config.block_k // config.least_group * config.block_n * 2
     stages_bytes = config.stages * (config.block_k * config.block_m * 2 + weight_bytes + scale_bytes)
     if format == "code4":
         stages_bytes += (64 if config.block_m <= 32 else 32) * 1024

@@ -273,8 +273,8 @@ def test_hopper_computes_mxfp4_by_the_kernels_of_codes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nvfp4", 16), "group_size must be .* on a GPU; got 16, which the CPU alone computes"),
-        (("int4", 16), "group_size must be .* on a GPU; got 16"),
+        (("nvfp4", 32), "group_size must be 16 for nvfp4, got 32"),
+        (("int4", 48), "group_size must be .*; got 48"),
         (("mxfp4", 64), "group_size must be 32 for mxfp4, got 64"),
         (("mxfp4", -1), "group_size must be 32 for mxfp4, got -1"),
     ],
@@ -285,7 +285,7 @@ def test_what_no_kernel_computes(arguments: tuple[str, int], message: str) -> No
         Problem(1, 64, 128, *arguments, 90, 132)
 
 
-def test_layers_for_a_gpu_that_does_not_compute_them() -> None:
+def test_layers_for_a_gpu_that_does_not_compute_them(no_groups_of_16: None) -> None:
     linear = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match="on a GPU; got 16"):
         Linear.from_linear(linear, format="nvfp4", arch="sm90")
@@ -296,7 +296,7 @@ def test_layers_for_a_gpu_that_does_not_compute_them() -> None:
 
 
 @pytest.mark.gpu
-def test_groups_of_16_on_a_gpu_are_refused(cuda_device: torch.device) -> None:
+def test_groups_of_16_on_a_gpu_are_refused(cuda_device: torch.device, no_groups_of_16: None) -> None:
     packed = wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), 4).to(cuda_device)
     x, scales = torch.ones(1, 64).half().to(cuda_device), torch.ones(4, 64).half().to(cuda_device)
     with pytest.raises(ValueError, match=r"scales: .*on a GPU; got 16.*quantize it again with groups of 32"):

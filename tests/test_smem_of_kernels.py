@@ -50,6 +50,8 @@ def problems(kernel: generate.Kernel) -> Iterator[Problem]:
     """Sizes that meet every case of the formulas: few and many tokens, n-tiles cut by N, K cut by its padding."""
     zeros = kernel.types.scale_mode == "group_zeros"
     group_sizes = [-1] if kernel.types.scale_mode == "channel" else [32, 64, 128, 192] + [-1] * zeros
+    if kernel.config.groups_of_16:
+        group_sizes = [16]
     for m, n, k in ((1, 4096, 4096), (5, 6144, 4160), (8, 28672, 768)):
         for group_size in group_sizes:
             if group_size == -1 or k % group_size == 0:

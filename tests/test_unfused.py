@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import weightonly as wo
 from weightonly import reference
 from weightonly.args import GemmArgs
 from weightonly.heuristics import Problem, candidates, legal, select, slices
-from weightonly.heuristics.configs import CONFIGS, FAMILIES, TypeConfig
+from weightonly.heuristics.configs import CONFIGS, FAMILIES, FITTED_CONFIGS, TypeConfig
 from weightonly.heuristics.constants import UnfusedConstants
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.dequantize_cublas import MIN_M, Counts, DequantizeCublas, unfused_work
@@ -27,11 +26,10 @@ from weightonly.heuristics.launches import estimate_us
 from weightonly.heuristics.machine import machine
 from weightonly.heuristics.problem import layouts_of
 from weightonly.heuristics.slices import WORKSPACE_BYTES, slice_columns
-from weightonly.heuristics.space import space_at, space_of
 from weightonly.plan import unfused
 from weightonly.plan.unfused import UnfusedPlan
 
-UNFUSED = {c.layout: c for c in CONFIGS if c.unfused}
+UNFUSED = {c.layout: c for c in FITTED_CONFIGS if c.unfused}
 LONGEST_K = 1 << 19
 PLAN = sys.modules["weightonly.plan.choose"]
 KERNELS = sys.modules["weightonly.kernels"]  # `weightonly.kernels` is the function
@@ -153,17 +151,6 @@ def test_not_looked_at_for_few_rows() -> None:
 def test_small_weights_go_to_hoppers_kernels(m: int, n: int, k: int, format: str, group_size: int) -> None:
     """Measured on an H200: dequantizing them for cuBLAS takes 1.4 to 2.2 times as long."""
     assert select(m, n, k, format, group_size, 90, 132).family == "gemm_sm90"
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
-    caches: tuple[Any, ...] = (select, space_at, space_of)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
 
 
 def test_formats_without_another_kernel(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:

@@ -17,9 +17,10 @@ from weightonly.heuristics.problem import layouts_of
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
 
-def unfused_configs() -> list[KernelConfig]:
-    """Those of this GPU."""
-    return [c for c in CONFIGS if c.unfused and c.layout in layouts_of(this_gpu())]
+def unfused_configs(groups_of_16: bool = False) -> list[KernelConfig]:
+    """Those of this GPU, for groups of 16 or for all others."""
+    of_groups = (c for c in CONFIGS if c.unfused and c.groups_of_16 == groups_of_16)
+    return [c for c in of_groups if c.layout in layouts_of(this_gpu())]
 
 
 @pytest.fixture
@@ -38,6 +39,23 @@ def test_many_slices(
             Case(1024, 1000, "int4", dtype, 128, zeros=True),
             Case(1000, 257, "int8", dtype, -1),
             Case(960, 65, "int4", dtype, 32),
+        ):
+            require(config, case)
+            check_exact(m, case, config, generator)
+            check_random(m, case, config, generator, "gelu")
+
+
+@pytest.mark.parametrize("m", [1, 7, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_slices_in_groups_of_16(
+    cuda_device: torch.device, small_slices: None, generator: torch.Generator, dtype: str, m: int
+) -> None:
+    for config in unfused_configs(groups_of_16=True):
+        for case in (
+            Case(1024, 1000, "int4", dtype, 16, zeros=True),
+            Case(976, 257, "int8", dtype, 16),
+            Case(80, 65, "int4", dtype, 16),
+            Case(1040, 328, "code4", dtype, 16),
         ):
             require(config, case)
             check_exact(m, case, config, generator)
@@ -77,14 +95,17 @@ def choice(m: int, o: Operands, sms: int) -> KernelConfig:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", ["nf4", "fp4", "code4"])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "code4", "nvfp4"])
 def test_codebooks(
     cuda_device: torch.device, small_slices: None, generator: torch.Generator, format: str, dtype: str
 ) -> None:
-    config = next((c for c in unfused_configs() if "code4" in c.formats), None)
+    group_size = 16 if format == "nvfp4" else 64
+    configs = unfused_configs(groups_of_16=group_size == 16)
+    config = next((c for c in configs if c.layout == "tiled"), None)
     if config is None:
         pytest.skip("no kernel of this GPU reads tiled weights")
-    weight = random_weight(960, 328, format, "tiled", DTYPES[dtype], 64, False, generator)
+    require(config, Case(960, 328, "code4", dtype, group_size))
+    weight = random_weight(960, 328, format, "tiled", DTYPES[dtype], group_size, False, generator)
     w = reference.dequantize(weight.qweight, weight.scales).to(cuda_device)
     qweight, scales, _ = weight.on(cuda_device)
     for m in (1, 40, 300):

@@ -5,13 +5,15 @@ Every check runs before anything is computed or launched. An error names the arg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .activations import check_activation
 from .heuristics import KernelConfig
-from .heuristics.problem import check_group_size, check_kernel_group_size
+from .heuristics.legal import check_kernel_group_size
+from .heuristics.problem import check_group_size
 from .packed import PackedWeight
 from .require import require_tensor
 
@@ -116,10 +118,12 @@ class GemmArgs:
             raise ValueError(f"x: expected [..., K] with K = {qweight.k} as in qweight, got shape {list(x.shape)}")
         check_device("qweight", qweight.data, x)
 
-        check_scales("scales", self.scales, x, qweight)
+        # A configuration says itself which groups it computes.
+        check_groups = check_kernel_group_size if x.is_cuda and self.config is None else check_group_size
+        check_scales("scales", self.scales, x, qweight, check_groups)
         if self.zeros is not None:
             check_zeros_fit(self.zeros, qweight)
-            check_scales("zeros", self.zeros, x, qweight)
+            check_scales("zeros", self.zeros, x, qweight, check_groups)
             if self.zeros.shape != self.scales.shape:
                 raise ValueError(
                     f"zeros: expected shape {list(self.scales.shape)} as scales, got {list(self.zeros.shape)}"
@@ -193,8 +197,13 @@ def check_one_device(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: expected on {where} as {first} is, got {device}")
 
 
-def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor, qweight: PackedWeight) -> None:
-    """Checks scales or zeros, [K / group_size, N] in the dtype of x, on its device."""
+def check_scales(
+    name: str, scales: torch.Tensor, x: torch.Tensor, qweight: PackedWeight, check_groups: Callable[[int, int], None]
+) -> None:
+    """Checks scales or zeros, [K / group_size, N] in the dtype of x, on its device.
+
+    check_groups: raises ValueError for a group size and a K that are not computed there.
+    """
     require_tensor(name, scales)
     check_like(name, scales, x)
     if scales.dim() != 2 or scales.shape[1] != qweight.n:
@@ -205,8 +214,7 @@ def check_scales(name: str, scales: torch.Tensor, x: torch.Tensor, qweight: Pack
             f"{name}: expected K / group_size rows, a divisor of K = {qweight.k}, got shape {list(scales.shape)}"
         )
     try:
-        check = check_kernel_group_size if x.is_cuda else check_group_size
-        check(qweight.k // groups, qweight.k)
+        check_groups(qweight.k // groups, qweight.k)
     except ValueError as error:
         raise ValueError(
             f"{name}: shape {list(scales.shape)} means a group size that is not supported: {error}; "

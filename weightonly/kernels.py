@@ -112,10 +112,17 @@ def dequantizes_on(device: int) -> bool:
     return any(arch_runs_on(a, device) for a in built_archs())
 
 
+@functools.cache
+def dequantizes_groups_of_16() -> bool:
+    """Whether the build has that kernel for groups of 16."""
+    return _C is not None and _C.dequantizes_groups_of_16()
+
+
 def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
     """Whether the build has a configuration, for these types or for any."""
     if config.unfused:
-        return any(config.rules.compiled_for(a) for a in built_archs())
+        has_groups = not config.groups_of_16 or dequantizes_groups_of_16()
+        return has_groups and any(config.rules.compiled_for(a) for a in built_archs())
     numbers = grouped_kernel_numbers() if config.rules.grouped else kernel_numbers()
     return any(f"{config.kernel}_{t.name}" in numbers for t in ([types] if types else kernel_types(config)))
 

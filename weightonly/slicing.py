@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .heuristics.problem import check_kernel_group_size
+from .heuristics.legal import check_kernel_group_size, computes_groups_of_16
 from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
-
-_SMALLEST_GROUP = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +59,8 @@ def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
     if begin // group_size == (end - 1) // group_size:
         return rows
     size = math.gcd(group_size, begin, end)
-    for candidate in (size, math.gcd(size, _SMALLEST_GROUP)):
+    smallest = 16 if computes_groups_of_16() else 32
+    for candidate in (size, math.gcd(size, smallest)):
         if candidate == group_size:
             return candidate
         try:
@@ -70,7 +69,7 @@ def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
             continue
         return candidate
     raise ValueError(
-        f"begin, end: expected multiples of {_SMALLEST_GROUP}, or rows of one group of {group_size}, "
+        f"begin, end: expected multiples of {smallest}, or rows of one group of {group_size}, "
         f"got {begin}, {end} of K = {k}"
     )
 

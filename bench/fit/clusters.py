@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from weightonly.heuristics import KernelConfig, Problem
-from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.configs import FITTED_CONFIGS
 from weightonly.heuristics.constants import DecodeSm90Constants, GemmSm90Constants, TileTimes
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families import FAMILIES as ALL_FAMILIES
@@ -123,7 +123,7 @@ class Rows:
 
     def start(self) -> Constants:
         """START, of the kernels that were measured."""
-        of = {c.kernel: start_times(c) for c in CONFIGS}
+        of = {c.kernel: start_times(c) for c in FITTED_CONFIGS}
         shared = np.log([start for start, _, _ in START[self.family].values()])
         return Constants(shared, np.log([of[kernel] for kernel, _ in self.keys]).reshape(-1, 2))
 
@@ -152,7 +152,7 @@ def is_looked_at(config: KernelConfig) -> bool:
 
 
 def _configs() -> dict[str, KernelConfig]:
-    splits = (c.with_split_k(s) for c in CONFIGS if c.family in FAMILIES for s in range(1, MAX_CLUSTER + 1))
+    splits = (c.with_split_k(s) for c in FITTED_CONFIGS if c.family in FAMILIES for s in range(1, MAX_CLUSTER + 1))
     return {c.name: c for c in splits}
 
 
@@ -360,7 +360,7 @@ def as_constants(model: Model, note: str = "") -> tuple[DecodeSm90Constants, Gem
         shared = {name: digits(v) for name, v in zip(START[rows.family], np.exp(constants.shared), strict=True)}
         times = dict(zip(rows.keys, np.exp(constants.kernels), strict=True))
         kernels = {}
-        for config in (c for c in CONFIGS if c.family == rows.family):
+        for config in (c for c in FITTED_CONFIGS if c.family == rows.family):
             for format in config.formats:
                 key = config.kernel, format
                 found = times.get(key, old.kernels.get(key, start_times(config)))
@@ -374,7 +374,7 @@ def as_constants(model: Model, note: str = "") -> tuple[DecodeSm90Constants, Gem
 def run(frame: pd.DataFrame, moves: int) -> tuple[DecodeSm90Constants, GemmSm90Constants]:
     """Fit, print what the choices cost."""
     frame = prepare(frame)
-    wanted = {(c.kernel, f) for c in CONFIGS if c.family in FAMILIES for f in c.formats}
+    wanted = {(c.kernel, f) for c in FITTED_CONFIGS if c.family in FAMILIES for f in c.formats}
     if missing := sorted(wanted - set(zip(frame.kernel, frame.format, strict=True))):
         names = ", ".join(f"{kernel} {format}" for kernel, format in missing)
         print(f"not measured, constants left as they are: {names}", file=sys.stderr)

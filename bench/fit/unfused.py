@@ -7,7 +7,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from weightonly.heuristics import KernelConfig, Problem
-from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.configs import FITTED_CONFIGS
 from weightonly.heuristics.constants import UnfusedConstants
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.dequantize_cublas import MIN_M, Counts, DequantizeCublas, unfused_work
@@ -28,7 +28,7 @@ _PRIOR = 0.02
 
 def usable(frame: pd.DataFrame) -> pd.Series:
     """Which rows of `bench regret --csv` count: of these families on sm90, with the rows that `select` looks at."""
-    configs = {config.family for config in CONFIGS if config.unfused}
+    configs = {config.family for config in FITTED_CONFIGS if config.unfused}
     return frame.family.isin(configs) & (frame.m >= MIN_M) & (frame.arch == _ARCH)
 
 
@@ -40,7 +40,7 @@ def counts_of(config: KernelConfig, problem: Problem) -> Counts:
 
 def fit(frame: pd.DataFrame) -> UnfusedConstants:
     """The constants with the least squares of log(predicted / measured), over rows that are `usable`."""
-    configs = {c.name: c for c in CONFIGS if c.unfused}
+    configs = {c.name: c for c in FITTED_CONFIGS if c.unfused}
     rows = [
         counts_of(
             configs[r.config],

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from weightonly.heuristics import KernelConfig, Problem
-from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.configs import FITTED_CONFIGS
 from weightonly.heuristics.constants import WaveConstants, WaveTimes
 from weightonly.heuristics.cost import problem_bytes, total_us
 from weightonly.heuristics.families.waves import MAX_SPLIT_K, WaveFamily, ctas_per_sm, launch_and_output_us, waves_us
@@ -28,7 +28,7 @@ from .choices import Choices
 
 def fitted_configs() -> list[KernelConfig]:
     """Those with constants of their own."""
-    waves = ((c, c.rules) for c in CONFIGS)
+    waves = ((c, c.rules) for c in FITTED_CONFIGS)
     return [
         c
         for c, family in waves
@@ -149,7 +149,7 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
     (each e-fold away costs as much as 2% of mean regret).
     """
     generator = np.random.default_rng(0)
-    searched = {config.kernel for config in CONFIGS if any(config.rules.splits(config))}
+    searched = {config.kernel for config in FITTED_CONFIGS if any(config.rules.splits(config))}
     keys = [key for key in rows if key[0] in searched]
     fitted = {key: kernels[key].copy() for key in keys}
     cells = np.concatenate([rows[key].cell for key in keys]).astype(int)

@@ -32,14 +32,14 @@ CUTLASS_DEVICE void prefetch_panel(GemmParams const& p, int panel, int k_block, 
 }
 
 /// Called by a warp: prefetches rows of scales, or of zero points, of kPanels neighbouring panels, for the groups from
-/// k on.
-template <class Element, int kPanels>
+/// k on. kGroupStep: in which GroupIndex counts.
+template <class Element, int kPanels, int kGroupStep>
 CUTLASS_DEVICE void prefetch_groups(GemmParams const& p, void const* rows, int panel, int k) {
   int const lane = threadIdx.x % 32;
   int const group_k = k + lane / kPanels * p.group_size;
   int const column = (panel + lane % kPanels) * kPanelColumns;
   if (lane / kPanels >= 32 / kPanels || group_k >= p.k || column >= p.n_padded) return;
-  prefetch_line(static_cast<Element const*>(rows) + int64_t(p.group.of(group_k)) * p.ld_scales + column);
+  prefetch_line(static_cast<Element const*>(rows) + int64_t(p.group.of<kGroupStep>(group_k)) * p.ld_scales + column);
 }
 
 }  // namespace weightonly

@@ -11,23 +11,24 @@
 
 namespace weightonly {
 
-template <class Element, class Weight, ScaleMode kScaleMode, int kBlockN, int kWarpN>
+template <class Element, class Weight, ScaleMode kScaleMode, int kBlockN, int kWarpN, int kLeastGroup>
 struct WeightFragment {
   using Layout = InterleavedLayout<Weight>;
-  using Scales = ScaleTile<Element, kScaleMode, kBlockN>;
+  using Scales = ScaleTile<Element, kScaleMode, kBlockN, kLeastGroup>;
   using Math = PackedMath<Element>;
   using Codebook = CodebookPairs<false>;  // of codes alone
 
   static constexpr int kStepK = Layout::kChunkK;
   static constexpr int kSteps = kLineBlockK / kStepK;         // per k_block: 2 (int4) or 4 (int8)
   static constexpr int kMmaSteps = kStepK / 16;               // k16 steps per step
+  static constexpr int kGroups = kStepK > kLeastGroup ? kStepK / kLeastGroup : 1;  // in a step
   static constexpr int kTilesN = kWarpN / 8;                  // n8 tiles of the warp
   static constexpr int kLoads = kTilesN / 4;                  // an ldmatrix.x4 covers four of them
   static_assert(kWarpN % 32 == 0);
 
   uint32_t packed[kTilesN];                   // one word per n8 tile
-  uint32_t scale[kTilesN];                    // column lane / 4 of each n8 tile, in both halves
-  uint32_t zero[kTilesN];
+  uint32_t scale[kGroups][kTilesN];           // column lane / 4 of each n8 tile, in both halves
+  uint32_t zero[kGroups][kTilesN];
   uint32_t values[kMmaSteps][kTilesN][2];     // B operand: rows 2t, 2t+1 and 2t+8, 2t+9 of column lane / 4
 
   int line_offset_bytes;  // of this lane's ldmatrix row, chunk 0
@@ -55,16 +56,22 @@ struct WeightFragment {
     }
   }
 
-  /// Loads the scales of the step's group. It loads them again for the second half of a k_block even if that is the
+  /// Loads the scales of the step's groups. It loads them again for the second half of a k_block even if that is the
   /// same group: a branch would cost more, as it cuts the loop body in two for the compiler's scheduler.
   CUTLASS_DEVICE void load_scales(char const* smem_scales, int step, int second_row_bytes) {
     if constexpr (Scales::kHasScales) {
-      if (step % (kSteps / 2) != 0) return;
-      auto const* row = reinterpret_cast<uint16_t const*>(smem_scales + (step == 0 ? 0 : second_row_bytes)) + column;
+      if (kLeastGroup == 32 && step % (kSteps / 2) != 0) return;
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kTilesN; ++j) {
-        scale[j] = broadcast(row[8 * j]);
-        if constexpr (Scales::kHasZeros) zero[j] = broadcast(row[Scales::kZerosOffsetBytes / 2 + 8 * j]);
+      for (int group = 0; group < kGroups; ++group) {
+        int const offset_bytes = kLeastGroup == 16 ? (step * kGroups + group) * Scales::kRowBytes
+                                 : step == 0       ? 0
+                                                   : second_row_bytes;
+        auto const* row = reinterpret_cast<uint16_t const*>(smem_scales + offset_bytes) + column;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kTilesN; ++j) {
+          scale[group][j] = broadcast(row[8 * j]);
+          if constexpr (Scales::kHasZeros) zero[group][j] = broadcast(row[Scales::kZerosOffsetBytes / 2 + 8 * j]);
+        }
       }
     }
   }
@@ -82,8 +89,9 @@ struct WeightFragment {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kMmaSteps; ++i) {
-        if constexpr (Scales::kHasZeros) pairs[i] = Math::sub(pairs[i], zero[j]);
-        if constexpr (Scales::kHasScales) pairs[i] = Math::mul(pairs[i], scale[j]);
+        int const group = i / 2 * kGroups / kMmaSteps;
+        if constexpr (Scales::kHasZeros) pairs[i] = Math::sub(pairs[i], zero[group][j]);
+        if constexpr (Scales::kHasScales) pairs[i] = Math::mul(pairs[i], scale[group][j]);
         values[i / 2][j][i % 2] = pairs[i];
       }
     }

@@ -12,7 +12,7 @@ namespace weightonly {
 template <class Weight>
 inline constexpr int kDecodeTileBlocks = 8 / TiledLayout<Weight>::kBits;
 
-/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns).
+/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK.
 template <class Config>
 struct DecodeMma {
   using Element = typename Config::Element;
@@ -38,7 +38,10 @@ struct DecodeMma {
     /// four groups: those are read when they are needed.
     static constexpr bool kFreesStage = kGroups <= 2;
     static constexpr int kKept = kFreesStage ? kGroups : 1;
-    Words words[Pipeline::kTileBlocks];
+    /// Whether weights are read block by block, too, and a barrier keeps ptxas from reading scales ahead. Else it would
+    /// spill registers of sixteen warps, with eight groups.
+    static constexpr bool kReadsBlocks = kGroups > 4 && Config::kWarpsK > 8;
+    Words words[kReadsBlocks ? 1 : Pipeline::kTileBlocks];
     typename Pipeline::ScaleOffsets scales;  // addresses
     uint32_t scale[kKept][kRowTiles];  // a pair of columns each
     uint32_t zero[kKept][kRowTiles];
@@ -46,7 +49,7 @@ struct DecodeMma {
     /// offsets: of the scales of the n_tile's columns.
     CUTLASS_DEVICE void load(uint32_t stage, typename Pipeline::ScaleOffsets const& offsets, int lane) {
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < Pipeline::kTileBlocks; ++block) {
+      for (int block = 0; !kReadsBlocks && block < Pipeline::kTileBlocks; ++block) {
         Pipeline::read_block(words[block], stage, block, lane);
       }
       scales = offsets.from(stage);
@@ -152,32 +155,46 @@ struct DecodeMma {
   }
 
   /// accumulators += the products of one k_tile. Per channel the scale comes later (correct_channel), and
-  /// `channel_sum_x` grows over all of K. x_of(block): Activations.
+  /// `channel_sum_x` grows over all of K. x_of(block): Activations. stage: of the k_tile.
   template <int kGroups, class Codebook, class XOf>
   CUTLASS_DEVICE static void accumulate(Accumulator (&accumulators)[kRowTiles], Accumulator& channel_sum_x,
-                                        KTile<kGroups>& k_tile, Codebook const& codebook, XOf const& x_of) {
+                                        KTile<kGroups>& k_tile, Codebook const& codebook, XOf const& x_of,
+                                        uint32_t stage) {
     constexpr int kBlocks = KTile<kGroups>::Pipeline::kTileBlocks;
     constexpr int kGroupBlocks = kGroups < kBlocks ? kBlocks / kGroups : 1;
     constexpr int kBlockGroups = kGroups < kBlocks ? 1 : kGroups / kBlocks;
     constexpr int kSteps = 4 / kBlockGroups;
-    static_assert(kBlockGroups <= 2, "a group is 32 k at least");
+    constexpr bool kReadsBlocks = KTile<kGroups>::kReadsBlocks;
+    static_assert(kBlockGroups <= 4, "a group is 16 k at least");
     Accumulator products[kRowTiles], sum_x;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
+      if constexpr (kReadsBlocks) __syncwarp();
       Activations const x = x_of(block);
+      if constexpr (kReadsBlocks) {
+        KTile<kGroups>::Pipeline::read_block(k_tile.words[0], stage, block, threadIdx.x % 32);
+      }
+      int const kept_block = kReadsBlocks ? 0 : block;
       if constexpr (!kHasScales) {
-        multiply<0, 4>(accumulators, channel_sum_x, k_tile.words[block], codebook, x);
+        multiply<0, 4>(accumulators, channel_sum_x, k_tile.words[kept_block], codebook, x);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int block_group = 0; block_group < kBlockGroups; ++block_group) {
+          if (kReadsBlocks && block_group > 0) __syncwarp();
           if (block % kGroupBlocks == 0) {
             clear(products);
             clear(sum_x);
           }
           if (block_group == 0) {
-            multiply<0, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
-          } else {
-            multiply<4 - kSteps, kSteps>(products, sum_x, k_tile.words[block], codebook, x);
+            multiply<0, kSteps>(products, sum_x, k_tile.words[kept_block], codebook, x);
+          } else if (block_group == kBlockGroups - 1) {
+            multiply<4 - kSteps, kSteps>(products, sum_x, k_tile.words[kept_block], codebook, x);
+          } else if constexpr (kBlockGroups == 4) {
+            if (block_group == 1) {
+              multiply<1, 1>(products, sum_x, k_tile.words[kept_block], codebook, x);
+            } else {
+              multiply<2, 1>(products, sum_x, k_tile.words[kept_block], codebook, x);
+            }
           }
           if ((block + 1) % kGroupBlocks == 0) {
             int const group = block / kGroupBlocks * kBlockGroups + block_group;

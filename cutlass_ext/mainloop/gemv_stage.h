@@ -28,8 +28,8 @@ struct WordPositions {
   }
 };
 
-/// One warp's x for one pass: 256 k (4 k_blocks) of kTokens tokens.
-template <class Element, class Weight, int kTokens>
+/// One warp's x for one pass: 256 k (4 k_blocks) of kTokens tokens. kLeastGroup: k of the smallest groups, 32 or 16.
+template <class Element, class Weight, int kTokens, int kLeastGroup>
 struct ActivationStage {
   using Layout = InterleavedLayout<Weight>;
   using Positions = WordPositions<Weight>;
@@ -37,6 +37,9 @@ struct ActivationStage {
   static constexpr int kLaneK = kPassK / 32;  // 8: one 16-byte load per lane and token
   static constexpr int kSegmentK = Layout::kChunkK;  // x that one 16-byte chunk of weights meets
   static constexpr int kLanesPerSegment = kSegmentK / kLaneK;  // 4 or 2
+  static constexpr int kSums =
+      kSegmentK > kLeastGroup ? kSegmentK / kLeastGroup : 1;  // of a segment, one for each group
+  static constexpr int kLanesPerSum = kLanesPerSegment / kSums;
   static constexpr int kSegments = kPassK / kSegmentK;  // 8 or 16
   static constexpr int kSegmentPitch = kSegmentK + 4;  // floats; 16 extra bytes spread segments over banks
   static constexpr int kTokenFloats = kSegments * kSegmentPitch;
@@ -45,7 +48,7 @@ struct ActivationStage {
   static constexpr int kScaleExponent = 100;  // F, or F for |x| around 1
 
   cutlass::AlignedArray<Element, kLaneK> registers[kTokens];
-  float sum[kTokens];  // sum_k x of this lane's segment, for the bias of the weights
+  float sum[kTokens];  // sum_k x of this lane's part of a segment that is in one group, for the bias of the weights
   float unscale
       [kTokens];  // the inverse of the F of choose_scale, up to a constant; the same in all lanes unless kDynamicScale
 
@@ -80,7 +83,7 @@ struct ActivationStage {
         }
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < kLanesPerSegment; mask *= 2) total += __shfl_xor_sync(0xffffffff, total, mask);
+      for (int mask = 1; mask < kLanesPerSum; mask *= 2) total += __shfl_xor_sync(0xffffffff, total, mask);
       sum[token] = total;
     }
   }

@@ -25,9 +25,11 @@ struct MmaPipelined {
 
   using CopyX = TileCopy<Config::kBlockM, kThreads>;
   using CopyWeight = TileCopy<kLines, kThreads>;
-  using Scales = ScaleTile<Element, Config::kScaleMode, Config::kBlockN>;
+  static constexpr int kLeastGroup = 32;
+  using Scales = ScaleTile<Element, Config::kScaleMode, Config::kBlockN, kLeastGroup>;
   using FragmentX = ActivationFragment<Config::kWarpM>;
-  using FragmentWeight = WeightFragment<Element, Weight, Config::kScaleMode, Config::kBlockN, Config::kWarpN>;
+  using FragmentWeight =
+      WeightFragment<Element, Weight, Config::kScaleMode, Config::kBlockN, Config::kWarpN, kLeastGroup>;
 
   static constexpr int kWeightOffsetBytes = CopyX::kTileBytes;
   static constexpr int kScalesOffsetBytes = kWeightOffsetBytes + CopyWeight::kTileBytes;

@@ -32,10 +32,11 @@ struct MmaMultistage {
 
   using CopyX = TileCopy<Config::kBlockM, kThreads>;
   using CopyWeight = TileCopy<kLines, kThreads>;
-  using Scales = ScaleTile<Element, Config::kScaleMode, Config::kBlockN>;
+  using Scales = ScaleTile<Element, Config::kScaleMode, Config::kBlockN, Config::kLeastGroup>;
   using FragmentX = ActivationFragment<Config::kWarpM>;
-  using FragmentWeight = WeightFragment<Element, Weight, Config::kScaleMode, Config::kBlockN, Config::kWarpN>;
-  static_assert(2 * Scales::kVectorsPerRow <= kThreads, "two rows of scales are copied by one pass of the threads");
+  using FragmentWeight =
+      WeightFragment<Element, Weight, Config::kScaleMode, Config::kBlockN, Config::kWarpN, Config::kLeastGroup>;
+  static_assert(Scales::kRows * Scales::kVectorsPerRow <= kThreads, "scales are copied by one pass of the threads");
 
   static constexpr int kWeightOffsetBytes = CopyX::kTileBytes;
   static constexpr int kScalesOffsetBytes = kWeightOffsetBytes + CopyWeight::kTileBytes;

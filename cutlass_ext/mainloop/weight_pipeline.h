@@ -28,6 +28,7 @@ struct WeightPipeline {
   static constexpr int kTileBlocks = kTileBlocks_;
   static constexpr int kTileK = kTileBlocks * Layout::kBlockK;
   static constexpr int kGroupK = kTileK / kGroups;
+  static constexpr int kGroupStep = kGroupK < 32 ? 16 : 32;  // in which GroupIndex counts
   static constexpr bool kHasScales = kScaleMode != ScaleMode::kChannel;
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
 
@@ -45,14 +46,16 @@ struct WeightPipeline {
   static constexpr int kPanelRows = kPanels * kGroups;
   static constexpr int kScaleRows = kHasScales ? (kHasZeros ? 2 : 1) * kPanelRows : 0;
   static constexpr int kStageBytes = kWeightsBytes + kScaleRows * kScaleRowBytes;
-  static_assert(kGroups <= 4, "eight lanes copy a row, a warp four rows at once");
+  // Eight lanes copy a row, a warp four rows at once.
+  static constexpr int kLoadGroups = kGroups < 4 ? kGroups : 4;  // a lane's rows are this far apart
+  static_assert(kGroups <= 8);
 
   /// The global addresses that one lane loads from next, in one n_tile.
   struct Source {
     char const* weight;
     char const* scales;
     char const* zeros;
-    uint32_t k;  // of the lane's row of scales, as GroupIndex counts
+    uint32_t k;  // of the lane's first row of scales, as GroupIndex counts
     int tiles_in_panel;  // row tiles from the first one to the end of its panel
     uint32_t panel_gap;  // bytes between the last row tile of a panel and the first of the next
 
@@ -63,7 +66,7 @@ struct WeightPipeline {
       int64_t const row = row_tile / Layout::kFragments * kScaleRowBytes + lane % 8 * 16;
       scales = static_cast<char const*>(p.scales) + row;
       zeros = static_cast<char const*>(p.zeros) + row;
-      k = GroupIndex::counted(k_tile * kTileK + lane / 8 % kGroups * kGroupK);
+      k = GroupIndex::counted<kGroupStep>(k_tile * kTileK + lane / 8 % kLoadGroups * kGroupK);
       tiles_in_panel = Layout::kFragments - row_tile % Layout::kFragments;
       panel_gap = Layout::panel_bytes(p.k_padded) - Layout::kBlockBytes;
     }
@@ -76,7 +79,7 @@ struct WeightPipeline {
 
     CUTLASS_DEVICE void advance(int k_tiles) {
       weight += k_tiles * kTileStrideBytes;
-      k += k_tiles * GroupIndex::kCounts<kTileK>;
+      k += k_tiles * GroupIndex::kCounts<kTileK, kGroupStep>;
     }
   };
 
@@ -133,14 +136,25 @@ struct WeightPipeline {
   CUTLASS_DEVICE static void load_scales(uint32_t stage, Source const& source, GemmParams const& p, int lane) {
     if constexpr (!kHasScales) return;
     if (lane / 8 >= kPanelRows) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int first_group = 0; first_group < kGroups; first_group += kLoadGroups) {
+      load_groups(stage, source, p, lane, first_group);
+    }
+  }
+
+  /// The scales of kLoadGroups groups, in all panels.
+  CUTLASS_DEVICE static void load_groups(uint32_t stage, Source const& source, GemmParams const& p, int lane,
+                                         int first_group) {
     // Groups from K on get zeros: a weight dequantized with another group's scale might overflow, and Inf times 0 is
     // NaN.
-    bool const is_group = kGroups == 1 || GroupIndex::first_k(source.k) < p.k;
-    uint32_t const group = p.group.of_counted(source.k);
+    uint32_t const k = source.k + first_group * GroupIndex::kCounts<kGroupK, kGroupStep>;
+    bool const is_group = kGroups == 1 || GroupIndex::first_k<kGroupStep>(k) < p.k;
+    uint32_t const group = p.group.of_counted(k);
     uint64_t const offset = uint64_t(group) * (uint32_t(p.ld_scales) * uint32_t(sizeof(Scale)));
     CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < kPanelRows; first += 4) {
-      int const row = first + lane / 8, panel = kPanels == 1 ? 0 : row / kGroups;
+    for (int first = 0; first < kPanels * kLoadGroups; first += 4) {
+      int const in_panels = first + lane / 8, panel = kPanels == 1 ? 0 : in_panels / kLoadGroups;
+      int const row = in_panels + first_group + panel * (kGroups - kLoadGroups);
       if (panel > 0 && !source.crosses()) return;
       uint32_t const target = stage + kWeightsBytes + row * kScaleRowBytes + lane % 8 * 16;
       copy_async_or_zero(target, source.scales + offset + panel * kScaleRowBytes, is_group ? 16 : 0);

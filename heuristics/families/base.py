@@ -15,6 +15,17 @@ from ..problem import Problem
 NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
 
+GROUPS_OF_16_VERIFIED: dict[str, bool] = {
+    "decode_sm90": False,
+    "gemm_sm90": False,
+    "gemv": False,
+    "decode_sm80": False,
+    "gemm_sm80": False,
+    "dequantize_cublas_sm75": False,
+    "dequantize_cublas_sm90": False,
+}
+"""Families that have kernels for groups of 16 -> whether a GPU has run those: see `KernelConfig.is_verified`."""
+
 FAMILIES: dict[str, Family] = {}
 """Every family by its name (families/__init__.py)."""
 
@@ -34,6 +45,7 @@ class KernelConfig:
     tail      None: one launch computes all columns. Else it computes those of its full waves of CTAs, and a second one,
               of this configuration, the columns that are left, which would keep few SMs busy
     verified  False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    groups_of_16  whether it computes groups of 16, and no others; else it computes all others
     """
 
     family: str
@@ -47,6 +59,7 @@ class KernelConfig:
     formats: tuple[str, ...] = ("int4", "int8")
     tail: KernelConfig | None = None
     verified: bool = True
+    groups_of_16: bool = False
 
     def __post_init__(self) -> None:
         if self.tail is not None and not isinstance(self.tail, KernelConfig):
@@ -55,7 +68,18 @@ class KernelConfig:
     @functools.cached_property
     def kernel(self) -> str:
         """Name of the compiled kernel, less its types: everything but split_k, which is a launch parameter."""
-        return self.rules.kernel_name(self)
+        name = self.rules.kernel_name(self)
+        return f"{name}_g16" if self.groups_of_16 else name
+
+    @property
+    def least_group(self) -> int:
+        """k of the smallest groups of scales that it computes."""
+        return 16 if self.groups_of_16 else 32
+
+    @functools.cached_property
+    def measured(self) -> KernelConfig:
+        """The configuration whose constants the cost model counts with: for groups of 16 that of all others."""
+        return replace(self, groups_of_16=False)
 
     def kernels(self) -> set[str]:
         """Names of the compiled kernels that it runs."""
@@ -91,7 +115,8 @@ class KernelConfig:
 
     @property
     def is_verified(self) -> bool:
-        return self.verified and self.rules.verified
+        of_groups = GROUPS_OF_16_VERIFIED[self.family] if self.groups_of_16 else True
+        return self.verified and self.rules.verified and of_groups
 
     @functools.cached_property
     def max_split_k(self) -> int:
@@ -114,6 +139,10 @@ class KernelConfig:
 
     def with_split_k(self, split_k: int) -> KernelConfig:
         return replace(self, split_k=split_k)
+
+    def for_groups_of_16(self, **changes: Any) -> KernelConfig:
+        """The same for groups of 16, with other changes."""
+        return replace(self, groups_of_16=True, **changes)
 
     def with_tail(self, tail: KernelConfig | None) -> KernelConfig:
         """The same for full waves, `tail` for the columns that are left. Raises TypeError for anything but these."""
@@ -266,6 +295,10 @@ class Family:
         columns = -(-n // self.panel_columns) * self.panel_columns
         return -(-m // config.block_m) * -(-columns // config.block_n)
 
+    def looked_at_from(self, config: KernelConfig) -> int | None:
+        """Rows of x from which `select` looks at a configuration: see min_m."""
+        return self.min_m
+
     # --- code generation ---
 
     def compiled_for(self, arch: str) -> bool:
@@ -298,6 +331,9 @@ class Family:
             return f"{config} reads layout {self.layout!r}, but qweight is packed as {p.layout!r}"
         if p.format not in config.formats:
             return f"{config} reads {', '.join(config.formats)}, but qweight is {p.format}"
+        if config.groups_of_16 != (p.group_step == 16):
+            computed = "of 16 alone" if config.groups_of_16 else "of 32, 64 and their multiples"
+            return f"{config} computes groups {computed}, but those of scales are of {p.group_size}"
         if dtype is not None and dtype not in self.dtypes:
             return f"{config} computes fp16 alone, but x is bf16"
         if p.arch < self.first_arch:

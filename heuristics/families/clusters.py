@@ -34,7 +34,7 @@ class ClusterFamily(Family):
         raise NotImplementedError
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (config.kernel, format) in self.constants.kernels
+        return (config.measured.kernel, format) in self.constants.kernels
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
         return (s for s in CLUSTERS if s <= config.max_split_k)

@@ -21,7 +21,10 @@ class DecodeSm80(WaveFamily):
     def configs(self) -> Iterable[KernelConfig]:
         for columns in (16, 32):
             for warps in (8, 16):
-                yield KernelConfig(self.name, 8, columns, warps * PASS_K, 8, columns, 1, 1, ("code4",))
+                config = KernelConfig(self.name, 8, columns, warps * PASS_K, 8, columns, 1, 1, ("code4",))
+                yield config
+                if warps == 8:
+                    yield config.for_groups_of_16()
 
     def k_tile(self, config: KernelConfig) -> int:
         return PASS_K
@@ -36,4 +39,5 @@ class DecodeSm80(WaveFamily):
         return max(CODEBOOK_BYTES, self.warps(config) * config.block_m * config.block_n * 4)  # the last sums
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
-        return {"kColumnTiles": config.block_n // 16, "kWarps": self.warps(config)}
+        tile = {"kColumnTiles": config.block_n // 16, "kWarps": self.warps(config)}
+        return {**tile, "kLeastGroup": config.least_group}

@@ -90,14 +90,26 @@ def decode_sm90_work(
 
 
 class DecodeSm90Kernel(Kernel):
-    __slots__ = ("_k_tile", "_parts", "_products", "_smem_limit_bytes", "_times", "_warps_k", "_x_bytes")
+    __slots__ = (
+        "_k_tile",
+        "_parts",
+        "_products",
+        "_smem_limit_bytes",
+        "_stream_us",
+        "_streamed",
+        "_times",
+        "_warps_k",
+        "_x_bytes",
+    )
 
     def __init__(self, family: DecodeSm90, configs: Sequence[KernelConfig], problem: Problem) -> None:
         config = self.config = configs[0]
-        times = self._times = DECODE_SM90.kernels[config.kernel, problem.format]
+        times = self._times = DECODE_SM90.kernels[config.measured.kernel, problem.format]
         rows, warps_k = config.block_n // 16, family.warps_k(config)
         self._k_tile, self._warps_k, self._products = config.k_tile, warps_k, rows * warps_k
         self._x_bytes = config.k_tile * 2 / problem.sm_count
+        self._streamed = family.streamed(config, problem)
+        self._stream_us = self._streamed * _STREAM_US
         self._smem_limit_bytes = machine(problem.arch).smem_bytes
         self._parts = [
             (
@@ -115,7 +127,7 @@ class DecodeSm90Kernel(Kernel):
             copy_us=2 / (DECODE_SM90.x_kb_us * 1e3 * problem.sm_count),
             start_us=0.0,
             # No split_k reads less than an SM's share of the columns, nor multiplies less.
-            k_us=rows * max(_STREAM_US, times.k_tile_us) / (self._k_tile * problem.sm_count),
+            k_us=rows * max(self._stream_us, times.k_tile_us) / (self._k_tile * problem.sm_count),
             last_us=(),
             byte_us=1 / (DECODE_SM90.tb_s * 1e6),
             unhidden=DECODE_SM90.unhidden,
@@ -125,7 +137,7 @@ class DecodeSm90Kernel(Kernel):
         block_n, warps_k, times = self.config.block_n, self._warps_k, self._times
         k_tiles = -(-padded_k(k) // self._k_tile)
         rounds = -(-k_tiles // warps_k)
-        n_tile_us = max(k_tiles * (block_n // 16) * _STREAM_US, rounds * self._products * times.k_tile_us)
+        n_tile_us = max(k_tiles * (block_n // 16) * self._stream_us, rounds * self._products * times.k_tile_us)
         found: list[Split] = []
         for clusters, launch_us, smem, config in self._parts:
             split_k = config.split_k
@@ -142,7 +154,7 @@ class DecodeSm90Kernel(Kernel):
         launch_us, _, unit = split[-2]
         k_tiles, ends, rounds, x_k_tiles, ctas = work_unit(n, *unit)
         x_bytes = m * x_k_tiles * ctas * self._x_bytes
-        products, streamed = rounds * self._products, k_tiles * (self.config.block_n // 16)
+        products, streamed = rounds * self._products, k_tiles * (self.config.block_n // 16) * self._streamed
         return decode_sm90_work(launch_us, ends, products, streamed, x_bytes, m, total_bytes, DECODE_SM90, self._times)
 
     def _most_m(self, smem: tuple[int, int, int], x_k_tiles: int) -> int:
@@ -172,7 +184,9 @@ class DecodeSm90(ClusterFamily):
         # More warps along K hide more latency, more columns an n-tile read x less often; 48 columns fit N = 6144.
         for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):  # the same bytes
             for columns, warps_k in ((32, 16), (48, 8), (64, 8)):
-                yield KernelConfig(self.name, 8, columns, k_tile * warps_k, 8, columns, 2, 1, formats)
+                config = KernelConfig(self.name, 8, columns, k_tile * warps_k, 8, columns, 2, 1, formats)
+                yield config
+                yield config.for_groups_of_16()
 
     def k_tile(self, config: KernelConfig) -> int:
         return 64 if "int8" in config.formats else 128
@@ -187,7 +201,12 @@ class DecodeSm90(ClusterFamily):
         return config.block_k // config.k_tile
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
-        return {"kRowTiles": config.warp_n // 16, "kWarpsK": self.warps_k(config), "kStages": config.stages}
+        return {
+            "kRowTiles": config.warp_n // 16,
+            "kWarpsK": self.warps_k(config),
+            "kStages": config.stages,
+            "kLeastGroup": config.least_group,
+        }
 
     def unit(self, config: KernelConfig, k_padded: int, sm_count: int) -> tuple[int, int, int, int, int]:
         """The arguments of `work_unit` after n."""
@@ -215,12 +234,19 @@ class DecodeSm90(ClusterFamily):
         scale_rows = groups * panels * (2 if problem.zeros else 0 if problem.per_channel else 1)
         return config.stages * self.warps_k(config) * (config.warp_n // 16 * _K_TILE_BYTES + scale_rows * 64 * 2)
 
+    def streamed(self, config: KernelConfig, problem: Problem) -> float:
+        """Bytes that it reads for each byte of weights. The constants of all other groups have their scales in them."""
+        if not config.groups_of_16:
+            return 1.0
+        return 1.0 + config.k_tile // 16 * 16 * 2 * (2 if problem.zeros else 1) / _K_TILE_BYTES
+
     def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
         p, rows = problem, config.block_n // 16
         k_tiles, ends, rounds, x_k_tiles, ctas = work_unit(p.n, *self.unit(config, p.k_padded, p.sm_count))
         x_bytes = p.m * x_k_tiles * ctas * config.k_tile * 2 / p.sm_count
         products = rounds * rows * self.warps_k(config)
-        return ends, products, k_tiles * rows, x_bytes, p.m, config.split_k, problem_bytes(p)
+        streamed = k_tiles * rows * self.streamed(config, p)
+        return ends, products, streamed, x_bytes, p.m, config.split_k, problem_bytes(p)
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
         ends, products, streamed, x_bytes, m, split_k, total_bytes = counts

@@ -32,13 +32,16 @@ class GemmSm80(WaveFamily):
             for s in stages:
                 has_codes = s == code_stages(block_m, block_n)
                 formats = ("int4", "int8", "code4") if has_codes else ("int4", "int8")
-                yield KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s, 1, formats)
+                config = KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s, 1, formats)
+                yield config
+                if block_m in (16, 64) and block_n == 128 and has_codes:  # beyond, cuBLAS has what is dequantized
+                    yield config.for_groups_of_16()
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
         return pipeline_bytes(config, format)
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
-        return {**tile_constants(config), "kStages": config.stages}
+        return {**tile_constants(config), "kStages": config.stages, "kLeastGroup": config.least_group}
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
         """Those of all but two cp.async stages, and on short tiles three.
@@ -54,7 +57,7 @@ class GemmSm80(WaveFamily):
 def pipeline_bytes(config: KernelConfig, format: str) -> int:
     """Shared memory of the stages, x, weights, scales and zero points, in whose place y is collected at the end."""
     bits = 8 if format == "int8" else 4
-    scales_and_zeros = 2 * 2 * config.block_n * 2
+    scales_and_zeros = 2 * (config.block_k // config.least_group) * config.block_n * 2
     stage = config.block_m * config.block_k * 2 + config.block_n * config.block_k * bits // 8 + scales_and_zeros
     codebook_bytes = CODEBOOK_BYTES if format == "code4" else 0
     return max(config.stages * stage + codebook_bytes, config.block_m * (config.block_n + 8) * 2)

@@ -60,6 +60,10 @@ _SHAPES = (
     (256, 2, 1, 5, 5, 5),
 )
 
+# Tokens, warpgroups along N and K of those that are compiled for groups of 16, too. decode_sm90 has fewer tokens, and
+# with many what dequantizes them for cuBLAS is quicker.
+_OF_16 = ((16, 1, 4), (16, 2, 2), (32, 2, 2), (64, 1, 2), (64, 2, 1), (64, 2, 2), (64, 4, 1))
+
 
 def gemm_sm90_work(
     launch_us: Any,
@@ -94,7 +98,7 @@ class GemmSm90Kernel(Kernel):
 
     def __init__(self, configs: Sequence[KernelConfig], problem: Problem) -> None:
         config = self.config = configs[0]
-        times = self._times = GEMM_SM90.kernels[config.kernel, problem.format]
+        times = self._times = GEMM_SM90.kernels[config.measured.kernel, problem.format]
         self._parts = [
             (resident_clusters(problem.sm_count, c.split_k), GEMM_SM90.fixed_us + cluster_us(GEMM_SM90, c.split_k), c)
             for c in configs
@@ -132,6 +136,7 @@ class GemmSm90(ClusterFamily):
     tail_overlap_us = GEMM_SM90.fixed_us
     header = "sm90/kernel.cuh"
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
+    of_16: ClassVar[tuple[tuple[int, ...], ...]] = _OF_16
 
     def configs(self) -> Iterable[KernelConfig]:
         formats: dict[
@@ -144,7 +149,17 @@ class GemmSm90(ClusterFamily):
                     formats[shape] = (*formats.get(shape, ()), format)
         for (tokens, warpgroups_n, warpgroups_k, stages_), names in formats.items():
             block_k = warpgroups_k * _warpgroup_k(tokens)
-            yield KernelConfig(self.name, tokens, 64 * warpgroups_n, block_k, tokens, 64, stages_, 1, names)
+            config = KernelConfig(self.name, tokens, 64 * warpgroups_n, block_k, tokens, 64, stages_, 1, names)
+            yield config
+            of_16 = config.for_groups_of_16()
+            fitting = tuple(format for format in names if self._fits_of_16(of_16, format))
+            if (tokens, warpgroups_n, warpgroups_k) in self.of_16 and fitting:
+                yield config.for_groups_of_16(formats=fitting)
+
+    def _fits_of_16(self, config: KernelConfig, format: str) -> bool:
+        """Whether there is room for scales and zero points of groups of 16, beside what warpgroups along K exchange."""
+        parts = config.with_split_k(1 if self.warpgroups_k(config) == 1 else 2)
+        return self.cta_smem_bytes(parts, format, False, format != "code4") <= HOPPER_SMEM_BYTES
 
     def max_m(self, config: KernelConfig) -> int:
         return MAX_TOKEN_TILES * config.block_m
@@ -180,6 +195,7 @@ class GemmSm90(ClusterFamily):
             "kWarpgroupsN": config.block_n // config.warp_n,
             "kWarpgroupsK": self.warpgroups_k(config),
             "kStages": config.stages,
+            "kLeastGroup": config.least_group,
         }
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
@@ -207,7 +223,7 @@ class GemmSm90(ClusterFamily):
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
         c, bits = config, 8 if format == "int8" else 4
-        scale_rows = 0 if per_channel and not zeros else c.block_k // 32 * (2 if zeros else 1)
+        scale_rows = 0 if per_channel and not zeros else c.block_k // c.least_group * (2 if zeros else 1)
         return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
 
     def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:

@@ -25,7 +25,10 @@ class Gemv(WaveFamily):
         for format, columns in (("int4", 16), ("int8", 8)):
             for warps, tokens in ((4, (1, 2)), (8, (1, 2, 4, 8)), (16, (1,))):
                 for t in tokens:
-                    yield KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, (format,))
+                    config = KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, (format,))
+                    yield config
+                    if warps == 8:
+                        yield config.for_groups_of_16()
 
     def kernel_name(self, config: KernelConfig) -> str:
         return f"{self.name}_{config.block_m}x{config.block_n}x{config.block_k}"
@@ -46,4 +49,5 @@ class Gemv(WaveFamily):
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         lines = config.block_n // _COLUMNS_PER_LINE[format]
-        return {"kTokens": config.block_m, "kLines": lines, "kWarps": self.warps(config)}
+        of_warps = {"kWarps": self.warps(config), "kLeastGroup": config.least_group}
+        return {"kTokens": config.block_m, "kLines": lines, **of_warps}

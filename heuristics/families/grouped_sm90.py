@@ -34,6 +34,7 @@ class GroupedSm90(GemmSm90):
     name = "grouped_sm90"
     header = "sm90/grouped.cuh"
     shapes = _SHAPES
+    of_16 = ()
     grouped = True
     takes_tail = False
     verified = True

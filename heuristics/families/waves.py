@@ -144,7 +144,7 @@ class WaveFamily(Family):
 
     def calibrated_as(self, config: KernelConfig, format: str) -> str:
         """The kernel whose constants count."""
-        return config.kernel
+        return config.measured.kernel
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return (self.calibrated_as(config, format), format) in WAVES.kernels

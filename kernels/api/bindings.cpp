@@ -294,6 +294,7 @@ PYBIND11_MODULE(_C, module) {
              py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
              py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
+  module.def("dequantizes_groups_of_16", [] { return wo_dequantizes_groups_of_16() != 0; });
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gate", &gate, "Enqueues wo_gate of kernels/experts/experts.h.");
   module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");

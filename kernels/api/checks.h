@@ -54,12 +54,16 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     return fail("k_padded * n_padded", "at most 2^42", int64_t(p.k_padded) * p.n_padded);
   if (p.ldx < p.k || p.ldx % 8 != 0) return fail("ldx", "a multiple of 8 from k on", p.ldx);
   if (p.m > 1 && p.ldy < p.n) return fail("ldy", "at least n", p.ldy);
+  // Named as in heuristics/configs.py: these kernels compute groups of 16, and no others do.
+  bool const has_groups_of_16 = std::strstr(kernel.name, "_g16_") != nullptr;
   // Bytes of x, y, scales and partials are counted in 64 bits.
-  for (auto const& [name, rows, stride] :
-       {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy}, Rows{"ld_scales", p.k_padded / 32, p.ld_scales}}) {
+  for (auto const& [name, rows, stride] : {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy},
+                                           Rows{"ld_scales", p.k_padded / (has_groups_of_16 ? 16 : 32), p.ld_scales}}) {
     if (stride > (int64_t(1) << 58) / rows) return fail(name, "such that all rows are within 2^58 elements", stride);
   }
-  if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
+  if (has_groups_of_16) {
+    if (p.group_size != 16) return fail("group_size", "16", p.group_size);
+  } else if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
     return fail("group_size", "32 or a multiple of 64", p.group_size);
   }
   if (p.split_k < 1 || p.split_k > 65535) return fail("split_k", "1 to 65535", p.split_k);

@@ -56,8 +56,9 @@ CUTLASS_DEVICE void columns_side_by_side(uint32_t (&words)[kRows][kWords], int l
   }
 }
 
-/// A k_block. Row of step s (16 k), pair i and e: 64 block + 16 s + 8 i + 2 part + e.
-template <class Weight>
+/// A k_block. Row of step s (16 k), pair i and e: 64 block + 16 s + 8 i + 2 part + e. kLeastGroup: rows of the smallest
+/// groups, 32 or 16.
+template <class Weight, int kLeastGroup_>
 struct TiledReader {
   using Layout = TiledLayout<Weight>;
   static constexpr int kParts = 4;
@@ -65,10 +66,14 @@ struct TiledReader {
   static constexpr int kPartK = 2;
   static constexpr int kStepK = 16;
   static constexpr int kPairs = 2;
-  static constexpr int kGroups = 2;  // that the k of a lane may lie in
+  static constexpr int kLeastGroup = kLeastGroup_;
+  static constexpr int kGroups = kWarpK / kLeastGroup;  // that the k of a lane may lie in
   static constexpr int kStepWords = Layout::kLaneWords / 4;
 
   uint32_t words[Layout::kFragments][Layout::kLaneWords];
+
+  /// Which of its groups a pair of a step lies in.
+  CUTLASS_DEVICE static constexpr int group(int step, int) { return step * kGroups / 4; }
 
   CUTLASS_DEVICE void load(DequantizeParams const& p, int column, int k0, int lane) {
     auto const* block =
@@ -108,7 +113,7 @@ struct TiledReader {
 
 /// Two chunks along k of 128 columns: the longer the rows and the fewer they are, the quicker they are written. Row of
 /// step s, pair h and e: k of the part's chunk + 8 h + 2 s + e.
-template <class Weight>
+template <class Weight, int kLeastGroup_>
 struct InterleavedReader {
   using Layout = InterleavedLayout<Weight>;
   static constexpr int kParts = 2;
@@ -116,9 +121,13 @@ struct InterleavedReader {
   static constexpr int kPartK = Layout::kChunkK;
   static constexpr int kStepK = 2;
   static constexpr int kPairs = Layout::kWordElements / 2;
-  static constexpr int kGroups = 1;
+  static constexpr int kLeastGroup = kLeastGroup_;
+  static constexpr int kGroups = kPartK > kLeastGroup ? kPartK / kLeastGroup : 1;
 
   uint32_t words[8][4];
+
+  /// As in TiledReader.
+  CUTLASS_DEVICE static constexpr int group(int, int pair) { return pair * kGroups / kPairs; }
 
   CUTLASS_DEVICE void load(DequantizeParams const& p, int column, int k0, int lane) {
     int const n = column + 8 * (lane / kParts);
@@ -149,14 +158,15 @@ struct InterleavedReader {
 };
 
 /// Scales or zeros of a lane's eight columns, two in a register.
-template <int kGroups>
+template <int kGroups, int kLeastGroup>
 struct Groups {
   uint32_t pairs[kGroups][4];
 
   CUTLASS_DEVICE void load(void const* rows, DequantizeParams const& p, int k, int n) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kGroups; ++i) {
-      auto const* const row = static_cast<uint16_t const*>(rows) + p.group.of(k + 32 * i) * p.ld_scales + n;
+      auto const* const row =
+          static_cast<uint16_t const*>(rows) + p.group.of<kLeastGroup>(k + kLeastGroup * i) * p.ld_scales + n;
       *reinterpret_cast<uint4*>(pairs[i]) = n < p.n_end ? __ldg(reinterpret_cast<uint4 const*>(row)) : uint4{};
     }
   }
@@ -175,13 +185,14 @@ struct Block {
 #endif
 
   Reader reader;
-  Groups<Reader::kGroups> scales, zeros;
+  Groups<Reader::kGroups, Reader::kLeastGroup> scales, zeros;
   float codebook;
 
   CUTLASS_DEVICE void load(DequantizeParams const& p, int column, int k0, int lane) {
     reader.load(p, column, k0, lane);
     int const n = column + 8 * (lane % kLanes);
-    int const k = Reader::kGroups == 1 ? k0 + Reader::kPartK * (lane / kLanes) : k0;
+    constexpr bool kPartHasGroups = Reader::kPartK >= Reader::kLeastGroup || Reader::kGroups == 1;  // of its own
+    int const k = kPartHasGroups ? k0 + Reader::kPartK * (lane / kLanes) : k0;
     scales.load(p.scales, p, k, n);
     if constexpr (kValues == Values::kIntegersAndZeros) zeros.load(p.zeros, p, k, n);
     if constexpr (kValues == Values::kCodebook) codebook = __ldg(p.codebook + lane % 16);
@@ -193,11 +204,11 @@ struct Block {
   CUTLASS_DEVICE void for_each_row(Store&& store) const {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < 4; ++step) {
-      int const group = step * Reader::kGroups / 4;
       uint32_t pairs[8][Reader::kPairs];
       if constexpr (kValues != Values::kCodebook) reader.template convert<Integer>(step, pairs);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Reader::kPairs; ++i) {
+        int const group = Reader::group(step, i);
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < 2; ++e) {
           uint32_t w[4];
@@ -291,27 +302,35 @@ cudaError_t launch(DequantizeParams const& p, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, dequantize_kernel<Element, Reader, kValues>, p);
 }
 
-template <class Element, template <class> class Reader, class Weight>
+template <class Element, class Reader>
 cudaError_t launch_integers(DequantizeParams const& p, cudaStream_t stream) {
-  return p.zeros == nullptr ? launch<Element, Reader<Weight>, Values::kIntegers>(p, stream)
-                            : launch<Element, Reader<Weight>, Values::kIntegersAndZeros>(p, stream);
+  return p.zeros == nullptr ? launch<Element, Reader, Values::kIntegers>(p, stream)
+                            : launch<Element, Reader, Values::kIntegersAndZeros>(p, stream);
 }
 
-template <class Element>
-cudaError_t launch_as(DequantizeParams const& p, cudaStream_t stream) {
+template <class Element, int kLeastGroup>
+cudaError_t launch_for_groups(DequantizeParams const& p, cudaStream_t stream) {
   using Int4 = cutlass::uint4b_t;
   using Int8 = uint8_t;
   if (p.codebook != nullptr) {
     return p.layout == int(PackedLayout::kTiled)
-               ? launch<Element, TiledReader<Int4>, Values::kCodebook>(p, stream)
-               : launch<Element, InterleavedReader<Int4>, Values::kCodebook>(p, stream);
+               ? launch<Element, TiledReader<Int4, kLeastGroup>, Values::kCodebook>(p, stream)
+               : launch<Element, InterleavedReader<Int4, kLeastGroup>, Values::kCodebook>(p, stream);
   }
   if (p.layout == int(PackedLayout::kTiled)) {
-    return p.bits == 4 ? launch_integers<Element, TiledReader, Int4>(p, stream)
-                       : launch_integers<Element, TiledReader, Int8>(p, stream);
+    return p.bits == 4 ? launch_integers<Element, TiledReader<Int4, kLeastGroup>>(p, stream)
+                       : launch_integers<Element, TiledReader<Int8, kLeastGroup>>(p, stream);
   }
-  return p.bits == 4 ? launch_integers<Element, InterleavedReader, Int4>(p, stream)
-                     : launch_integers<Element, InterleavedReader, Int8>(p, stream);
+  return p.bits == 4 ? launch_integers<Element, InterleavedReader<Int4, kLeastGroup>>(p, stream)
+                     : launch_integers<Element, InterleavedReader<Int8, kLeastGroup>>(p, stream);
+}
+
+template <class Element>
+cudaError_t launch_as(DequantizeParams const& p, cudaStream_t stream) {
+#if defined(WEIGHTONLY_GROUPS_OF_16)
+  if (p.group_size == 16) return launch_for_groups<Element, 16>(p, stream);
+#endif
+  return launch_for_groups<Element, 32>(p, stream);
 }
 
 bool check(DequantizeParams const& p, char* message, int message_bytes) {
@@ -344,8 +363,11 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
   if (p.ldw < p.n_end - p.n_begin) return fail("ldw", "at least the number of columns", p.ldw);
   if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
     return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
-  if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0))
-    return fail("group_size", "32 or a multiple of 64", p.group_size);
+  bool const has_small_groups = p.group_size == 32 || (p.group_size == 16 && wo_dequantizes_groups_of_16());
+  if (!has_small_groups && (p.group_size < 64 || p.group_size % 64 != 0)) {
+    bool const of_16 = wo_dequantizes_groups_of_16();
+    return fail("group_size", of_16 ? "16, 32 or a multiple of 64" : "32 or a multiple of 64", p.group_size);
+  }
   return true;
 }
 
@@ -353,6 +375,14 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
 }  // namespace weightonly
 
 using namespace weightonly;
+
+int wo_dequantizes_groups_of_16() {
+#if defined(WEIGHTONLY_GROUPS_OF_16)
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 int wo_dequantize(DequantizeParams const* params, int device, void* stream, char* message, int message_bytes) {
   Message const place(message, message_bytes);

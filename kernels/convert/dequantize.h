@@ -23,7 +23,7 @@ struct DequantizeParams {
   int32_t n_begin;  // a multiple of 64
   int32_t n_end;
   int32_t n_padded;  // a multiple of 32, of tiled weights of 64
-  int32_t group_size;  // 32 or a multiple of 64; k_padded when there is one group
+  int32_t group_size;  // 16 (see wo_dequantizes_groups_of_16), 32 or a multiple of 64; k_padded when there is one group
   GroupIndex group;  // derived from k and group_size by wo_dequantize
   int32_t bits;  // 4 or 8
   int32_t type;  // enum FloatType of T: kF16 or kBf16
@@ -31,6 +31,9 @@ struct DequantizeParams {
 };
 
 }  // namespace weightonly
+
+/// Whether the library was built with the kernels for groups of 16 (WEIGHTONLY_GROUPS_OF_16, see kernels/generate.py).
+WEIGHTONLY_API int wo_dequantizes_groups_of_16();
 
 /// Enqueues one kernel on a stream of a device, as wo_gemm does. Returns 0, or nonzero with the reason in message.
 WEIGHTONLY_API int wo_dequantize(weightonly::DequantizeParams const* params, int device, void* stream, char* message,

@@ -23,7 +23,7 @@
 
 namespace weightonly {
 
-/// Config: Element, Weight, kScaleMode, kTokens, kLines, kWarps.
+/// Config: Element, Weight, kScaleMode, kTokens, kLines, kWarps, kLeastGroup (16: groups of 16 alone).
 template <class Config>
 struct Gemv {
   using Element = typename Config::Element;
@@ -32,7 +32,9 @@ struct Gemv {
   static constexpr int kTokens = Config::kTokens;
   static constexpr int kLines = Config::kLines;
   static constexpr int kWarps = Config::kWarps;
-  using Stage = ActivationStage<Element, typename Config::Weight, kTokens>;
+  static constexpr int kLeastGroup = Config::kLeastGroup;
+  using Stage = ActivationStage<Element, typename Config::Weight, kTokens, kLeastGroup>;
+  static constexpr int kGroups = Stage::kSums;  // in a chunk
 
   static constexpr bool kHasScales = Config::kScaleMode != ScaleMode::kChannel;
   static constexpr bool kHasZeros = Config::kScaleMode == ScaleMode::kGroupZeros;
@@ -49,8 +51,8 @@ struct Gemv {
   /// What a lane needs of the packed operand for one pass over one batch of lines.
   struct Packed {
     uint4 words[kBatchLines];
-    Element scale[kBatchLines];
-    Element zero[kBatchLines];
+    Element scale[kGroups][kBatchLines];
+    Element zero[kGroups][kBatchLines];
   };
 
   /// Which chunk of a line's k_blocks this lane reads in a pass.
@@ -103,12 +105,15 @@ struct Gemv {
       packed.words[i] = __ldcs(reinterpret_cast<uint4 const*>(weight + line * source.line_bytes));
     }
     if constexpr (kHasScales) {
-      int64_t const row = p.group.of(source.k) * source.scales_row_bytes;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBatchLines; ++i) {
-        int64_t const offset = row + (batch * kBatchLines + i) * Layout::kColumnsPerLine * int(sizeof(Element));
-        packed.scale[i] = *reinterpret_cast<Element const*>(source.scales + offset);
-        if constexpr (kHasZeros) packed.zero[i] = *reinterpret_cast<Element const*>(source.zeros + offset);
+      for (int group = 0; group < kGroups; ++group) {
+        int64_t const row = p.group.of<kLeastGroup>(source.k + group * kLeastGroup) * source.scales_row_bytes;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBatchLines; ++i) {
+          int64_t const offset = row + (batch * kBatchLines + i) * Layout::kColumnsPerLine * int(sizeof(Element));
+          packed.scale[group][i] = *reinterpret_cast<Element const*>(source.scales + offset);
+          if constexpr (kHasZeros) packed.zero[group][i] = *reinterpret_cast<Element const*>(source.zeros + offset);
+        }
       }
     }
   }
@@ -116,7 +121,7 @@ struct Gemv {
   /// accumulators += scale * (sum_k x * u - (bias + zero) * sum_k x) over the lane's chunks.
   CUTLASS_DEVICE static void accumulate(float (&accumulators)[kBatchLines][kTokens], Packed const& packed,
                                         Stage const& stage, float const* smem_x, LaneChunk const& lane_chunk) {
-    float products[kBatchLines][kTokens];
+    float products[kGroups][kBatchLines][kTokens];
     float const* const segment = smem_x + lane_chunk.segment() * Stage::kSegmentPitch;
     constexpr int kQuads = Positions::kCount / 4;
     CUTLASS_PRAGMA_UNROLL
@@ -141,8 +146,12 @@ struct Gemv {
             CUTLASS_PRAGMA_UNROLL
             for (int token = 0; token < kTokens; ++token) {
               float const value = reinterpret_cast<float const*>(&x[token])[e];
-              bool const first = b == 0 && position == 0;
-              products[i][token] = first ? value * weight : fmaf(value, weight, products[i][token]);
+              // As ActivationStage::store places them: the first half of a word has even k, 8 k apart.
+              constexpr int kHalf = Positions::kCount / 2;
+              int const group = position % kHalf * kGroups / kHalf;
+              bool const first = b == 0 && position == group * kHalf / kGroups;
+              float& product = products[group][i][token];
+              product = first ? value * weight : fmaf(value, weight, product);
             }
           }
         }
@@ -151,20 +160,21 @@ struct Gemv {
 
     constexpr float kUnscale = float(uint64_t(1) << (149 - Stage::kScaleExponent));
     CUTLASS_PRAGMA_UNROLL
-    for (int token = 0; token < kTokens; ++token) {
-      int const source_lane = lane_chunk.segment() * Stage::kLanesPerSegment;
+    for (int of_group = 0; of_group < kGroups * kTokens; ++of_group) {
+      int const group = of_group / kTokens, token = of_group % kTokens;
+      int const source_lane = lane_chunk.segment() * Stage::kLanesPerSegment + group * Stage::kLanesPerSum;
       float const sum_x = __shfl_sync(0xffffffff, stage.sum[token], source_lane);
       float unscale = kUnscale;
       if constexpr (Stage::kDynamicScale) unscale = __shfl_sync(0xffffffff, stage.unscale[token], source_lane);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatchLines; ++i) {
         float offset = float(Layout::kBias);
-        if constexpr (kHasZeros) offset += float(packed.zero[i]);
+        if constexpr (kHasZeros) offset += float(packed.zero[group][i]);
         // bf16 has two factors. Their product may be outside of the range of fp32, and so may the sum times the second.
-        float const product = Stage::kDynamicScale ? products[i][token] * kUnscale : products[i][token];
+        float const product = Stage::kDynamicScale ? products[group][i][token] * kUnscale : products[group][i][token];
         float const value = fmaf(product, unscale, -offset * sum_x);
-        accumulators[i][token] =
-            kHasScales ? fmaf(float(packed.scale[i]), value, accumulators[i][token]) : accumulators[i][token] + value;
+        accumulators[i][token] = kHasScales ? fmaf(float(packed.scale[group][i]), value, accumulators[i][token])
+                                            : accumulators[i][token] + value;
       }
     }
   }

@@ -19,7 +19,8 @@
 
 namespace weightonly {
 
-/// Config: Element, Weight, kScaleMode, kBlockM, kBlockN, kWarpM, kWarpN, kStages (see kernels/generate.py).
+/// Config: Element, Weight, kScaleMode, kBlockM, kBlockN, kWarpM, kWarpN, kStages, and of gemm_sm80 kLeastGroup
+/// (see kernels/generate.py).
 template <class Config, template <class> class Mainloop = MmaMultistage>
 struct GemmTile {
   using Mma = Mainloop<Config>;

@@ -25,7 +25,7 @@
 
 namespace weightonly {
 
-/// Config: Element, Weight, kScaleMode, kColumnTiles (16 columns each), kWarps (see kernels/generate.py).
+/// Config: Element, Weight, kScaleMode, kColumnTiles (16 columns each), kWarps, kLeastGroup (see kernels/generate.py).
 template <class Config>
 struct DecodeSm80 {
   using Element = typename Config::Element;
@@ -39,6 +39,8 @@ struct DecodeSm80 {
   static constexpr int kTokens = 8;
   static constexpr int kWarps = Config::kWarps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kLeastGroup = Config::kLeastGroup;  // 16: groups of 16 alone
+  static constexpr int kGroups = Layout::kChunkK / kLeastGroup;  // of a chunk
   static constexpr int kPassK = 128;
   static constexpr int kPassBytes = kPassK / kLineBlockK * kLineBlockBytes;  // of a line
   static constexpr int kReduceBytes = kWarps * kTokens * kColumns * int(sizeof(float));
@@ -47,7 +49,7 @@ struct DecodeSm80 {
   /// Codes of columns g and g + 8 of 16 columns, with their scales.
   struct Packed {
     uint4 words[2];
-    uint16_t scale[2];
+    uint16_t scale[kGroups][2];
   };
 
   /// The addresses that this lane loads from; from pass to pass they grow by a constant.
@@ -83,14 +85,22 @@ struct DecodeSm80 {
     /// A chunk may lie beyond K in the last pass. Its x is zero, so the lane may load any codes: those of k 0.
     CUTLASS_DEVICE void fetch(Packed& packed, GemmParams const& p, int tile) const {
       char const* const chunk = k < p.k_padded ? weight : first;
-      int64_t const row = p.group.of(k) * scales_row_bytes;
+      int64_t row[kGroups];
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        row[group] = p.group.of<kLeastGroup>(k + group * kLeastGroup) * scales_row_bytes;
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const column = 16 * tile + 8 * half;
         // Each code is read once, so it is the first that the caches may drop.
         packed.words[half] =
             __ldcs(reinterpret_cast<uint4 const*>(chunk + column / Layout::kColumnsPerLine * line_bytes));
-        packed.scale[half] = *reinterpret_cast<uint16_t const*>(scales + row + column * int(sizeof(Element)));
+        CUTLASS_PRAGMA_UNROLL
+        for (int group = 0; group < kGroups; ++group) {
+          packed.scale[group][half] =
+              *reinterpret_cast<uint16_t const*>(scales + row[group] + column * int(sizeof(Element)));
+        }
       }
     }
 
@@ -106,7 +116,12 @@ struct DecodeSm80 {
   /// accumulators: column g, tokens 2t and 2t + 1, then column g + 8.
   CUTLASS_DEVICE static void multiply(float (&accumulators)[4], Packed const& packed, uint4 const (&x)[4],
                                       Codebook const& codebook) {
-    uint32_t const scale[2] = {broadcast(packed.scale[0]), broadcast(packed.scale[1])};
+    uint32_t scale[kGroups][2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) scale[group][half] = broadcast(packed.scale[group][half]);
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < 4; ++w) {
       uint32_t pairs[2][4];
@@ -114,7 +129,7 @@ struct DecodeSm80 {
       for (int half = 0; half < 2; ++half) {
         codebook.look_up_word(reinterpret_cast<uint32_t const*>(&packed.words[half])[w], pairs[half]);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) pairs[half][i] = Math::mul(pairs[half][i], scale[half]);
+        for (int i = 0; i < 4; ++i) pairs[half][i] = Math::mul(pairs[half][i], scale[i * kGroups / 4][half]);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {

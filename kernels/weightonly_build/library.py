@@ -70,6 +70,7 @@ def build_kernels(decision: Decision, archs: Sequence[str]) -> None:
         "CMAKE_MAKE_PROGRAM": ninja,
         "CMAKE_CUDA_COMPILER": decision.nvcc,
         "WEIGHTONLY_ARCHS": ",".join(archs),
+        "WEIGHTONLY_UNVERIFIED": "ON" if target.asks_for_unverified() else "OFF",
         "WEIGHTONLY_CUTLASS_INCLUDE": cutlass.find_headers(BUILD),
         "WEIGHTONLY_PYTHON": sys.executable,
     }

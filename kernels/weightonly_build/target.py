@@ -115,6 +115,14 @@ def requested_archs(nvcc: Path, gpus: Sequence[str], env: Mapping[str, str] = os
     return parse_archs(text, buildable_archs(nvcc))
 
 
+def asks_for_unverified(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether WEIGHTONLY_UNVERIFIED=on asks for the kernels that no GPU has run, too. Other values: ValueError."""
+    value = env.get("WEIGHTONLY_UNVERIFIED") or "off"
+    if value not in ("on", "off"):
+        raise ValueError(f"WEIGHTONLY_UNVERIFIED: expected on or off, got {value!r}")
+    return value == "on"
+
+
 def decide_here(env: Mapping[str, str] = os.environ) -> Decision:
     """`decide` for this machine and environment."""
     return decide(env.get("WEIGHTONLY_CUDA") or "auto", find_nvcc(env), visible_gpus())

@@ -11,7 +11,6 @@ MUTATIONS = [
         [
             ("K is not padded", "return -(-k // K_ALIGNMENT) * K_ALIGNMENT", "return k"),
             ("groups of 96", "(group_size < 64 or group_size % 64 != 0)", "(group_size < 64 or group_size % 32 != 0)"),
-            ("groups of 16", "if group_size == 16 != k:", "if group_size == 15 != k:"),
             ("groups that do not divide K", "if k % group_size != 0:", "if k < group_size:"),
             ("codes of another layout", "if self.layout not in CODE_LAYOUTS:", "if self.layout not in LAYOUTS:"),
             (
@@ -39,8 +38,17 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "heuristics/legal.py",
+        "groups_of_16 microscaling",
+        [
+            ("groups of 16", "if group_size == 16 != k and", "if group_size == 15 != k and"),
+            ("groups of 16 on Volta", "c.layout in layouts_of(arch) and c.rules.first", "c.rules.first"),
+            ("some groups of 16", "c.unfused and c.groups_of_16 and c.is_verified", "c.groups_of_16 and c.is_verified"),
+        ],
+    ),
+    *of(
         "heuristics/families/base.py",
-        "choice heuristics families",
+        "choice heuristics families groups_of_16",
         [
             (
                 "a part of K without work",
@@ -64,6 +72,11 @@ MUTATIONS = [
                 "a format that is not compiled",
                 "        if p.format not in config.formats:\n",
                 "        if not config.formats:\n",
+            ),
+            (
+                "groups of 16 by other kernels",
+                "if config.groups_of_16 != (p.group_step == 16):",
+                "if config.groups_of_16 and p.group_step != 16:",
             ),
             ("too many parts", "if not 1 <= config.split_k <= config.max_split_k:", "if not 1 <= config.split_k:"),
             ("90 has 90a", 'and (not self.shares_cluster or arch.endswith("a"))', ""),

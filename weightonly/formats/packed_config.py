@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size, check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
 from ..layout import LAYOUTS
 from ..packing import code_layout
 from .expect import option
@@ -78,8 +79,10 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
     """
     for name, shape in shapes.items():
         try:
-            check = check_group_size if arch in (None, "cpu") else check_kernel_group_size
-            check(shape.group_size, shape.k)
+            if arch in (None, "cpu"):
+                check_group_size(shape.group_size, shape.k)
+            else:
+                check_kernel_group_size(shape.group_size, shape.k, arch)
         except ValueError as error:
             count = sum(other.group_size == shape.group_size for other in shapes.values())
             raise ValueError(

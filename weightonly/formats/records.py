@@ -11,7 +11,7 @@ from .. import packing
 from ..args import check_single
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import preprocess
@@ -64,7 +64,7 @@ class QuantizedLayer:
         try:
             weight = self.weight
             if arch not in (None, "cpu"):
-                check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k)
+                check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k, arch)
             weight = weight if arch is None else packing.repack(weight, arch)
             check_single("weight", weight)
             layer = Linear.from_quantized(weight, *self.operands(dtype or self.scales.dtype), perm=self.perm)

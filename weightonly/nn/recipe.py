@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, check_group_size, check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
+from ..heuristics.problem import CODE_FORMATS, check_group_size
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, format_of, layout_for_arch, preprocess
 from ..quantize import DEFAULT_GROUP_SIZE, check_weight_dtype, quantize_for, resolve_group_size
@@ -80,8 +81,10 @@ class Recipe:
         rows = resolve_group_size(self.group_size, k)
         if self.is_code:
             check_code_groups(self.format, rows)
-        check = check_kernel_group_size if on_gpu or self.arch not in (None, "cpu") else check_group_size
-        check(rows, k)
+        if self.arch not in (None, "cpu"):
+            check_kernel_group_size(rows, k, self.arch)
+        else:
+            (check_kernel_group_size if on_gpu else check_group_size)(rows, k)
 
     def quantize(
         self, w: torch.Tensor, perm: torch.Tensor | None = None

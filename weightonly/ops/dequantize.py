@@ -10,8 +10,9 @@ from .. import reference
 from ..args import check_expected, check_zeros_fit
 from ..codebooks import codebook_on
 from ..device import device_arch
+from ..heuristics.legal import computes_groups_of_16
 from ..heuristics.slices import slice_columns
-from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_on
+from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_groups_of_16, dequantizes_on
 from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
@@ -150,7 +151,8 @@ def _has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor
         return False
     if torch.is_grad_enabled() and (scales.requires_grad or (zeros is not None and zeros.requires_grad)):
         return False
-    group_size = qweight.k // scales.shape[0]
+    arch, group_size = device_arch(qweight.data.get_device()), qweight.k // scales.shape[0]
     if scales.shape[0] > 1 and group_size != 32 and group_size % 64:
-        return False
-    return dequantizes_on(device_arch(qweight.data.get_device()))
+        is_read = group_size == 16 and dequantizes_groups_of_16() and computes_groups_of_16(arch, qweight.layout)
+        return is_read and dequantizes_on(arch)
+    return dequantizes_on(arch)

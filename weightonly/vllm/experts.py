@@ -18,7 +18,8 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from ..experts import fused_experts
 from ..formats.groups import group_rows
 from ..heuristics.arch import Arch
-from ..heuristics.problem import FORMATS, check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
+from ..heuristics.problem import FORMATS
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .expert_tensors import ExpertTensors, of_config

@@ -26,7 +26,7 @@ from ..formats.groups import group_rows
 from ..formats.words import to_signed, unpack_words
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .support import why_not

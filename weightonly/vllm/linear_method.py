@@ -18,7 +18,8 @@ from ..formats.groups import group_rows
 from ..formats.layers import LayerShape
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMATS, check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
+from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..packed import PackedWeight
 from ..packing import preprocess
 from .rows import LOADED_FORMATS, unpack_rows

@@ -10,7 +10,7 @@ from ..args import CPU_DTYPES
 from ..device import device_arch, sm_count
 from ..heuristics import Problem
 from ..heuristics.configs import TypeConfig
-from ..heuristics.problem import check_kernel_group_size
+from ..heuristics.legal import check_kernel_group_size
 from ..plan.choose import DTYPE_NAMES, choose, scale_mode
 
 VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"

@@ -154,7 +154,9 @@ struct Mainloop {
   template <class XFragment, class Accumulators>
   CUTLASS_DEVICE static void run(Params const& p, WorkTile const& work, Reader& reader, XFragment const& x,
                                  Accumulators& accum) {
-    if (Traits::kMayHaveGroupsOf32 && Traits::kHasScales && p.scale_k == 32) {
+    if constexpr (Traits::kLeastGroup == 16) {
+      mma<4>(work, reader, x, accum);
+    } else if (Traits::kMayHaveGroupsOf32 && Traits::kHasScales && p.scale_k == 32) {
       mma<2>(work, reader, x, accum);
     } else if constexpr (kMayScaleAccumulators) {
       if (p.scale_k > Layout::kBlockK) {
@@ -216,7 +218,7 @@ struct Mainloop {
     cute::warpgroup_fence_operand(accum);
   }
 
-  /// accum = w x, the weights multiplied by their scales. kGroups: groups in a k_block, 1 or 2.
+  /// accum = w x, the weights multiplied by their scales. kGroups: groups in a k_block, 1, 2 or 4.
   template <int kGroups, class XFragment, class Accumulators>
   CUTLASS_DEVICE static void mma(WorkTile const& work, Reader& reader, XFragment const& x, Accumulators& accum) {
     using namespace cute;

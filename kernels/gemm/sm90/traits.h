@@ -20,7 +20,7 @@ struct BarrierId {
   static constexpr int kAll = 9;
 };
 
-/// Config: Element, Weight, kScaleMode, kTileM, kWarpgroupsN, kWarpgroupsK, kStages.
+/// Config: Element, Weight, kScaleMode, kTileM, kWarpgroupsN, kWarpgroupsK, kStages, kLeastGroup (16: groups of 16 alone).
 template <class Config>
 struct Traits {
   using Element = typename Config::Element;  // of x, scales, zero points, bias and y
@@ -60,6 +60,8 @@ struct Traits {
 
   /// Whether rows of x belong to experts, each with a weight of its own (grouped_scheduler.h).
   static constexpr bool kIsGrouped = false;
+  /// k of the smallest groups, 32 or 16. Where it is 16, all groups are.
+  static constexpr int kLeastGroup = Config::kLeastGroup;
   /// Whether groups may be of 32 k.
   static constexpr bool kMayHaveGroupsOf32 = true;
 
@@ -92,7 +94,7 @@ struct Traits {
   static constexpr int kXStageBytes = kKBlocks * kTileM * kXRowBytes;
   static constexpr int kWeightStageBytes = kWarpgroupsN * kKBlocks * Layout::kBlockBytes;
   static constexpr int kScaleRowBytes = kTileN * int(sizeof(Element));
-  static constexpr int kMaxScaleRows = kTileK / 32;  // with the smallest groups
+  static constexpr int kMaxScaleRows = kTileK / kLeastGroup;  // with the smallest groups
   static constexpr int kZerosOffset = kMaxScaleRows * kScaleRowBytes;  // from a stage's scales to its zero points
   static constexpr int kScaleStageBytes = (kHasScales ? kHasZeros ? 2 : 1 : 0) * kMaxScaleRows * kScaleRowBytes;
 

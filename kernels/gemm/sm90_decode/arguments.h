@@ -21,7 +21,7 @@ constexpr Params make_params(GemmParams const& p) {
       p.m == 1 ? 0 : uint32_t((uint64_t(d.k_tiles) << 32) / divide_up(d.n_tiles, d.n_tiles_per_cluster));
   d.x_row_bytes = Traits::x_row_bytes(d.k_tiles < d.work_unit_k_tiles ? d.k_tiles : d.work_unit_k_tiles);
   int const group_k = !Traits::kHasScales || p.group_size % kTileK == 0 ? kTileK : p.group_size % 64 == 0 ? 64 : 32;
-  d.groups_per_k_tile = kTileK / group_k;
+  d.groups_per_k_tile = Traits::kHasGroupsOf16 ? Traits::kMaxGroups : kTileK / group_k;
   return d;
 }
 
@@ -63,13 +63,17 @@ cudaError_t launch_decode_sm90(GemmParams const& p, cudaStream_t stream) {
   bool const needs_zeros = Traits::kHasZeros || Traits::kHasCodebook;
   if (needs_zeros && p.zeros == nullptr) return cudaErrorInvalidValue;
   auto const d = sm90_decode::make_params<Traits>(p);
-  switch (d.groups_per_k_tile) {
-    case 1:
-      return sm90_decode::launch_decode_kernel<Traits, 1>(d, stream);
-    case 2:
-      return sm90_decode::launch_decode_kernel<Traits, 2>(d, stream);
-    default:
-      return sm90_decode::launch_decode_kernel<Traits, 4>(d, stream);
+  if constexpr (Traits::kHasGroupsOf16) {
+    return sm90_decode::launch_decode_kernel<Traits, Traits::kMaxGroups>(d, stream);
+  } else {
+    switch (d.groups_per_k_tile) {
+      case 1:
+        return sm90_decode::launch_decode_kernel<Traits, 1>(d, stream);
+      case 2:
+        return sm90_decode::launch_decode_kernel<Traits, 2>(d, stream);
+      default:
+        return sm90_decode::launch_decode_kernel<Traits, 4>(d, stream);
+    }
   }
 }
 

@@ -86,9 +86,9 @@ struct GroupedKernel {
           for (int block = 0; block < Pipeline::kTileBlocks; ++block) x[block] = load_x(block);
           refill();
           auto const loaded = [&](int block) { return x[block]; };
-          Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, loaded);
+          Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, loaded, stage);
         } else {
-          Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, load_x);
+          Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, load_x, stage);
           refill();
         }
         stage = stage == last_stage ? first_stage : stage + kStageBytes;

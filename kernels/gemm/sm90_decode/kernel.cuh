@@ -77,7 +77,7 @@ struct Kernel {
           loader.load_next(stage);
         };
         if constexpr (KTile::kFreesStage) refill();
-        Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, Mma::loads_x(x));
+        Mma::template accumulate<kGroups>(accumulators, sum_x, k_tile, codebook, Mma::loads_x(x), stage);
         if constexpr (!KTile::kFreesStage) refill();
         stage = stage == last_stage ? first_stage : stage + Pipeline::kStageBytes;
         x += Traits::kWarpsK * Traits::kTileXBytes;

@@ -70,9 +70,9 @@ struct Loader {
       prefetch_panel<Weight>(p, panel, k_block, in_panel * bytes, tiles * bytes);
       if (tiles < kRowTiles) prefetch_panel<Weight>(p, panel + 1, k_block, 0, (kRowTiles - tiles) * bytes);
     }
-    constexpr int kPanels = Traits::kPanels;
-    if (Traits::kHasScales && warp == 1) prefetch_groups<Element, kPanels>(p, p.scales, panel, k_tile * kTileK);
-    if (Traits::kHasZeros && warp == 2) prefetch_groups<Element, kPanels>(p, p.zeros, panel, k_tile * kTileK);
+    constexpr int kPanels = Traits::kPanels, kStep = Pipeline::kGroupStep;
+    if (Traits::kHasScales && warp == 1) prefetch_groups<Element, kPanels, kStep>(p, p.scales, panel, k_tile * kTileK);
+    if (Traits::kHasZeros && warp == 2) prefetch_groups<Element, kPanels, kStep>(p, p.zeros, panel, k_tile * kTileK);
   }
 
   /// Prefetches the channel scales of one n_tile into the L2 cache: the epilogue reads them.

@@ -6,7 +6,7 @@
 
 namespace weightonly::sm90_decode {
 
-/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK, kStages.
+/// Config: Element, Weight, kScaleMode, kRowTiles (of 16 columns), kWarpsK, kStages, kLeastGroup (16: groups of 16 alone).
 template <class Config>
 struct Traits {
   using Element = typename Config::Element;
@@ -28,7 +28,8 @@ struct Traits {
   static constexpr int kPanels = Pipeline<1>::kPanels;  // column panels that an n_tile may lie in
   static constexpr int kTileK = Pipeline<1>::kTileK;
   static constexpr int kTileXBytes = kTileK * int(sizeof(Element));  // x of one token and one k_tile
-  static constexpr int kMaxGroups = kHasScales ? kTileK / 32 : 1;  // in a k_tile
+  static constexpr bool kHasGroupsOf16 = Config::kLeastGroup == 16;
+  static constexpr int kMaxGroups = kHasScales ? kTileK / Config::kLeastGroup : 1;  // in a k_tile
   static constexpr int kThreads = 32 * kWarpsK;
   static constexpr int kTileN = 16 * kRowTiles;  // columns of an n_tile
   static constexpr int kPairs = kTileN / 2;  // of neighbouring columns: a thread reduces both
@@ -41,7 +42,8 @@ struct Traits {
 
   CUTLASS_HOST_DEVICE static constexpr int pipeline_bytes(int groups) {
     return kStages * kWarpsK *
-           (groups == 4   ? Pipeline<4>::kStageBytes
+           (groups == 8   ? Pipeline<8>::kStageBytes
+            : groups == 4 ? Pipeline<4>::kStageBytes
             : groups == 2 ? Pipeline<2>::kStageBytes
                           : Pipeline<1>::kStageBytes);
   }
@@ -50,7 +52,7 @@ struct Traits {
   CUTLASS_HOST_DEVICE static constexpr int warp_partials_bytes(int m) { return kWarpsK * partial_bytes(m); }
   /// x of one token. The 16 extra bytes put the rows that one ldmatrix reads into different banks.
   CUTLASS_HOST_DEVICE static constexpr int x_row_bytes(int k_tiles) { return k_tiles * kTileXBytes + 16; }
-  /// groups: of a k_tile, 1, 2 or 4. x_row_bytes: see above. heuristics/ has the same formula in Python.
+  /// groups: of a k_tile, 1, 2, 4 or 8. x_row_bytes: see above. heuristics/ has the same formula in Python.
   CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int m, int split_k, int groups, int x_row_bytes) {
     return kBarrierBytes + kCodebookBytes + pipeline_bytes(groups) + m * x_row_bytes +
            (split_k - 1) * partial_bytes(m) + 2 * warp_partials_bytes(m);
