@@ -133,6 +133,11 @@ def overlapping_x(a: Arguments) -> None:
     a.update(x=memory[:, :K], out=memory[:, K - 1 :])
 
 
+def overlapping_x_from_the_left(a: Arguments) -> None:
+    memory = torch.zeros(M, N + K - 1, dtype=torch.float16)
+    a.update(x=memory[:, N - 1 :], out=memory[:, :N])
+
+
 def overlapping_rows_of_x(a: Arguments) -> None:
     """`out` begins in the row after the one in which x ends, but at another distance between rows."""
     memory = torch.zeros(2 * M * K, dtype=torch.float16)
@@ -162,6 +167,7 @@ OUT = [
            f"out: expected memory of its own, got a tensor that overlaps {name.split()[0]}")
       for name, change in {
           "x": overlapping_x,
+          "x from the left": overlapping_x_from_the_left,
           "x at another distance": overlapping_rows_of_x,
           "qweight": overlapping_weight,
           "scales": overlapping("scales"),

@@ -7,7 +7,7 @@ from .mutation import of
 MUTATIONS = [
     *of(
         "weightonly/args.py",
-        "arguments expected_operands",
+        "arguments expected_operands act_order kernel_plan packed_experts grouped_gemm",
         [
             (
                 "one group counts as one row",
@@ -96,7 +96,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/packed.py",
-        "packed packing slices packed_experts code_packed",
+        "packed packing slices packed_experts code_packed expected_operands",
         [
             ("a byte less", "if data.numel() != expected_bytes:", "if data.numel() > expected_bytes:"),
             ("bytes with strides", "if data.dim() != 1 or not data.is_contiguous():", "if data.dim() != 1:"),
