@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightonly.heuristics import Problem, candidates
+from weightonly.heuristics import Problem, candidates, grouped
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
-from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, GroupedSm90
+from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES
 
@@ -56,6 +56,20 @@ def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
     assert last == 128
 
 
+@pytest.mark.parametrize(("share", "tile"), [(1, 8), (5, 8), (6, 16), (24, 16), (48, 64), (49, 128), (4096, 128)])
+@pytest.mark.parametrize("experts", [8, 128])
+def test_the_tile_is_that_of_an_even_share(experts: int, share: int, tile: int) -> None:
+    config = select_grouped(problem(share * experts), experts)
+    assert config is not None and config.block_m == tile
+
+
+def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = tuple(c for c in GROUPED_CONFIGS if c.block_m <= 16)
+    monkeypatch.setattr(grouped, "_of_kind", lambda _: tuple(c for c in low if "int4" in c.formats))
+    config = select_grouped(problem(1 << 16), 8)
+    assert config is not None and config.block_m == 16
+
+
 @pytest.mark.parametrize(
     ("experts", "top_k", "k", "n", "columns"),
     [(8, 2, 14336, 4096, 64), (8, 2, 4096, 28672, 64), (128, 8, 768, 2048, 128), (128, 8, 2048, 1536, 128)],
@@ -70,7 +84,30 @@ def test_what_no_grouped_kernel_computes() -> None:
     assert select_grouped(problem(8), MAX_EXPERTS + 1) is None
     assert select_grouped(Problem(8, 512, 512, "int4", 128, 80, 108), 8) is None
     assert select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "interleaved"), 8) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 100, 148, "tiled"), 8) is None
     assert select_grouped(problem(1 << 30, 1 << 12), 8) is None, "tiles beyond 32 bits"
+
+
+def test_as_many_experts_and_tiles_as_a_kernel_counts() -> None:
+    """At the limit, and one beyond it. Every expert but one may end inside of a tile of 8 rows."""
+    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
+    assert why_not_grouped(config, problem(8), MAX_EXPERTS) is None
+    assert why_not_grouped(config, problem(8), MAX_EXPERTS + 1) is not None
+    columns = 1 << 10  # tiles of 64 along N
+    for experts in (1, 5):
+        rows = 8 * (MAX_TILES // columns - experts - 1)
+        assert why_not_grouped(config, problem(rows, 64 * columns), experts) is None
+        assert "at most 1073741824 tiles" in str(why_not_grouped(config, problem(rows + 8, 64 * columns), experts))
+        assert "at most 1073741824 tiles" in str(why_not_grouped(config, problem(rows, 64 * columns + 1), experts))
+
+
+def test_kernels_that_never_ran_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedSm90, "verified", False)
+    grouped._configs_of.cache_clear()
+    try:
+        assert select_grouped(problem(8), 8) is None
+    finally:
+        grouped._configs_of.cache_clear()
 
 
 def test_why_not() -> None:
