@@ -92,7 +92,7 @@ def test_parts_of_several_kinds_are_refused(case: str, parts: list[QuantizedLaye
 
 
 def test_no_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="^parts: expected at least one expert, got none$"):
+    with pytest.raises(ValueError, match=r"^parts: expected at least one expert, got none$"):
         GroupedLinear.from_parts([])
 
 

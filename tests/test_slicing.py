@@ -79,10 +79,10 @@ def test_rows(bounds: Range, format: str, layout: str, generator: torch.Generato
     ("group_size", "begin", "end"), [(64, 8, 72), (64, 0, 72), (64, 48, 80), (128, 16, 144)], ids=str
 )
 def test_bounds_that_leave_no_groups(group_size: int, begin: int, end: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"begin, end: expected multiples of 32, or rows of one group of {group_size}, got {begin}, {end} of K = 256",
-    ):
+    message = (
+        f"begin, end: expected multiples of 32, or rows of one group of {group_size}, got {begin}, {end} of K = 256"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
         rows_of_a_group(K, group_size, begin, end)
 
 
