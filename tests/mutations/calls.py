@@ -7,7 +7,7 @@ from .mutation import of
 MUTATIONS = [
     *of(
         "weightonly/args.py",
-        "arguments expected_operands act_order kernel_plan packed_experts grouped_gemm",
+        "arguments expected_operands kernel_plan packed_experts act_order",
         [
             (
                 "one group counts as one row",
