@@ -81,6 +81,7 @@ DEVICES = [
       for name in ("scales", "zeros", "bias", "out")),
 ]  # fmt: skip
 
+
 def codes() -> wo.PackedWeight:
     return wo.preprocess(torch.zeros(K, N, dtype=torch.uint8), format="nf4", layout="interleaved")
 
