@@ -92,6 +92,11 @@ MUTATIONS = [
             ("true is a number", "if isinstance(value, bool) or not isinstance", "if not isinstance"),
             ("numbers are flags", "if not isinstance(value, bool) and", "if not isinstance(value, int) and"),
             ("the least is too small", "value < least:", "value <= least:"),
+            ("None is a flag", "not (or_none and value is None)", "not (value is None)"),
+            ("paths of bytes", "and isinstance(text := os.fspath(value), str):", "and (text := os.fspath(value)):"),
+            ("numbers are paths", "if isinstance(value, str | os.PathLike) and", "if not isinstance(value, bytes) and"),
+            ("true is a GPU", "if isinstance(device, bool) or not isinstance(device", "if not isinstance(device"),
+            ("names of no device", "    except RuntimeError as error:\n", "    except KeyError as error:\n"),
         ],
     ),
     *of(
