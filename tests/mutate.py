@@ -141,7 +141,7 @@ def main() -> int:
     known: dict[str, dict[str, str]] = {}
     if options.log.exists() and not options.again:
         records = map(json.loads, options.log.read_text(encoding="utf-8").splitlines())
-        known = {f"{record['name']} {record['key']}": record for record in records}
+        known = {f"{record['name']} {record['key']}": record for record in records if record["result"] != BROKEN}
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "WEIGHTONLY_TEST_SEED": _SEED, "OMP_NUM_THREADS": "1"}
     results: dict[str, str] = {}

@@ -137,7 +137,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/plan/cache.py",
-        "plan_cache",
+        "plan_cache expected_operands",
         [
             (
                 "zeros are not in the key",
