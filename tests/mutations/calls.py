@@ -205,7 +205,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/plan/tuned.py",
-        "tuned_choice tuned_files",
+        "tuned_choice tuned_files storage",
         [
             ("an M of twice the size", "ms[place] >= 2 * problem.m", "ms[place] > 2 * problem.m"),
             ("an M that was measured is looked for in vain", "bisect.bisect_left(ms", "bisect.bisect_right(ms"),
