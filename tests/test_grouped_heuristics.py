@@ -105,6 +105,17 @@ def test_kernels_that_never_ran_are_not_chosen(monkeypatch: pytest.MonkeyPatch) 
     assert select_grouped(problem(8), 8) is None
 
 
+@pytest.mark.parametrize(
+    ("tile_m", "tile_n", "computes"),
+    [(8, 64, False), (8, 128, False), (16, 64, True), (16, 128, False), (64, 128, True), (128, 128, True)],
+)
+def test_groups_of_32(tile_m: int, tile_n: int, computes: bool) -> None:
+    """Sixteen warps of small tiles have no code for them."""
+    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (tile_m, tile_n) and "int4" in c.formats)
+    reason = why_not_grouped(config, problem(8, group_size=32), 8)
+    assert reason is None if computes else "those of scales are of 32" in str(reason)
+
+
 def test_why_not() -> None:
     config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
     dense = next(c for c in CONFIGS if c.family == "gemm_sm90" and "int4" in c.formats)

@@ -38,7 +38,7 @@ MUTATIONS = [
         "grouped_heuristics smem_of_kernels",
         [
             ("groups of 32 for four warpgroups", "and warpgroups == 4:", "and warpgroups > 4:"),
-            ("groups of 32 for no warpgroups", "and config.block_m <= 16 and", "and config.block_m <= 64 and"),
+            ("groups of 32 for tiles of 16 tokens", "and config.block_m <= 16 and", "and config.block_m <= 8 and"),
             ("ends of experts have no room", " + 2 * 4 * MAX_EXPERTS", ""),
             ("parts of K", "        return 1\n\n    def cta_smem", "        return 2\n\n    def cta_smem"),
         ],
