@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weightonly.heuristics import Problem, candidates, legal
 from weightonly.heuristics.arch import ARCHS
 from weightonly.heuristics.configs import CONFIGS
+from weightonly.heuristics.families import base
 from weightonly.heuristics.legal import why_not
+from weightonly.heuristics.machine import machine
 from weightonly.heuristics.problem import layouts_of
 
 
@@ -37,3 +41,13 @@ def test_kernels_of_a_newer_gpu_are_not_legal() -> None:
     problem = Problem(64, 4096, 4096, "int4", 128, 75, 68)
     assert not legal(ampere, problem)
     assert "needs compute capability 8.0, but the GPU has 7.5" in str(why_not(ampere, problem))
+
+
+def test_a_kernel_may_take_all_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere = next(c for c in CONFIGS if c.family == "gemm_sm80" and "int4" in c.formats)
+    problem = Problem(64, 4096, 4096, "int4", 128, 80, 108)
+    needed = ampere.rules.smem_bytes(ampere, problem)
+    for limit in (needed, needed - 1):
+        monkeypatch.setattr(base, "machine", lambda arch, limit=limit: replace(machine(arch), smem_bytes=limit))
+        reason = why_not(ampere, problem)
+        assert reason is None if limit == needed else f"needs {needed} bytes" in str(reason)

@@ -36,7 +36,7 @@ MUTATIONS = [
     ),
     *of(
         "heuristics/families/base.py",
-        "choice heuristics families",
+        "choice legal generate heuristics families",
         [
             (
                 "a part of K without work",
