@@ -5,7 +5,6 @@ The host knows how many rows there are, not whose they are. So the tile is chose
 
 from __future__ import annotations
 
-import functools
 import math
 
 from .configs import GROUPED_CONFIGS, KernelConfig
@@ -23,7 +22,7 @@ _NARROW = 1.08
 
 def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
     """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch."""
-    found = [c for c in _of_kind(problem) if why_not_grouped(c, problem, experts) is None]
+    found = [c for c in GROUPED_CONFIGS if c.is_verified and why_not_grouped(c, problem, experts) is None]
     if not found:
         return None
     if isinstance(family := found[0].rules, GroupedSm80):
@@ -40,22 +39,6 @@ def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
         return math.ceil(tiles / problem.sm_count) * k * config.block_n * (_NARROW if config.block_n == 64 else 1)
 
     return min((c for c in found if c.block_m == tile_m), key=time)
-
-
-@functools.cache
-def _configs_of(arch: int, layout: str, format: str) -> tuple[KernelConfig, ...]:
-    return tuple(
-        c
-        for c in GROUPED_CONFIGS
-        if c.is_verified
-        and c.rules.first_arch <= arch <= c.rules.last_arch
-        and c.layout == layout
-        and format in c.formats
-    )
-
-
-def _of_kind(problem: Problem) -> tuple[KernelConfig, ...]:
-    return _configs_of(problem.arch, problem.layout, problem.format)
 
 
 def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype: str | None = None) -> str | None:

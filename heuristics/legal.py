@@ -27,8 +27,7 @@ def legal(config: KernelConfig, problem: Problem) -> bool:
 
     Each architecture has one GEMM family, the newest that it can run. Older ones may run on it, if they are asked for.
     """
-    family = config.rules
-    return family.first_arch <= problem.arch <= family.last_arch and why_not(config, problem) is None
+    return problem.arch <= config.rules.last_arch and why_not(config, problem) is None
 
 
 def candidates(problem: Problem) -> list[KernelConfig]:

@@ -6,7 +6,8 @@
 
 A fault that the tests notice is killed; one that they do not survives, and needs a test, or a reason why no caller can
 see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
-changed runs again. A test that fails without the fault, too, makes the result "broken".
+changed runs again, with the test first that noticed the fault the last time. A test that fails without the fault, too,
+makes the result "broken", which is tried again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import collections
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.context
@@ -115,13 +117,18 @@ def first_failure(log: Path) -> str:
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
 
 
-def fails_without_a_fault(tree: Path, failure: str, seconds: float, seen: dict[str, bool]) -> bool:
-    """Whether a test fails as the code is, too: then its failure says nothing of a fault. failure: a line of pytest."""
+def test_of(failure: str) -> str:
+    """The test that a line of `first_failure` names; "": none."""
     found = re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", failure)
-    test = found[1] if found else ""
-    if test not in seen:
-        seen[test] = not test or run_tests(tree, [test], tree.parent / "again.log", seconds) != SURVIVED
-    return seen[test]
+    return found[1] if found else ""
+
+
+def fail_without_a_fault(tree: Path, tests: Sequence[str], seconds: float) -> set[str]:
+    """Those that fail as the code is, too: their failure says nothing of a fault."""
+    log = tree.parent / "again.log"
+    if not tests or run_tests(tree, tests, log, seconds) == SURVIVED:
+        return set()
+    return {test for test in tests if run_tests(tree, [test], log, seconds) != SURVIVED}
 
 
 def main() -> int:
@@ -139,13 +146,14 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only: expected a part of a name, got {options.only!r}")
     known: dict[str, dict[str, str]] = {}
+    noticed_by: dict[str, str] = {}
     if options.log.exists() and not options.again:
-        records = map(json.loads, options.log.read_text(encoding="utf-8").splitlines())
-        known = {f"{record['name']} {record['key']}": record for record in records}
+        records = [json.loads(line) for line in options.log.read_text(encoding="utf-8").splitlines()]
+        known = {f"{record['name']} {record['key']}": record for record in records if record["result"] != BROKEN}
+        noticed_by = {record["name"]: test_of(record["by"]) for record in records if record["result"] == KILLED}
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "WEIGHTONLY_TEST_SEED": _SEED, "OMP_NUM_THREADS": "1"}
     results: dict[str, str] = {}
-    failing: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as made:
         tree = Path(made) / "tree"
         keys = {}
@@ -159,31 +167,37 @@ def main() -> int:
         if todo:
             copy_tree(tree)
         for mutation, key in keys.items():
-            if mutation.equivalent:
-                results[mutation.name] = "equivalent"
-                continue
-            record = known.get(f"{mutation.name} {key}")
-            if record is None:
-                record = _run(mutation, key, tree, options.timeout, failing)
+            if mutation not in todo:
+                results[mutation.name] = (
+                    "equivalent" if mutation.equivalent else known[f"{mutation.name} {key}"]["result"]
+                )
+        for _, group in itertools.groupby(todo, lambda mutation: mutation.file):
+            made_of = [_run(m, keys[m], tree, options.timeout, noticed_by.get(m.name, "")) for m in group]
+            tests = {test_of(record["by"]) for record in made_of if record["result"] == KILLED}
+            failing = fail_without_a_fault(tree, sorted(tests - {""}), options.timeout) | {""}
+            for record in made_of:
+                if record["result"] == KILLED and test_of(record["by"]) in failing:
+                    record["result"] = BROKEN
                 with options.log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
-                print(f"{record['result']:9} {mutation.name}  [{record['seconds']} s] {record['by']}", flush=True)
-            results[mutation.name] = record["result"]
+                print(f"{record['result']:9} {record['name']}  [{record['seconds']} s] {record['by']}", flush=True)
+                results[record["name"]] = record["result"]
     return report(results)
 
 
-def _run(mutation: Mutation, key: str, tree: Path, seconds: float, failing: dict[str, bool]) -> dict[str, str]:
+def _run(mutation: Mutation, key: str, tree: Path, seconds: float, first: str) -> dict[str, str]:
+    """A line of the log. first: the test to begin with, if any."""
     place, log = tree / mutation.file, tree.parent / "run.log"
     before, started = place.read_bytes(), time.monotonic()
     place.write_text(mutated(mutation), encoding="utf-8")
     try:
-        result = run_tests(tree, test_files(mutation), log, seconds)
+        result = run_tests(tree, [first], log, seconds) if first else SURVIVED
+        if result != KILLED:
+            result = run_tests(tree, test_files(mutation), log, seconds)
     finally:
         place.write_bytes(before)
     took = f"{time.monotonic() - started:.1f}"
     by = first_failure(log) if result in (KILLED, BROKEN) else ""
-    if result == KILLED and fails_without_a_fault(tree, by, seconds, failing):
-        result = BROKEN
     return {"name": mutation.name, "key": key, "result": result, "seconds": took, "by": by}
 
 

@@ -6,6 +6,7 @@ Tensors are on the CPU; nothing is computed. What a plan would hand to a kernel 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,17 @@ def declared() -> dict[str, list[str]]:
 
 
 class Module:
-    """The compiled module. launches: each launch's arguments with the sizes of its plan. plans: how many were made."""
+    """The compiled module.
+
+    launches: each launch's arguments with the sizes of its plan. plans: how many were made. names: of kernels, by
+    number.
+    at_launch: called with the arguments of each launch while there are tensors at its addresses.
+    """
 
     def __init__(self) -> None:
+        self.names = [f"{config.kernel}_{types.name}" for config in CONFIGS for types in kernel_types(config)]
         self.launches: list[dict[str, Any]] = []
+        self.at_launch: Callable[[dict[str, Any]], object] = lambda launch: None
         self.plans = 0
         parameters = declared()["Plan.launch"]
         module = self
@@ -53,6 +61,7 @@ class Module:
 
             def launch(self, *arguments: Any) -> None:
                 module.launches.append(self.sizes | dict(zip(parameters, arguments, strict=True)))
+                module.at_launch(module.launches[-1])
 
         self.Plan = Plan
 
@@ -60,8 +69,7 @@ class Module:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Module:
     """From now on calls of `gemm` on CPU tensors take the plans that an H200 with every kernel would make of them."""
     stand_in = Module()
-    names = [f"{config.kernel}_{types.name}" for config in CONFIGS for types in kernel_types(config)]
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(stand_in.names)}
     monkeypatch.setattr(kernel, "_C", stand_in)
     monkeypatch.setattr(kernel, "kernel_numbers", lambda: numbers)
     monkeypatch.setattr(kernel, "_current_stream", lambda device: STREAM)

@@ -81,6 +81,11 @@ DEVICES = [
       for name in ("scales", "zeros", "bias", "out")),
 ]  # fmt: skip
 
+
+def codes() -> wo.PackedWeight:
+    return wo.preprocess(torch.zeros(K, N, dtype=torch.uint8), format="nf4", layout="interleaved")
+
+
 SHAPES = [
     case("x scalar", zeros_of("x"), ValueError, "x: expected shape [..., K], got a scalar"),
     case("x K", zeros_of("x", M, K + 8), ValueError,
@@ -103,6 +108,8 @@ SHAPES = [
          "scales: expected K / group_size rows, a divisor of K = 192, got shape [5, 40]"),
     case("scales no rows", zeros_of("scales", 0, N), ValueError,
          "scales: expected K / group_size rows, a divisor of K = 192, got shape [0, 40]"),
+    case("zeros of codes", lambda a: a.update(qweight=codes()), ValueError,
+         "zeros: expected None for a weight of format nf4, got Tensor"),
     case("zeros rank", zeros_of("zeros", N), ValueError,
          "zeros: expected shape [K / group_size, N = 40], got [40]"),
     case("zeros rows", zeros_of("zeros", 1, N), ValueError,
@@ -131,6 +138,11 @@ ACTIVATIONS = [
 def overlapping_x(a: Arguments) -> None:
     memory = torch.zeros(M, K + N - 1, dtype=torch.float16)
     a.update(x=memory[:, :K], out=memory[:, K - 1 :])
+
+
+def overlapping_x_from_the_left(a: Arguments) -> None:
+    memory = torch.zeros(M, N + K - 1, dtype=torch.float16)
+    a.update(x=memory[:, N - 1 :], out=memory[:, :N])
 
 
 def overlapping_rows_of_x(a: Arguments) -> None:
@@ -162,6 +174,7 @@ OUT = [
            f"out: expected memory of its own, got a tensor that overlaps {name.split()[0]}")
       for name, change in {
           "x": overlapping_x,
+          "x from the left": overlapping_x_from_the_left,
           "x at another distance": overlapping_rows_of_x,
           "qweight": overlapping_weight,
           "scales": overlapping("scales"),

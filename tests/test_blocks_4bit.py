@@ -105,6 +105,17 @@ def test_ties_go_to_the_lower_number(quant_type: str) -> None:
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_numbers_whose_quotient_is_rounded_to_the_other_side_of_a_tie(
+    quant_type: str, generator: torch.Generator
+) -> None:
+    """x * (1 / absmax) and x / absmax are neighbours there, with the midpoint at one of them."""
+    ties, absmax = midpoints(CODEBOOKS[quant_type]), torch.rand(1000, 1, generator=generator) + 1
+    w = torch.cat([ties * absmax, (ties * absmax).nextafter(torch.tensor(2.0)), absmax, -absmax], 1)  # (1000, 32)
+    assert (torch.bucketize(w / absmax, ties) != torch.bucketize(w * (1 / absmax), ties)).sum() > 100
+    check_against_the_package(w.view(-1), 32, quant_type)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_of_zeros_give_zeros_back(dtype: torch.dtype, quant_type: str) -> None:
     w = torch.zeros(5, 77, dtype=dtype)

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weightonly as wo
 from weightonly import build_info
+from weightonly.args import GemmArgs
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 from weightonly.launch import LaunchOverlap
+from weightonly.plan.base import Plan
 
 # `weightonly.kernels` is a function; this is the module.
 PLAN = sys.modules["weightonly.plan.choose"]
@@ -177,6 +180,15 @@ def test_sizes_that_kernels_cannot_count(sizes: dict[str, int], message: str, ar
 def test_sizes_that_kernels_just_count() -> None:
     for m, n, k in ((2**31 - 4096, 64, 64), (1, 2**30 - 64, 64), (1, 64, 2**20), (2**30, 1000, 64), (1, 2**22, 2**20)):
         PLAN.check_sizes(dataclasses.replace(problem(90), m=m, n=n, k=k, group_size=64))
+
+
+def test_no_rows_take_no_kernel() -> None:
+    """Nor do they need one that was built, or a GPU. These tensors are on one that is not there."""
+    with FakeTensorMode():
+        data = torch.empty(64 * 64 // 2, dtype=torch.uint8, device="cuda")
+        x, scales = (torch.empty(rows, 64, dtype=torch.float16, device="cuda") for rows in (0, 1))
+        plan = PLAN.make_plan(GemmArgs(x, wo.PackedWeight(data, 64, 64, "int4", "tiled"), scales))
+    assert type(plan) is Plan and plan.shape == (0, 64)
 
 
 def test_bf16_before_ampere() -> None:

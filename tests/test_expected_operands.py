@@ -38,6 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"scales": scales(4)},
         r"scales: expected 2 rows for groups of 128, as qweight was packed for, got shape \[4, 64\]",
     ),
+    "groups of 128 for 64": (
+        {"group_size": 64},
+        {"scales": scales(2)},
+        r"scales: expected 4 rows for groups of 64, as qweight was packed for, got shape \[2, 64\]",
+    ),
     "groups for a channel": (
         {"group_size": -1},
         {"scales": scales(4)},

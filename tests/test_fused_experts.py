@@ -174,6 +174,7 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
         r"w13: expected \(qweight, scales, zeros\) .*got PackedWeight",
     ),
     "one of a tuple": ("w2", lambda a: a["w2"][:1], TypeError, "w2: expected .*, got 1 of them"),
+    "five of a tuple": ("w2", lambda a: (*a["w2"], None, None), TypeError, "w2: expected .*, got 5 of them"),
     "one weight": (
         "w2",
         lambda a: (a["w2"][0][0], *a["w2"][1:]),
@@ -198,6 +199,13 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "scales of w2": ("w2", lambda a: (a["w2"][0], a["w2"][1][:2]), ValueError, r"w2: scales: expected shape \[E = 6"),
     "H of x": ("x", lambda a: a["x"][:, :64], ValueError, "w13: expected K = 64, the columns of x, got 128"),
     "float ids": ("topk_ids", lambda a: a["topk_ids"].float(), TypeError, "topk_ids: expected dtype torch.int32 or"),
+    "ids elsewhere": ("topk_ids", lambda a: a["topk_ids"].to("meta"), ValueError, "topk_ids: expected on cpu as x is"),
+    "weights elsewhere": (
+        "topk_weights",
+        lambda a: a["topk_weights"].to("meta"),
+        ValueError,
+        "topk_weights: expected on cpu as x is",
+    ),
     "M of ids": ("topk_ids", lambda a: a["topk_ids"][1:], ValueError, r"topk_ids: expected shape \[M = 5, top_k\]"),
     "rank of ids": ("topk_ids", lambda a: a["topk_ids"][:, 0], ValueError, r"topk_ids: expected shape .*got \[5\]"),
     "no ids": ("topk_ids", lambda a: a["topk_ids"][:, :0], ValueError, r"topk_ids: expected shape .*got \[5, 0\]"),

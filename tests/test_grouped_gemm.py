@@ -181,6 +181,12 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
         ValueError,
         r"expected shape \[E = 3, K / g, N\], got \[2, 2",
     ),
+    "scales of four": (
+        "scales",
+        lambda a: torch.ones(4, 2, 70),
+        ValueError,
+        r"expected shape \[E = 3, K / g, N\], got \[4, 2, 70",
+    ),
     "no scales": ("scales", lambda a: None, TypeError, "expected a tensor, got NoneType"),
     "N of scales": ("scales", lambda a: a["scales"][..., 1:], ValueError, r"expected shape .*N = 70\], got \[2, 69\]"),
     "dtype of scales": ("scales", lambda a: a["scales"].half(), TypeError, "expected dtype torch.float32 as x has"),
@@ -193,6 +199,7 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "numbers of perm": ("perm", lambda a: a["perm"] + 1, ValueError, r"expected a permutation of 0\.\.127"),
     "activation": ("activation", lambda a: "swish", ValueError, "expected one of None, 'identity'"),
     "int64 ends": ("offs", lambda a: a["offs"].long(), TypeError, "expected dtype torch.int32, got torch.int64"),
+    "ends elsewhere": ("offs", lambda a: a["offs"].to("meta"), ValueError, "expected on cpu as x is, got meta"),
     "list of ends": ("offs", lambda a: [1, 3, 6], TypeError, "expected a tensor, got list"),
     "too few ends": ("offs", lambda a: a["offs"][1:], ValueError, r"expected shape \[E\] = \[3\], got \[2\]"),
     "ends of rank 2": ("offs", lambda a: a["offs"][None], ValueError, r"expected shape \[E\] = \[3\], got \[1, 3\]"),
@@ -228,6 +235,13 @@ def test_refused(case: str, good: dict[str, Any]) -> None:
     good["out"].fill_(torch.nan)
     with pytest.raises(error, match=rf"^{name}: .*{message}"):
         wo.grouped_gemm(**good | {name: change(good)})
+
+
+@pytest.mark.parametrize("shape", [(), (70,), (1, 5, 70)], ids=["a scalar", "one row", "rank 3"])
+def test_out_of_another_rank_is_refused_by_a_first_call(shape: tuple[int, ...], good: dict[str, Any]) -> None:
+    five = {"x": torch.ones(5, 128), "offs": ends([1, 2, 2]), "out": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=rf"^out: expected shape \[T, N\], got \[{', '.join(map(str, shape))}\]$"):
+        wo.grouped_gemm(**good | five)
 
 
 def test_out_must_not_overlap_an_input(good: dict[str, Any]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightonly.heuristics import Problem, candidates
+from weightonly.heuristics import Problem, candidates, grouped
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
 from weightonly.heuristics.families.grouped_sm80 import GroupedSm80, tiles_along_m
-from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, GroupedSm90
-from weightonly.heuristics.grouped import _configs_of, select_grouped, why_not_grouped
+from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
+from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
 
 FORMATS = ["int4", "int8", "code4"]
@@ -59,6 +59,19 @@ def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
     assert last == 128
 
 
+@pytest.mark.parametrize(("share", "tile"), [(1, 8), (5, 8), (6, 16), (24, 16), (48, 64), (49, 128), (4096, 128)])
+@pytest.mark.parametrize("experts", [8, 128])
+def test_the_tile_is_that_of_an_even_share(experts: int, share: int, tile: int) -> None:
+    config = select_grouped(problem(share * experts), experts)
+    assert config is not None and config.block_m == tile
+
+
+def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "GROUPED_CONFIGS", tuple(c for c in GROUPED_CONFIGS if c.block_m <= 16))
+    config = select_grouped(problem(1 << 16), 8)
+    assert config is not None and config.block_m == 16
+
+
 @pytest.mark.parametrize(
     ("experts", "top_k", "k", "n", "columns"),
     [(8, 2, 14336, 4096, 64), (8, 2, 4096, 28672, 64), (128, 8, 768, 2048, 128), (128, 8, 2048, 1536, 128)],
@@ -73,7 +86,37 @@ def test_what_no_grouped_kernel_computes() -> None:
     assert select_grouped(problem(8), MAX_EXPERTS + 1) is None
     assert select_grouped(Problem(8, 512, 512, "int4", 128, 80, 108), 8) is None
     assert select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "interleaved"), 8) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 100, 148, "tiled"), 8) is None
     assert select_grouped(problem(1 << 30, 1 << 12), 8) is None, "tiles beyond 32 bits"
+
+
+def test_as_many_experts_and_tiles_as_a_kernel_counts() -> None:
+    """At the limit, and one beyond it. Every expert but one may end inside of a tile of 8 rows."""
+    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
+    assert why_not_grouped(config, problem(8), MAX_EXPERTS) is None
+    assert why_not_grouped(config, problem(8), MAX_EXPERTS + 1) is not None
+    columns = 1 << 10  # tiles of 64 along N
+    for experts in (1, 5):
+        rows = 8 * (MAX_TILES // columns - experts - 1)
+        assert why_not_grouped(config, problem(rows, 64 * columns), experts) is None
+        assert "at most 1073741824 tiles" in str(why_not_grouped(config, problem(rows + 8, 64 * columns), experts))
+        assert "at most 1073741824 tiles" in str(why_not_grouped(config, problem(rows, 64 * columns + 1), experts))
+
+
+def test_kernels_that_never_ran_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedSm90, "verified", False)
+    assert select_grouped(problem(8), 8) is None
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "tile_n", "computes"),
+    [(8, 64, False), (8, 128, False), (16, 64, True), (16, 128, False), (64, 128, True), (128, 128, True)],
+)
+def test_groups_of_32(tile_m: int, tile_n: int, computes: bool) -> None:
+    """Sixteen warps of small tiles have no code for them."""
+    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (tile_m, tile_n) and "int4" in c.formats)
+    reason = why_not_grouped(config, problem(8, group_size=32), 8)
+    assert reason is None if computes else "those of scales are of 32" in str(reason)
 
 
 def test_why_not() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import re
 from typing import Any
 
@@ -67,6 +69,17 @@ def test_absent_operands_are_null_and_channels_have_one_group(module: Module) ->
     assert (launch["k"], launch["k_padded"], launch["group_size"]) == (200, 256, 256)
 
 
+@pytest.mark.parametrize(
+    ("groups", "has_zeros", "mode"),
+    [(1, False, "channel"), (4, False, "group"), (1, True, "group_zeros"), (4, True, "group_zeros")],
+    ids=["per channel", "groups", "a group with zeros", "groups with zeros"],
+)
+def test_the_kernel_is_one_for_these_scales(module: Module, groups: int, has_zeros: bool, mode: str) -> None:
+    a = operands(256, 128, 3, groups=groups)
+    wo.gemm(**a, zeros=torch.zeros(groups, 128).half() if has_zeros else None)
+    assert module.names[module.launches[0]["kernel"]].endswith(f"_f16_int4_{mode}")
+
+
 def test_a_codebook_takes_the_place_of_zeros(module: Module) -> None:
     a = operands(256, 128, 2, "nf4")
     wo.gemm(**a)
@@ -119,6 +132,50 @@ def test_alignment_is_seen_at_each_call(module: Module) -> None:
     assert module.plans == 1
 
 
+@pytest.mark.parametrize("name", ["scales", "zeros"])
+def test_scales_and_zeros_that_are_not_aligned_are_copied(module: Module, name: str) -> None:
+    a = operands(256, 128, 1, groups=4) | {"zeros": torch.zeros(4, 128).half()}
+    a[name] = torch.ones(1 + 4 * 128).half()[1:].view(4, 128)
+    wo.gemm(**a)
+    (launch,) = module.launches
+    assert launch["scales_in_place"] is False
+    assert launch["scales"] % 16 == launch["zeros"] % 16 == 0
+    assert launch[name] != a[name].data_ptr()
+
+
+def memory(address: int, *shape: int) -> torch.Tensor:
+    """A copy of the fp16 numbers at an address, row by row."""
+    return torch.frombuffer(bytearray(ctypes.string_at(address, 2 * math.prod(shape))), dtype=torch.float16).view(shape)
+
+
+def test_a_strided_bias_is_copied(module: Module) -> None:
+    bias = torch.arange(256).half().view(128, 2)[:, 1]
+    seen: list[torch.Tensor] = []
+    module.at_launch = lambda launch: seen.append(memory(launch["bias"], 128))
+    wo.gemm(**operands(256, 128, 1), bias=bias)
+    assert torch.equal(seen[0], bias)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("k", [196, 199])
+def test_x_ends_in_zeros_where_k_is_no_multiple_of_8(
+    module: Module, monkeypatch: pytest.MonkeyPatch, k: int, rows: int
+) -> None:
+    """Kernels load 16 bytes at a time. What is beyond K meets zeros of the weight, which NaN would outlast."""
+    a = operands(k, 128, rows)
+    a["x"] = x = torch.randn(rows, k).half()
+    seen: list[torch.Tensor] = []
+    module.at_launch = lambda launch: seen.append(memory(launch["x"], rows, launch["ldx"]))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *shape, **_: t.new_full(_size(shape), torch.nan))
+    wo.gemm(**a)
+    assert (module.launches[0]["k"], module.launches[0]["ldx"]) == (200, 200)
+    assert torch.equal(seen[0], torch.nn.functional.pad(x, (0, 200 - k)))
+
+
+def _size(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    return shape[0] if isinstance(shape[0], tuple) else shape
+
+
 def test_scales_are_padded_where_n_is(module: Module) -> None:
     a = operands(256, 100, 1, groups=4)
     wo.gemm(**a)
@@ -137,12 +194,12 @@ def test_gathered_x_has_the_rows_of_a_contiguous_one(module: Module) -> None:
 def test_split_k_in_memory_has_partials(module: Module) -> None:
     a = operands(1024, 100, 20, layout="interleaved")
     config = config_of("gemm_sm80", 32)
-    for split_k, has_partials in ((1, False), (3, True)):
+    for split_k, has_partials in ((1, False), (2, True), (3, True)):
         wo.gemm(**a, config=config.with_split_k(split_k))
         launch = module.launches[-1]
         assert launch["split_k"] == split_k and (launch["partials"] != 0) == has_partials
     elements = [plan.partials for plan in cache.plans() if isinstance(plan, KernelPlan)]
-    assert elements == [0, 3 * 20 * 128]
+    assert elements == [0, 2 * 20 * 128, 3 * 20 * 128]
 
 
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "zeros and bias"])

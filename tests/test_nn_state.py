@@ -177,6 +177,29 @@ def test_old_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
     assert target.layout == "interleaved" and not target.qweight.any()
 
 
+def as_bytes(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("extra_state", "message"),
+    [
+        (as_bytes('{"k": 128'), "expected JSON as uint8"),
+        (as_bytes('{"a":' * 100_000), "expected JSON as uint8, got something else .*nested too deeply"),
+        (as_bytes('{"k": 128, "k": 96}'), "expected JSON as uint8, got something else .*'k' is there twice"),
+        (as_bytes("[128, 72]"), "expected a JSON object, got list"),
+        (torch.rand(8), "expected JSON as uint8"),
+        (b"{}", "expected JSON as uint8"),
+    ],
+    ids=["truncated", "nested", "twice", "a list", "floats", "no tensor"],
+)
+def test_a_damaged_description_of_version_0_1_is_an_error_of_its_name(extra_state: object, message: str) -> None:
+    state: dict[str, Any] = {f"mlp.{name}": tensor for name, tensor in old_state(layer_of()).items()}
+    model = torch.nn.ModuleDict({"mlp": Linear(K, N, group_size=64)})
+    with pytest.raises(ValueError, match=rf"^state dict: mlp\._extra_state: {message}"):
+        model.load_state_dict(state | {"mlp._extra_state": extra_state})
+
+
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [

@@ -132,6 +132,7 @@ OTHERS: dict[str, Change] = {
     "no zeros": setting(zeros=None),
     "no bias": setting(bias=None),
     "strided scales": lambda a: a.update(scales=a["scales"].t().contiguous().t()),
+    "strided zeros": lambda a: a.update(zeros=a["zeros"].t().contiguous().t()),
     "strided bias": lambda a: a.update(bias=torch.stack([a["bias"], a["bias"]], 1)[:, 0]),
     "perm": setting(perm=torch.arange(K)),
     "activation": setting(activation="silu"),

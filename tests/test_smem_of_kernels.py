@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
 from weightonly.heuristics.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 8: 15}
 
 HEAD = """\
 #include "kernels/gemm/sm80_grouped.cuh"
+#include "kernels/gemm/sm90/grouped_scheduler.h"
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
@@ -73,6 +76,13 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
         config = kernel.config.with_split_k(split_k)
         for p in problems(kernel):
             expected = config.rules.smem_bytes(config, p)
+            if config.family == "grouped_sm90":
+                traits = f"sm90::GroupedTraits<{name}>"
+                yield f"static_assert({traits}::smem_bytes({MAX_EXPERTS}) == {expected});"
+                yield f"static_assert({traits}::kMaxExperts == {MAX_EXPERTS});"
+                small = config.rules.why_never(config, dataclasses.replace(p, group_size=32)) is None
+                yield f"static_assert({traits}::kMayHaveGroupsOf32 == {str(small).lower()});"
+                break  # the same for every problem
             if config.family == "gemm_sm90":
                 yield f"static_assert(sm90::Traits<{name}>::smem_bytes({split_k}) == {expected});"
                 break  # the same for every problem
@@ -105,7 +115,7 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    families = ("gemm_sm90", "decode_sm90", "grouped_decode_sm90", "grouped_sm80")
+    families = ("gemm_sm90", "decode_sm90", "grouped_sm90", "grouped_decode_sm90", "grouped_sm80")
     for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16

@@ -76,6 +76,16 @@ REFUSED: dict[str, tuple[str | bytes, int, str]] = {
         8,
         "b: expected a shape that PyTorch can have",
     ),
+    "a size that no tensor has, behind a 0": (
+        f'{{"a":{ENTRY},"b":{{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[8,8]}}}}',
+        8,
+        "b: expected a shape that PyTorch can have",
+    ),
+    "more bytes than the shape has": (
+        '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,8]}}',
+        8,
+        r"a: expected 4 bytes for U8 \[4\], got 8",
+    ),
     "sizes that overflow": (
         '{"a":{"dtype":"U8","shape":[4294967296,4294967296,8],"data_offsets":[0,8]}}',
         8,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weightonly as wo
+from weightonly.formats import convert
 from weightonly.heuristics import Problem, select
 from weightonly.nn import Linear
 
@@ -174,7 +175,7 @@ def _wrong(name: str, argument: str, right: object) -> Iterator[tuple[str, Any]]
     for value in values:
         if isinstance(value, list | dict) and name == "select":
             continue  # functools.lru_cache refuses them, by a TypeError of Python's
-        if argument in ("begin", "device") and value in (0, True):
+        if argument == "begin" and type(value) is int and value == 0:
             continue
         yield repr(value)[:40], value
 
@@ -199,6 +200,24 @@ def test_refused_by_name(call: Callable[..., object], arguments: dict[str, Any],
 @pytest.mark.parametrize(("name", "call", "arguments"), _calls(), ids=[name for name, *_ in _calls()])
 def test_the_right_arguments_are_taken(name: str, call: Callable[..., object], arguments: dict[str, Any]) -> None:
     call(**arguments)
+
+
+_WITH_PATHS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "save": ("path", lambda path: wo.save(path, {"w": torch.ones(3)})),
+    "load": ("path", wo.load),
+    "load_checkpoint": ("folder", wo.load_checkpoint),
+    "convert from": ("source", lambda path: convert(path, "target")),
+    "convert to": ("target", lambda path: convert("source", path)),
+}
+
+
+@pytest.mark.parametrize("value", [b"weights", 3, None, ["weights"], True], ids=repr)
+@pytest.mark.parametrize("name", _WITH_PATHS)
+def test_what_is_no_path_is_refused_by_name(name: str, value: Any) -> None:
+    """Bytes, too: they have no place in a message, and no encoding."""
+    argument, call = _WITH_PATHS[name]
+    with pytest.raises(TypeError, match=f"^{argument}: expected a path, got {type(value).__name__}$"):
+        call(value)
 
 
 # --- tensors that PyTorch negates when it reads them: their memory has the numbers with the other sign ------------

@@ -65,6 +65,8 @@ class States(Target):
                     break
                 held = held | {step} if killed else {step}
                 self._check(kind, target, held, killed, outcome)
+                if kind == "convert" and target.exists():
+                    break  # killed after its target was there: a second run is refused
             if kind == "convert" and not target.exists():
                 convert(top / "source", target, progress=False)
             elif kind == "save":

@@ -6,9 +6,15 @@ has a reason beside it. A subject has a module; `ALL` has them in order.
 
 from __future__ import annotations
 
-from . import calls, readers, selection, weights
+from . import calls, experts, readers, selection, weights
 from .mutation import Mutation
 
 __all__ = ["ALL", "Mutation"]
 
-ALL: tuple[Mutation, ...] = (*weights.MUTATIONS, *calls.MUTATIONS, *readers.MUTATIONS, *selection.MUTATIONS)
+ALL: tuple[Mutation, ...] = (
+    *weights.MUTATIONS,
+    *calls.MUTATIONS,
+    *experts.MUTATIONS,
+    *readers.MUTATIONS,
+    *selection.MUTATIONS,
+)

@@ -7,7 +7,7 @@ from .mutation import of
 MUTATIONS = [
     *of(
         "weightonly/args.py",
-        "arguments expected_operands",
+        "arguments expected_operands kernel_plan packed_experts act_order",
         [
             (
                 "one group counts as one row",
@@ -92,11 +92,16 @@ MUTATIONS = [
             ("true is a number", "if isinstance(value, bool) or not isinstance", "if not isinstance"),
             ("numbers are flags", "if not isinstance(value, bool) and", "if not isinstance(value, int) and"),
             ("the least is too small", "value < least:", "value <= least:"),
+            ("None is a flag", "not (or_none and value is None)", "not (value is None)"),
+            ("paths of bytes", "and isinstance(text := os.fspath(value), str):", "and (text := os.fspath(value)):"),
+            ("numbers are paths", "if isinstance(value, str | os.PathLike) and", "if not isinstance(value, bytes) and"),
+            ("true is a GPU", "if isinstance(device, bool) or not isinstance(device", "if not isinstance(device"),
+            ("names of no device", "    except RuntimeError as error:\n", "    except KeyError as error:\n"),
         ],
     ),
     *of(
         "weightonly/packed.py",
-        "packed packing slices packed_experts code_packed",
+        "packed packing slices packed_experts code_packed expected_operands",
         [
             ("a byte less", "if data.numel() != expected_bytes:", "if data.numel() > expected_bytes:"),
             ("bytes with strides", "if data.dim() != 1 or not data.is_contiguous():", "if data.dim() != 1:"),
@@ -132,7 +137,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/plan/cache.py",
-        "plan_cache",
+        "plan_cache expected_operands",
         [
             (
                 "zeros are not in the key",
@@ -200,7 +205,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/plan/tuned.py",
-        "tuned_choice tuned_files",
+        "tuned_choice tuned_files storage",
         [
             ("an M of twice the size", "ms[place] >= 2 * problem.m", "ms[place] > 2 * problem.m"),
             ("an M that was measured is looked for in vain", "bisect.bisect_left(ms", "bisect.bisect_right(ms"),

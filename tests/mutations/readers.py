@@ -30,7 +30,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/formats/shards.py",
-        "strange_headers formats_errors",
+        "strange_headers formats_errors formats_checkpoint storage",
         [
             ("holes between tensors", "if info.begin != begin:", "if info.begin < begin:"),
             ("overlapping tensors", "if info.begin != begin:", "if info.begin > begin:"),

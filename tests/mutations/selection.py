@@ -22,17 +22,13 @@ MUTATIONS = [
     ),
     *of(
         "heuristics/legal.py",
-        "heuristics choice families",
+        "legal two_launches choice",
         [
+            ("kernels of older GPUs", "return problem.arch <= config.rules.last_arch and", "return"),
             (
-                "kernels of newer GPUs",
-                "return family.first_arch <= problem.arch <= family.last_arch and",
-                "return problem.arch <= family.last_arch and",
-            ),
-            (
-                "kernels of older GPUs",
-                "return family.first_arch <= problem.arch <= family.last_arch and",
-                "return family.first_arch <= problem.arch and",
+                "what no kernel computes",
+                "config.rules.last_arch and why_not(config, problem) is None",
+                "config.rules.last_arch",
             ),
             ("one launch of two is legal", "if not has_tail(config, problem):", "if False:"),
         ],
@@ -48,7 +44,7 @@ MUTATIONS = [
     ),
     *of(
         "heuristics/families/base.py",
-        "choice heuristics families groups_of_16",
+        "choice legal generate heuristics families groups_of_16",
         [
             (
                 "a part of K without work",

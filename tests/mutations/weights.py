@@ -142,6 +142,52 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/slicing.py",
+        "slicing",
+        [
+            ("the end is in the next group", "(end - 1) // group_size:", "end // group_size:"),
+            ("where the rows begin", "math.gcd(group_size, begin, end)", "math.gcd(group_size, end)"),
+            ("where the rows end", "math.gcd(group_size, begin, end)", "math.gcd(group_size, begin)"),
+            ("groups of 16 become none", "        if candidate == group_size:\n            return candidate\n", ""),
+            (
+                "scales of the first groups",
+                "torch.arange(begin, end, size, device=self.scales.device)",
+                "torch.arange(0, end - begin, size, device=self.scales.device)",
+            ),
+            (
+                "zeros of the first groups",
+                "self.zeros.index_select(-2, index)",
+                "self.zeros.index_select(-2, index - index[0])",
+            ),
+            ("rows beyond the end", "if not 0 <= begin < end <= size:", "if not 0 <= begin < end:"),
+            ("no rows", "if not 0 <= begin < end <= size:", "if not 0 <= begin <= end <= size:"),
+            ("rows keep their groups", '        fields.pop("group_size", None)\n', ""),
+            ("rows keep the permutation", 'fields["has_perm"] = False', "pass"),
+            ("columns inside of a word", "first = begin // step * step", "first = begin // (2 * step) * step"),
+            ("experts on meta", "(w.experts or 1) * k * n * w.bits // 8", "k * n * w.bits // 8"),
+            (
+                "bias of the whole",
+                "bias = (_columns(t, ranges) for t in (self.scales, self.zeros, self.bias))",
+                "bias = (*(_columns(t, ranges) for t in (self.scales, self.zeros)), self.bias)",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/layout/cut.py",
+        "slicing",
+        [
+            ("rows from anywhere", "        rows[0] % K_ALIGN == 0\n        and (", "        ("),
+            ("rows up to anywhere", "(rows[1] % K_ALIGN == 0 or rows[1] == k)", "True"),
+            ("columns from anywhere", "and last[0] % align == 0", "and True"),
+            ("columns up to anywhere", "and (last[1] % align == 0 or last[1] == n)", "and True"),
+            (
+                "a first range that ends inside of a block",
+                "all(begin % align == 0 and end % align == 0 for begin, end in others)",
+                "all(begin % align == 0 for begin, end in others)",
+            ),
+        ],
+    ),
+    *of(
         "weightonly/codebooks.py",
         "codebooks code_packed",
         [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize import WEIGHT_DTYPES, check_weight, check_weight_dtype
 from ..require import require_bool, require_dtype
+from ..storage import parse_json
 from .base import PackedLayer, codebook_bits, frozen, zero_operands
 from .recipe import Recipe
 
@@ -303,7 +303,7 @@ class Linear(PackedLayer):
         fields = local_metadata.get(METADATA)
         extra_state = state_dict.get(f"{prefix}_extra_state")
         if extra_state is not None:  # written by an earlier version: one-dimensional bytes
-            fields = json.loads(bytes(extra_state.tolist()))
+            fields = _old_fields(f"{prefix}_extra_state", extra_state)
             state_dict = {name: value for name, value in state_dict.items() if name != f"{prefix}_extra_state"}
         if fields is not None:
             state_dict = self._adopt_layout(fields, state_dict, prefix)
@@ -341,3 +341,14 @@ class Linear(PackedLayer):
         super()._apply(fn, recurse)
         self._scales_from = (self.scales, self.scales.dtype)
         return self
+
+
+def _old_fields(name: str, extra_state: Any) -> Mapping[str, Any]:
+    """What an earlier version said of the bytes, a JSON object in a uint8 tensor. Raises ValueError for others."""
+    try:
+        fields = parse_json(bytes(extra_state.tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"state dict: {name}: expected JSON as uint8, got something else ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"state dict: {name}: expected a JSON object, got {type(fields).__name__}")
+    return fields
