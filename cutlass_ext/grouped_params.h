@@ -14,7 +14,14 @@ struct RowTile {
 
 inline constexpr int kRowTileM = 8;
 inline constexpr int kMaxRowTiles = 1024;      // that a decode kernel has room to list
+inline constexpr int kGatedColumns = 64;       // of a gated product are a multiple of this, gates as well as others
 inline constexpr int kMaxSortedChoices = 128;  // choices of tokens that it sorts
+
+/// Tiles along M of so many rows, at most.
+constexpr int64_t most_row_tiles(int64_t rows, int64_t experts) {
+  int64_t const with_rows = rows < experts ? rows : experts;
+  return (rows + with_rows * (kRowTileM - 1)) / kRowTileM;
+}
 
 struct RowTileCounts {
   int32_t tiles_count;

@@ -115,3 +115,33 @@ class UnfusedConstants:
     dequantize_bandwidth: float
     sm_tflop_s: float
     unhidden_y: float
+
+
+class GroupedTimes(NamedTuple):
+    """One grouped kernel of Hopper for one format.
+
+    start_us  launch, the tiles counted, the first k_tiles on their way
+    k_us      one SM multiplies 1024 k of a tile, with one row of x
+    end_us    the end of a tile, and the beginning of the next
+    row       the part of k_us that each further row of a tile adds
+    """
+
+    start_us: float
+    k_us: float
+    end_us: float
+    row: float
+
+
+@dataclass(frozen=True)
+class GroupedConstants:
+    """grouped_sm90 and grouped_decode_sm90.
+
+    tb_s      of the memory: weights and scales of all experts that have rows
+    unhidden  see DecodeSm90Constants
+    kernels   (kernel, format) -> its times
+    """
+
+    fitted_to: str
+    tb_s: float
+    unhidden: float
+    kernels: dict[tuple[str, str], GroupedTimes]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from .constants import (
     DecodeSm90Constants,
     GemmSm90Constants,
+    GroupedConstants,
+    GroupedTimes,
     TileTimes,
     UnfusedConstants,
     WaveConstants,
@@ -195,4 +197,20 @@ UNFUSED = UnfusedConstants(
     dequantize_bandwidth=0.8357,
     sm_tflop_s=5.421,
     unhidden_y=0.03248,
+)
+
+GROUPED = GroupedConstants(
+    fitted_to="",
+    tb_s=4.3,
+    unhidden=0.15,
+    kernels={
+        ("grouped_decode_sm90_8x64x512_w8x64_s2", "int4"): GroupedTimes(4.711, 0.778, 0.437, 0.076),
+        ("grouped_decode_sm90_8x64x1024_w8x64_s2", "int4"): GroupedTimes(4.611, 0.84, 0.564, 0.066),
+        ("grouped_sm90_16x128x256_w16x64_s7", "int4"): GroupedTimes(4.082, 2.366, 0.807, 0),
+        ("grouped_sm90_32x192x128_w32x64_s8", "int4"): GroupedTimes(3.859, 4.465, 0.517, 0),
+        ("grouped_sm90_64x128x128_w64x64_s6", "int4"): GroupedTimes(0.011, 4.046, 1.101, 0),
+        ("grouped_sm90_96x128x128_w96x64_s5", "int4"): GroupedTimes(0.0, 4.827, 1.582, 0),
+        ("grouped_sm90_96x192x128_w96x64_s4", "int4"): GroupedTimes(0.0, 6.941, 1.163, 0),
+        ("grouped_sm90_128x128x128_w128x64_s5", "int4"): GroupedTimes(0.0, 6.359, 1.104, 0),
+    },
 )

@@ -111,7 +111,9 @@ class Kernel:
         """What an entry of the registry says beside name and function."""
         family = self.config.rules
         max_cluster = self.config.max_split_k if family.shares_cluster else 0
-        return f", {max_cluster}" if family.grouped else f", {self.config.max_m}, {max_cluster}"
+        if family.grouped:
+            return f", {max_cluster}, {'true' if family.lists_rows else 'false'}"
+        return f", {self.config.max_m}, {max_cluster}"
 
     def archs(self, built: list[str]) -> list[str]:
         """Which of the library's architectures this kernel is compiled for; none means it is left out.

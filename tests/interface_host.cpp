@@ -25,9 +25,10 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 }
 
 using weightonly::GroupedEntry;
-GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1};
-GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0};
-GroupedEntry const* const grouped_table[] = {&grouped, &interleaved};
+GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false};
+GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false};
+GroupedEntry const listing = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true};
+GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &listing};
 
 }  // namespace
 
@@ -36,7 +37,7 @@ namespace weightonly {
 KernelEntry const* const* const kKernels = table;
 int const kKernelCount = 4;
 GroupedEntry const* const* const kGroupedKernels = grouped_table;
-int const kGroupedKernelCount = 2;
+int const kGroupedKernelCount = 3;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

@@ -44,7 +44,7 @@ STRUCTS = [
 """In the order of wo_struct_bytes."""
 
 GEMV, GEMM, DECODE, OF_16 = range(4)
-TILED, INTERLEAVED = range(2)
+TILED, INTERLEAVED, LISTING = range(3)
 """Kernels of tests/interface_host.cpp, and its grouped ones."""
 
 
@@ -172,7 +172,8 @@ def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], 
 
 
 def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int, str]:
-    fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in ("offs", "experts") if name in changed}
+    names = {name for name, _ in GroupedGemmParams._fields_} - {"gemm"}
+    fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in names if name in changed}
     given = GroupedGemmParams(gemm=params(**changed), **fields)
     message = ctypes.create_string_buffer(512)
     status = library.wo_grouped_gemm(kernel, ctypes.byref(given), 0, None, message, len(message))
@@ -186,7 +187,10 @@ def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int,
         ({"offs": 4098}, "offs must be"),
         ({"experts": 0}, "experts must be 1 to 512, got 0"),
         ({"experts": 513}, "experts must be 1 to 512, got 513"),
-        ({"activation": 3}, "activation must be 0, got 3"),
+        ({"activation": 3}, "activation must be 0 unless the product is gated, got 3"),
+        ({"offs": 0, "ids": 4096}, "ids must be 0 for this kernel, got 1"),
+        ({"offs": 0, "list": 4096}, "list must be 0 for this kernel, got 1"),
+        ({"is_gated": 1}, "is_gated must be 0 for this kernel, got 1"),
         ({"split_k": 2}, "split_k must be at most"),
         ({"x": 8}, "x must be a 16-byte aligned address, got 8"),
         ({"m": 1 << 30, "n_padded": 1 << 10, "ld_scales": 1 << 10}, "m must be such that there are at most 2^30 tiles"),
@@ -227,6 +231,46 @@ def test_what_is_wrong_with_interleaved_experts_is_refused(
     assert host.launches_so_far() == before
 
 
+CHOICES = {"offs": 0, "ids": 4096, "list": 4096, "places": 4096, "top_k": 2, "m": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"offs": 4096}, "offs must be null where there are ids, got 4096"),
+        ({"ids": 0, "list": 0}, "offs must be an address of 32-bit integers, got 0"),
+        ({"ids": 4098}, "ids must be an address"),
+        ({"list": 0}, "list must be an 8-byte aligned address, got 0"),
+        ({"list": 4100}, "list must be an 8-byte aligned address, got 4100"),
+        ({"ids": 0, "list": 4100}, "list must be an 8-byte aligned address, got 4100"),
+        ({"places": 0}, "places must be an address of 32-bit integers, got 0"),
+        ({"places": 4097}, "places must be"),
+        ({"is_int64": 2}, "is_int64 must be 0 or 1, got 2"),
+        ({"top_k": 0}, "top_k must be a divisor of m, got 0"),
+        ({"top_k": 3}, "top_k must be a divisor of m, got 3"),
+        ({"m": 130}, "m must be at most 128 where there are ids, got 130"),
+        ({"is_gated": 2, "n": 128, "n_padded": 128}, "is_gated must be 0 or 1, got 2"),
+        ({"is_gated": 1, "n": 192, "n_padded": 192}, "n must be a multiple of 128 of a gated product"),
+        ({"is_gated": 1, "n": 128, "n_padded": 192}, "n must be a multiple of 128 of a gated product"),
+        ({"is_gated": 1, "n": 128, "n_padded": 128, "ldy": 56}, "ldy must be at least n"),
+        ({"activation": 1}, "activation must be 0 unless the product is gated, got 1"),
+        ({"ids": 0, "list": 0, "offs": 4096, "m": 8200}, "m must be such that there are at most 1024 tiles of 8 rows"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_choices_is_refused(changed: dict[str, int], reason: str, host: ctypes.CDLL) -> None:
+    before = host.launches_so_far()
+    status, text = grouped(host, LISTING, **CHOICES | {"ld_scales": 256} | changed)
+    assert status == 1 and text.startswith(f"grouped_decode_sm90_f16_int4_group: {reason}"), text
+    assert host.launches_so_far() == before
+
+
+def test_kernels_of_decode_take_choices_and_lists_and_gated_products(host: ctypes.CDLL) -> None:
+    gated = {"is_gated": 1, "n": 256, "n_padded": 256, "ld_scales": 256, "ldy": 128, "activation": 3}
+    for changed in (CHOICES, CHOICES | gated, CHOICES | {"ids": 0}, {"m": 8}, CHOICES | {"m": 128, "is_int64": 1}):
+        assert grouped(host, LISTING, **changed) == (0, "")
+
+
 def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL) -> None:
     narrow = {"n": 90, "n_padded": 96, "ld_scales": 96}
     assert grouped(host, INTERLEAVED, **narrow) == (0, "")
@@ -235,14 +279,15 @@ def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL)
 
 def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     host.wo_grouped_kernel_name.restype = ctypes.c_char_p
-    assert host.wo_grouped_kernel_count() == 2
+    assert host.wo_grouped_kernel_count() == 3
     assert host.wo_grouped_kernel_name(0) == b"grouped_sm90_f16_int4_group"
     assert host.wo_grouped_kernel_name(1) == b"grouped_sm80_f16_int8_channel"
-    assert host.wo_grouped_kernel_name(2) is None
+    assert host.wo_grouped_kernel_name(2) == b"grouped_decode_sm90_f16_int4_group"
+    assert host.wo_grouped_kernel_name(3) is None
     before = host.launches_so_far()
     assert grouped(host, experts=512, m=1 << 20) == (0, "")
     assert host.launches_so_far() == before + 1
-    assert grouped(host, kernel=2) == (1, "kernel must be 0 to 1, got 2")
+    assert grouped(host, kernel=3) == (1, "kernel must be 0 to 2, got 3")
 
 
 @pytest.mark.parametrize("kernel", [-1, 4, 2**31 - 1])

@@ -148,6 +148,10 @@ class GroupedPlan:
         group_size: int,
         ld_scales: int,
         clusters: int,
+        is_gated: bool = False,
+        activation: int = 0,
+        top_k: int = 0,
+        is_int64: bool = False,
     ) -> None: ...
     def launch(
         self,
@@ -158,6 +162,22 @@ class GroupedPlan:
         bias: int,
         y: int,
         offs: int,
+        ldx: int,
+        ldy: int,
+        stream: int,
+        /,
+    ) -> None: ...
+    def launch_choices(
+        self,
+        x: int,
+        weight: int,
+        scales: int,
+        zeros: int,
+        bias: int,
+        y: int,
+        ids: int,
+        list: int,
+        places: int,
         ldx: int,
         ldy: int,
         stream: int,

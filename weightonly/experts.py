@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +12,58 @@ from .activations import check_activation
 from .args import CPU_DTYPES, check_device
 from .gemm import autocast
 from .grouped import GroupedArgs, grouped
-from .ops.around_experts import combine, gated, sort_by_expert
+from .ops.around_experts import combine, gated, runs, sort_by_expert
 from .packed import PackedWeight
+from .plan.cache import kind_of
+from .plan.experts import decode_layer
 from .require import require_dtype, require_tensor
 
 Weight = tuple[Any, ...]
 """(qweight, scales), (qweight, scales, zeros) or (qweight, scales, zeros, bias) of stacked experts."""
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`grouped_gemm` with these weights, as `Multiply` has it."""
+
+    qweight: PackedWeight
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        args = (self.zeros, self.bias, None, None, self.perm, True)
+        return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
+
+    def kind(self) -> tuple[object, ...]:
+        """What a plan depends on."""
+        given = (self.scales, self.zeros, self.bias)
+        return kind_of(self.qweight), *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in given)
+
+    def in_place(self) -> bool:
+        """Whether kernels read scales, zeros and bias where they are."""
+        rows = [self.scales] if self.zeros is None else [self.scales, self.zeros]
+        if any(not t.is_contiguous() or t.shape[2] != self.qweight.n_padded or t.data_ptr() % 16 for t in rows):
+            return False
+        return self.bias is None or self.bias.is_contiguous()
+
+
+@dataclass(frozen=True)
+class Gate:
+    """act(gate) * up of (T, 2 I), the columns of gate before those of up -> (T, I)."""
+
+    activation: str | None
+    has_gate = True
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated(gate_up, self.activation)
 
 
 def fused_experts(
@@ -45,8 +88,8 @@ def fused_experts(
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more, and
-    a CUDA graph holds the call.
+    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more; with
+    few tokens (at most 128 choices) one more alone. A CUDA graph holds the call.
 
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
@@ -71,8 +114,8 @@ def fused_experts(
             GroupedArgs(rows, weight[0], weight[1], offs, weight[2], weight[3]).check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-    between = functools.partial(gated, activation=activation)
-    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, product(*first), between, product(*second))
+    products = Product(*first), Product(*second)
+    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, products[0], Gate(activation), products[1])
 
 
 def run_experts(
@@ -80,29 +123,22 @@ def run_experts(
     ids: torch.Tensor,
     weights: torch.Tensor,
     experts: int,
-    first: Product,
+    first: Multiply,
     between: Callable[[torch.Tensor], torch.Tensor],
-    second: Product,
+    second: Multiply,
 ) -> torch.Tensor:
     """y[m] = sum_j weights[m, j] * second(between(first(x[m]))), by expert ids[m, j]; see `fused_experts`.
 
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
+    if isinstance(first, Product) and isinstance(second, Product) and isinstance(between, Gate) and runs(x, weights):
+        y = decode_layer(x, ids, weights, first, between, second)
+        if y is not None:
+            return y
     rows, offs, places = sort_by_expert(x, ids, experts)  # (T = M * top_k, H), (E), (T)
     y = second(between(first(rows, offs)), offs)  # (T, H)
     return combine(y, weights, ids, offs, places, x.dtype)
-
-
-def product(
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-) -> Product:
-    """`grouped_gemm` with these weights, for `run_experts`."""
-    return lambda x, offs: grouped(GroupedArgs(x, qweight, scales, offs, zeros, bias, None, None, perm, True))
 
 
 def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -6,6 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+import pandas as pd
+
+from ..experts.configs import GROUP_SIZES as CONFIG_FORMATS
+from ..experts.configs import measure_configs, regret
 from ..experts.measure import BATCH, COLUMNS, GROUP_SIZES, measure
 from ..experts.mixture import MEASURES
 from ..experts.providers import EXPERTS_PROVIDERS
@@ -36,13 +40,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shared.add_batch(parser, BATCH, "tokens")
     shared.add_run(parser, dtype="bf16")
     shared.add_time_budget(parser)
+    parser.add_argument(
+        "--configs",
+        metavar="FILE",
+        help="time every grouped configuration instead, into a CSV file, and judge the choice",
+    )
+    parser.add_argument("--read", action="store_true", help="judge what the file of --configs has; no GPU needed")
 
 
 def needs_gpu(options: argparse.Namespace) -> bool:
+    if options.configs:
+        return not options.read
     return options.device is None and options.files is None  # a CPU is measured where it is named
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.configs:
+        return _configs(options)
     out = Path(options.out)
     if options.files:
         results = join([read(Path(file), "experts", COLUMNS) for file in options.files])
@@ -68,3 +82,16 @@ def run(options: argparse.Namespace) -> int:
     if found.left:
         print(f"{found.left} cells are left: the same command measures them", file=sys.stderr)
     return 1 if found.failed else 0
+
+
+def _configs(options: argparse.Namespace) -> int:
+    if options.read:
+        frame = pd.read_csv(options.configs)
+    else:
+        formats = [options.format] if options.format else list(CONFIG_FORMATS)
+        frame = measure_configs(shared.names(options.shapes), options.batch, formats, **shared.run(options))
+        frame.to_csv(options.configs, index=False)
+    result = regret(frame)
+    print(result.cells.to_markdown(index=False, floatfmt=".3f"))
+    print(f"regret: mean {result.mean:.1%}, worst {result.worst:.1%} of {len(result.cells)} cells")
+    return 0

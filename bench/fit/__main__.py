@@ -2,7 +2,8 @@
 
 MEASUREMENTS.csv is what `python -m weightonly.bench regret --csv` writes: the time of every configuration on many
 problems. Those of the kernels of Hopper (`regret --layout tiled`) are for clusters.py, those of dequantizing and cuBLAS
-for unfused.py, all others for waves.py. What was not measured keeps its constants. Needs scipy and pandas.
+for unfused.py, all others for waves.py. Grouped products (`bench experts --configs`) are for grouped.py. What was not
+measured keeps its constants. Needs scipy and pandas.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pandas as pd
 
 from weightonly.heuristics import h200
 
-from . import clusters, unfused, waves
+from . import clusters, grouped, unfused, waves
 from .write import Constants, write
 
 
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_unfused = unfused.usable(frame)
     if is_waves.any() and arguments.log is None:
         parser.error("--log is needed: there are times of kernels before Hopper")
-    found = Constants(h200.WAVES, h200.DECODE_SM90, h200.GEMM_SM90, h200.UNFUSED)
+    found = Constants(h200.WAVES, h200.DECODE_SM90, h200.GEMM_SM90, h200.UNFUSED, h200.GROUPED)
+    if (is_grouped := grouped.usable(frame)).any():
+        found = found._replace(grouped=grouped.fit(frame[is_grouped], h200.GROUPED))
     if is_unfused.any():
         found = found._replace(unfused=unfused.fit(frame[is_unfused]))
     if is_clusters.any():

@@ -6,7 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from weightonly.heuristics.constants import DecodeSm90Constants, GemmSm90Constants, UnfusedConstants, WaveConstants
+from weightonly.heuristics.constants import (
+    DecodeSm90Constants,
+    GemmSm90Constants,
+    GroupedConstants,
+    UnfusedConstants,
+    WaveConstants,
+)
 
 _HEAD = '''"""Constants of the cost model, of an H200; constants.py says what each is.
 
@@ -18,6 +24,8 @@ from __future__ import annotations
 from .constants import (
     DecodeSm90Constants,
     GemmSm90Constants,
+    GroupedConstants,
+    GroupedTimes,
     TileTimes,
     UnfusedConstants,
     WaveConstants,
@@ -33,6 +41,7 @@ class Constants(NamedTuple):
     decode_sm90: DecodeSm90Constants
     gemm_sm90: GemmSm90Constants
     unfused: UnfusedConstants
+    grouped: GroupedConstants
 
 
 def source(constants: Constants) -> str:

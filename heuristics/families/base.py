@@ -243,6 +243,7 @@ class Family:
     min_m                  rows of x from which `select` looks at it; None: only where nothing else computes a problem
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
+    lists_rows             grouped: it sorts the choices of tokens, and computes gated products
     header                 of the kernel, below kernels/gemm
     """
 
@@ -260,6 +261,7 @@ class Family:
     min_m: ClassVar[int | None] = 1
     verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
+    lists_rows: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     # --- its configurations ---
@@ -367,6 +369,14 @@ class Family:
         return f"{config} needs {needed} bytes of shared memory for {problem.format}, but the GPU has {limit}"
 
     # --- cost ---
+
+    def ctas(self, config: KernelConfig) -> int:
+        """CTAs of a kernel of Hopper that share an SM."""
+        return 1
+
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+        """Of a family of grouped products: the time of one, on average. problem.m: the rows of all experts."""
+        raise NotImplementedError
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         """Whether h200.py has the constants of a kernel. One that is not measured yet is compiled, but not chosen."""

@@ -1,4 +1,4 @@
-"""grouped_decode_sm90: decode_sm90 for the few rows of many experts, in one launch (kernels/gemm/sm90_decode/grouped.cuh)."""
+"""grouped_decode_sm90: decode_sm90 for few rows of many experts, in one launch (kernels/gemm/sm90_decode/grouped.cuh)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from ..machine import HOPPER_SMEM_BYTES
 from ..problem import Problem
 from .base import KernelConfig
 from .decode_sm90 import DecodeSm90
+from .hopper_grouped import GROUPED, expected_tiles, grouped_us
 
 MAX_ROW_TILES = 1024
 """Tiles along M that the CTAs have room to list: kMaxRowTiles of cutlass_ext/grouped_params.h."""
 
 MAX_SORTED_CHOICES = 128
 """Choices of tokens that the CTAs sort: kMaxSortedChoices."""
+
+GATED_COLUMNS = 64
+"""Gates of a gated product are a multiple of this: kGatedColumns."""
 
 _ROWS_BYTES = -(-(8 * MAX_ROW_TILES + (2 + 2 + 8) * MAX_SORTED_CHOICES + 33 * 4) // 128) * 128  # of row_tiles.h
 
@@ -23,6 +27,7 @@ class GroupedDecodeSm90(DecodeSm90):
     name = "grouped_decode_sm90"
     header = "sm90_decode/grouped.cuh"
     grouped = True
+    lists_rows = True
     smem_grows = False
     verified = False
 
@@ -61,3 +66,9 @@ class GroupedDecodeSm90(DecodeSm90):
         x_bytes = warps_k * config.stages * rows * (config.k_tile * 2 + 16)
         partials_bytes = 2 * warps_k * rows * config.block_n * 4
         return 128 + _ROWS_BYTES + self._pipeline_bytes(config, problem) + x_bytes + partials_bytes
+
+    def is_calibrated(self, config: KernelConfig, format: str) -> bool:
+        return (config.kernel, format) in GROUPED.kernels
+
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+        return grouped_us(config, problem, expected_tiles(config, problem, experts))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from ..problem import Problem
+from ..routing import tiles_along_m
 from .base import KernelConfig
 from .gemm_sm80 import GemmSm80, pipeline_bytes
 from .grouped_sm90 import MAX_EXPERTS
@@ -36,7 +37,7 @@ class GroupedSm80(GemmSm80):
         """The dense kernel with the same main loop."""
         return config.kernel.replace(self.name, GemmSm80.name)
 
-    def us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
         """Time of all waves of CTAs. problem.m: the rows of all experts.
 
         Reading weights once is no part of it, as it is the same for every configuration.
@@ -46,12 +47,3 @@ class GroupedSm80(GemmSm80):
         resident = ctas_per_sm(config, p.format, p.arch, times.registers)
         turns = iterations(-(-p.k_padded // config.k_tile), 1, config.k_tile, config.block_k)
         return float(waves_us(tiles, p.sm_count, resident, turns, times))
-
-
-def tiles_along_m(rows: int, experts: int, tile_m: int) -> float:
-    """Of all experts, on average: sum_j P(an expert has more than j tile_m rows), with geometric numbers of rows.
-
-    So some experts have several times their even share, as routers do it.
-    """
-    more = rows / (rows + experts)  # an expert that has i rows has one more with this probability
-    return experts * more / (1 - more**tile_m)

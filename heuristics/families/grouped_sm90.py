@@ -6,6 +6,7 @@ from ..problem import Problem
 from .base import KernelConfig
 from .clusters import codebook_bytes
 from .gemm_sm90 import BARRIERS_BYTES, REDUCTION_TILE_BYTES, GemmSm90
+from .hopper_grouped import GROUPED, expected_tiles, grouped_us
 
 MAX_EXPERTS = 512
 """That the CTAs have room to count tiles of."""
@@ -14,14 +15,10 @@ MAX_TILES = 1 << 30
 """Output tiles of one launch, at most."""
 
 # As in gemm_sm90: tokens, warpgroups along N and K, stages for int4, codes and int8. CTAs are persistent, and the
-# epilogue has shared memory of its own: more stages fit where K is not shared by a cluster. (16, 1, 2) is there for
-# groups of 32. Tiles of 256 tokens were never the quickest.
+# epilogue has shared memory of its own: more stages fit where K is not shared by a cluster. Fewer rows have
+# grouped_decode_sm90. Tiles of 256 tokens were never the quickest.
 _SHAPES = (
-    (8, 1, 4, 6, 5, 4),
-    (8, 2, 2, 8, 6, 5),
-    (16, 1, 2, 8, 6, 6),
     (16, 2, 2, 7, 5, 4),
-    (32, 2, 1, 8, 7, 6),
     (32, 3, 1, 8, 6, 5),
     (64, 2, 1, 6, 6, 6),
     (96, 2, 1, 5, 4, 4),
@@ -62,3 +59,9 @@ class GroupedSm90(GemmSm90):
         else:
             epilogue_bytes = c.block_n // 64 * (c.block_m // 8) * self.warpgroups_k(c) * REDUCTION_TILE_BYTES
         return BARRIERS_BYTES + pipeline_bytes + epilogue_bytes + (c.stages + 2) * 32 + 2 * 4 * MAX_EXPERTS
+
+    def is_calibrated(self, config: KernelConfig, format: str) -> bool:
+        return (config.kernel, format) in GROUPED.kernels
+
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+        return grouped_us(config, problem, expected_tiles(config, problem, experts))

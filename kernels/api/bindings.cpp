@@ -95,7 +95,7 @@ int overlap() {
 class GroupedPlan {
  public:
   GroupedPlan(int kernel, int device, int experts, int m, int n, int k, int n_padded, int k_padded, int group_size,
-              int64_t ld_scales, int clusters)
+              int64_t ld_scales, int clusters, bool is_gated, int activation, int top_k, bool is_int64)
       : kernel_(kernel), device_(device), fixed_{} {
     fixed_.gemm.m = m;
     fixed_.gemm.n = n;
@@ -107,18 +107,38 @@ class GroupedPlan {
     fixed_.gemm.split_k = 1;
     fixed_.gemm.clusters = clusters;
     fixed_.experts = experts;
+    fixed_.is_gated = is_gated;
+    fixed_.gemm.activation = activation;
+    fixed_.top_k = top_k;
+    fixed_.is_int64 = is_int64;
   }
 
   void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
               uintptr_t offs, int64_t ldx, int64_t ldy, uintptr_t stream) const {
     GroupedGemmParams params = fixed_;
+    params.offs = reinterpret_cast<int32_t const*>(offs);
+    run(params, x, weight, scales, zeros, bias, y, ldx, ldy, stream);
+  }
+
+  void launch_choices(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
+                      uintptr_t ids, uintptr_t list, uintptr_t places, int64_t ldx, int64_t ldy,
+                      uintptr_t stream) const {
+    GroupedGemmParams params = fixed_;
+    params.ids = reinterpret_cast<void const*>(ids);
+    params.list = reinterpret_cast<weightonly::RowTileList*>(list);
+    params.places = reinterpret_cast<int32_t*>(places);
+    run(params, x, weight, scales, zeros, bias, y, ldx, ldy, stream);
+  }
+
+ private:
+  void run(GroupedGemmParams& params, uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias,
+           uintptr_t y, int64_t ldx, int64_t ldy, uintptr_t stream) const {
     params.gemm.x = reinterpret_cast<void const*>(x);
     params.gemm.weight = reinterpret_cast<void const*>(weight);
     params.gemm.scales = reinterpret_cast<void const*>(scales);
     params.gemm.zeros = reinterpret_cast<void const*>(zeros);
     params.gemm.bias = reinterpret_cast<void const*>(bias);
     params.gemm.y = reinterpret_cast<void*>(y);
-    params.offs = reinterpret_cast<int32_t const*>(offs);
     params.gemm.ldx = ldx;
     params.gemm.ldy = ldy;
     params.gemm.pdl_mode = overlap();
@@ -127,7 +147,6 @@ class GroupedPlan {
              message);
   }
 
- private:
   int kernel_;
   int device_;
   GroupedGemmParams fixed_;
@@ -309,11 +328,14 @@ PYBIND11_MODULE(_C, module) {
           "partials, the row strides of x and y in elements, the stream, and whether scales and zeros are the "
           "caller's own, not copies that the kernel in front of this one makes.");
   py::class_<GroupedPlan>(module, "GroupedPlan")
-      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int>(), py::kw_only(), py::arg("kernel"),
-           py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("n_padded"),
-           py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"), py::arg("clusters"),
+      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int, bool, int, int, bool>(), py::kw_only(),
+           py::arg("kernel"), py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"), py::arg("k"),
+           py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"), py::arg("clusters"),
+           py::arg("is_gated") = false, py::arg("activation") = 0, py::arg("top_k") = 0, py::arg("is_int64") = false,
            "A grouped kernel by its number, and the fields of GroupedGemmParams that hold for all its launches.")
       .def("launch", &GroupedPlan::launch,
            "Enqueues the kernel. Positional: the addresses of x, weight, scales, zeros, bias, y and offs, the row "
-           "strides of x and y in elements, and the stream.");
+           "strides of x and y in elements, and the stream.")
+      .def("launch_choices", &GroupedPlan::launch_choices,
+           "The same of a kernel that lists rows: ids, list and places in the place of offs; ids null reads the list.");
 }

@@ -13,19 +13,44 @@ inline constexpr int kMaxGroupedExperts = 512;
 /// Returns whether a grouped kernel can be launched with these parameters; if not, `message` says why.
 inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams const& p, char* message,
                                  int message_bytes) {
-  // One launch takes any number of rows.
+  // One launch takes any number of rows. A gated product has half as many columns of y.
   KernelEntry const as_gemm = {kernel.name, nullptr, INT_MAX, kernel.max_cluster};
-  if (!check_params(as_gemm, p.gemm, message, message_bytes)) return false;
+  GemmParams with_columns_of_y = p.gemm;
+  if (p.is_gated) with_columns_of_y.n = p.gemm.n / 2;
+  if (!check_params(as_gemm, with_columns_of_y, message, message_bytes)) return false;
   auto fail = [&](char const* field, char const* expected, long long got) {
     std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.name, field, expected, got);
     return false;
   };
-  if (p.offs == nullptr || reinterpret_cast<uintptr_t>(p.offs) % 4 != 0)
+  auto are_words = [](void const* address) { return reinterpret_cast<uintptr_t>(address) % 4 == 0; };
+  bool const has_ids = p.ids != nullptr, has_list = p.list != nullptr && p.offs == nullptr;
+  if ((has_ids || has_list || p.is_gated) && !kernel.lists_rows)
+    return fail(has_ids ? "ids" : has_list ? "list" : "is_gated", "0 for this kernel", 1);
+  if (has_ids && p.offs != nullptr) return fail("offs", "null where there are ids", (long long)p.offs);
+  if (!has_ids && !has_list && (p.offs == nullptr || !are_words(p.offs)))
     return fail("offs", "an address of 32-bit integers", (long long)p.offs);
   if (p.experts < 1 || p.experts > kMaxGroupedExperts) return fail("experts", "1 to 512", p.experts);
   if (p.gemm.split_k != 1) return fail("split_k", "1", p.gemm.split_k);
   if (p.gemm.clusters < 1 || p.gemm.clusters > 65535) return fail("clusters", "1 to 65535", p.gemm.clusters);
-  if (p.gemm.activation != int(Activation::kIdentity)) return fail("activation", "0", p.gemm.activation);
+  if (p.is_gated < 0 || p.is_gated > 1) return fail("is_gated", "0 or 1", p.is_gated);
+  if (!p.is_gated && p.gemm.activation != int(Activation::kIdentity))
+    return fail("activation", "0 unless the product is gated", p.gemm.activation);
+  if (p.is_gated && (p.gemm.n % (2 * kGatedColumns) != 0 || p.gemm.n_padded != p.gemm.n))
+    return fail("n", "a multiple of 128 of a gated product, and n_padded", p.gemm.n);
+  if (has_ids) {
+    if (!are_words(p.ids)) return fail("ids", "an address of 32-bit or 64-bit integers", (long long)p.ids);
+    if (p.list == nullptr || reinterpret_cast<uintptr_t>(p.list) % 8 != 0)
+      return fail("list", "an 8-byte aligned address", (long long)p.list);
+    if (p.places == nullptr || !are_words(p.places))
+      return fail("places", "an address of 32-bit integers", (long long)p.places);
+    if (p.is_int64 < 0 || p.is_int64 > 1) return fail("is_int64", "0 or 1", p.is_int64);
+    if (p.gemm.m > kMaxSortedChoices) return fail("m", "at most 128 where there are ids", p.gemm.m);
+    if (p.top_k < 1 || p.gemm.m % p.top_k != 0) return fail("top_k", "a divisor of m", p.top_k);
+  }
+  if (has_list && reinterpret_cast<uintptr_t>(p.list) % 8 != 0)
+    return fail("list", "an 8-byte aligned address", (long long)p.list);
+  if (kernel.lists_rows && most_row_tiles(p.gemm.m, p.experts) > kMaxRowTiles)
+    return fail("m", "such that there are at most 1024 tiles of 8 rows", p.gemm.m);
   // Each expert with rows may have a tile more than its rows fill. The smallest tiles are 8 rows of 64 columns.
   int64_t const m_tiles = p.gemm.m / 8 + (p.gemm.m < p.experts ? p.gemm.m : p.experts) + 1;
   if (m_tiles * ((p.gemm.n_padded + 63) / 64) > (1 << 30))

@@ -13,6 +13,7 @@ struct GroupedEntry {
   char const* name;  // KernelConfig.kernel of the heuristics, and the types: ..._f16_int4_group
   GroupedLaunch launch;
   int max_cluster;  // as in KernelEntry
+  bool lists_rows;  // of decode: see GroupedGemmParams
 };
 
 extern GroupedEntry const* const* const kGroupedKernels;

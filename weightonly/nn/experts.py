@@ -10,11 +10,9 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from ..activations import check_activation
-from ..experts import run_experts
+from ..experts import Gate, run_experts
 from ..formats.records import QuantizedLayer
 from ..gemm import autocast
-from ..ops.around_experts import gated
 from ..packing import preprocess, unpack
 from .grouped import GroupedLinear, Part
 from .recipe import Recipe
@@ -125,7 +123,8 @@ class Experts(torch.nn.Module):
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         first = self.gate_up_proj if self.between.has_gate else self.up_proj
         x = autocast(x, self.down_proj.scales)
-        return run_experts(x, ids, weights, self.num_experts, first, self.between, self.down_proj)
+        between = self.between if isinstance(self.between, Gate) else self.between.gate or self.between
+        return run_experts(x, ids, weights, self.num_experts, first.multiply, between, self.down_proj.multiply)
 
     @torch.no_grad()
     def to_dense(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
@@ -151,20 +150,6 @@ class Experts(torch.nn.Module):
         return f"num_experts={self.num_experts}, between={self.between}"
 
 
-@dataclass(frozen=True)
-class Gate:
-    """act(gate) * up, the columns of gate before those of up."""
-
-    activation: str | None
-    has_gate = True
-
-    def __post_init__(self) -> None:
-        check_activation(self.activation)
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated(gate_up, self.activation)
-
-
 @dataclass(frozen=True, repr=False)
 class ModuleGate:
     """What dense experts compute between their products; `module` is them without their weights."""
@@ -172,18 +157,34 @@ class ModuleGate:
     module: Any
     has_gate: bool
     is_concatenated: bool
+    gate: Gate | None
+    """The same, where it is one."""
 
     @classmethod
     def of(cls, module: Any) -> ModuleGate:
         shell = copy.copy(module)
         shell.__dict__["_parameters"] = {}
-        return cls(shell, module.has_gate, getattr(module, "is_concatenated", True))
+        is_concatenated = getattr(module, "is_concatenated", True)
+        return cls(shell, module.has_gate, is_concatenated, _gate_of(module) if is_concatenated else None)
 
     def __call__(self, y: torch.Tensor) -> torch.Tensor:
         return self.module._apply_gate(y) if self.has_gate else self.module.act_fn(y)
 
     def __repr__(self) -> str:
         return type(self.module).__name__
+
+
+def _gate_of(module: Any) -> Gate | None:
+    """What transformers' own gate computes with an activation that kernels have; None for others."""
+    apply, act = type(module)._apply_gate, getattr(module, "act_fn", None)
+    if not module.has_gate or (apply.__module__, apply.__name__) != _DEFAULT_GATE:
+        return None
+    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return Gate("silu")
+    return Gate("relu") if type(act) is torch.nn.ReLU else None
+
+
+_DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
 def why_not_experts(module: torch.nn.Module) -> str | None:

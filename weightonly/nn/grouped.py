@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..experts import product
+from ..experts import Multiply, Product
 from ..formats.plain import unsort_rows
 from ..grouped import GroupedArgs
 from ..heuristics.arch import Arch
@@ -153,12 +153,24 @@ class GroupedLinear(PackedLayer):
         assert scales is not None
         return cls.from_quantized(weight, scales, **stacked)
 
+    @property
+    def multiply(self) -> Multiply:
+        """What `run_experts` calls: the operands, which let it choose other launches; the layer itself, if it has hooks."""
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        if any(hooks) or type(self) is not GroupedLinear:
+            return self
+        return self._product
+
+    @property
+    def _product(self) -> Product:
+        return Product(self.packed, self.scales, self.zeros, self.bias, self.perm)
+
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """x [T, K] sorted by expert, offs int32 [E] -> y [T, N]. Rows after those of the last expert give zeros.
 
         Raises what `grouped_gemm` raises.
         """
-        return product(self.packed, self.scales, self.zeros, self.bias, self.perm)(x, offs)
+        return self._product(x, offs)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -27,8 +27,8 @@ _VECTOR = 8
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _runs(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels compute with these tensors."""
+def runs(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels compute with these tensors: on Hopper, without a gradient, and not traced."""
     x = tensors[0]
     if not x.is_cuda or _C is None or is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -52,7 +52,7 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
     """
     tokens, top_k = ids.shape
     choices = tokens * top_k
-    if 1 <= choices <= MAX_CHOICES and experts <= _MAX_EXPERTS and _runs(x) and _is_vectors(x):
+    if 1 <= choices <= MAX_CHOICES and experts <= _MAX_EXPERTS and runs(x) and _is_vectors(x):
         ids = ids.contiguous()
         rows = x.new_empty(choices, x.shape[1])
         offs = torch.empty(experts, dtype=torch.int32, device=x.device)
@@ -81,7 +81,7 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
 
 def gated(gate_up: torch.Tensor, activation: str | None) -> torch.Tensor:
     """act(gate) * up, [T, 2 I] -> [T, I]: columns 0 .. I - 1 are gate, the others up. Both are rounded."""
-    if gate_up.dim() == 2 and gate_up.numel() and _runs(gate_up) and _is_vectors(gate_up):
+    if gate_up.dim() == 2 and gate_up.numel() and runs(gate_up) and _is_vectors(gate_up):
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         if columns % _VECTOR == 0:
             y = gate_up.new_empty(rows, columns)
@@ -109,7 +109,7 @@ def combine(
         places.dtype == torch.int32
         and rows.numel()
         and rows.dtype == dtype
-        and _runs(rows, weights)
+        and runs(rows, weights)
         and _is_vectors(rows)
     ):
         weights = weights.float().contiguous()

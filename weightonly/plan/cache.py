@@ -57,7 +57,7 @@ def key_of(args: GemmArgs) -> Key:
     if x.is_neg() or scales.is_neg() or (zeros is not None and zeros.is_neg()) or (bias is not None and bias.is_neg()):
         raise RuntimeError("a negated view has no plan")
     return (
-        w._kind or _kind_of(w),
+        w._kind or kind_of(w),
         x.shape,
         x.is_contiguous() or x.stride(),
         x.dtype,
@@ -82,9 +82,11 @@ def _devices(args: GemmArgs) -> tuple[torch.device | None, ...]:
     return tuple(None if tensor is None else tensor.device for tensor in tensors)
 
 
-def _kind_of(qweight: PackedWeight) -> object:
+def kind_of(qweight: PackedWeight) -> object:
     """What a plan depends on of a weight, as an object that is compared by identity; kept on the weight."""
     w = qweight
+    if w._kind is not None:
+        return w._kind
     expected = (w.group_size, w.has_zeros, w.has_perm)
     w._kind = kind = _kind(w.k, w.n, w.format, w.layout, w.code, w.experts, expected, w.device)
     return kind

@@ -43,7 +43,7 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     one = args.of_expert(0, 0, args.x.shape[0])
     experts, has_zeros = w.experts or 0, args.zeros is not None
     problem = Problem(one.m, w.n, w.k, w.format, one.group_size, arch, sm_count(device), w.layout, has_zeros)
-    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+    types = types_of(problem, args.x.dtype)
     check_sizes(problem)
     if config is None:
         config = select_grouped(problem, experts)
@@ -57,6 +57,11 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
             f"{', '.join(built_archs())}; rebuild: {HOW_TO_BUILD.format(archs=arch)}"
         )
     return GroupedKernelPlan(args, problem, types, config)
+
+
+def types_of(problem: Problem, dtype: torch.dtype) -> TypeConfig:
+    """The types of the kernels that compute a problem. dtype: of x."""
+    return TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
 
 
 class GroupedKernelPlan(Plan):

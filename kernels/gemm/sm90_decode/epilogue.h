@@ -38,17 +38,19 @@ CUTLASS_DEVICE void add(float2& a, float2 const& b) {
   a.y += b.y;
 }
 
-/// The sum of the partials of all warps. stride: from those of one warp to those of the next.
+/// The sum of the partials of all warps, beginning with those of warp `first`. stride: from those of one warp to those
+/// of the next.
 template <int kWarpsK>
-CUTLASS_DEVICE float2 sum_of_warps(float2 const* partials, int stride) {
+CUTLASS_DEVICE float2 sum_of_warps(float2 const* partials, int stride, int first = 0) {
   // Four independent chains hide the latency of the additions.
   float2 chains[4];
   CUTLASS_PRAGMA_UNROLL
   for (int w = 0; w < kWarpsK; ++w) {
+    float2 const of_warp = partials[((w + first) & (kWarpsK - 1)) * stride];
     if (w < 4) {
-      chains[w] = partials[w * stride];
+      chains[w] = of_warp;
     } else {
-      add(chains[w % 4], partials[w * stride]);
+      add(chains[w % 4], of_warp);
     }
   }
   add(chains[0], chains[1]);

@@ -143,12 +143,6 @@ GroupedParams make_params(GroupedGemmParams const& call) {
   return p;
 }
 
-/// Tiles along M of so many rows, at most.
-inline int64_t most_row_tiles(int64_t rows, int64_t experts) {
-  int64_t const with_rows = rows < experts ? rows : experts;
-  return (rows + with_rows * (kRowTileM - 1)) / kRowTileM;
-}
-
 template <class Traits, int kGroups>
 cudaError_t launch_grouped_kernel(GroupedParams const& p, cudaStream_t stream) {
   if constexpr (kGroups > Traits::kMaxGroups) {
@@ -170,8 +164,6 @@ template <class Config>
 cudaError_t launch_grouped_decode_sm90(GroupedGemmParams const& call, cudaStream_t stream) {
   using Traits = sm90_decode::GroupedTraits<Config>;
   if ((Traits::kHasZeros || Traits::kHasCodebook) && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
-  if (sm90_decode::most_row_tiles(call.gemm.m, call.experts) > kMaxRowTiles) return cudaErrorInvalidValue;
-  if (call.is_gated && call.gemm.n % (2 * Traits::kTileN) != 0) return cudaErrorInvalidValue;
   auto const p = sm90_decode::make_params<Traits>(call);
   int const group_size = call.gemm.group_size;
   if (!Traits::kHasScales || group_size % Traits::kTileK == 0) {

@@ -27,11 +27,14 @@ struct GroupedEpilogue {
     // The warps take turns, so that few rows do not always keep the same ones busy.
     int const turn = p.is_gated ? step / 2 : step;
     int const warp = (int(threadIdx.x) / 32 - turn * divide_up(pairs, 32)) & (kWarpsK - 1);
+    // In the order of K, so that a row's result does not depend on where its tile comes.
+    int const first = step * p.k_tiles & (kWarpsK - 1);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kPairsOfThread; ++j) {
       int const i = j * Traits::kThreads + warp * 32 + threadIdx.x % 32;
       if (i >= pairs) return;
-      float2 const sum = sum_of_warps<kWarpsK>(reinterpret_cast<float2 const*>(partials) + i, kRowTileM * kPairs);
+      float2 const sum =
+          sum_of_warps<kWarpsK>(reinterpret_cast<float2 const*>(partials) + i, kRowTileM * kPairs, first);
       finish(tile, i / kPairs, column_of(tile.n_tile, i % kPairs), sum, step, gates[j]);
     }
   }

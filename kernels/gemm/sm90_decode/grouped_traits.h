@@ -13,7 +13,7 @@ template <class Config>
 struct GroupedTraits : Traits<Config> {
   using Base = Traits<Config>;
   static constexpr int kCtas = Config::kCtas;
-  static_assert(Base::kPanels == 1, "an n_tile lies in one column panel");
+  static_assert(Base::kTileN == kPanelColumns && Base::kTileN == kGatedColumns, "an n_tile is a column panel");
   /// Of one CTA: of all that an SM has, each needs 1 KB more.
   static constexpr int kMostSmemBytes = (kMaxSmemBytesSm90 + 1024) / kCtas - 1024;
 

@@ -1,0 +1,181 @@
+"""Every grouped configuration timed on the products of mixtures: for the fit of their cost model, and its regret.
+
+python -m weightonly.bench experts --configs grouped.csv
+python -m weightonly.bench experts --configs grouped.csv --read
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import weightonly as wo
+from weightonly.heuristics import KernelConfig, Problem
+from weightonly.heuristics.grouped import select_grouped, why_not_grouped
+from weightonly.kernels import is_compiled
+from weightonly.plan.grouped import types_of
+
+from ..devices import gpu_facts, require_gpu
+from ..regret import Regret
+from ..shapes import MIXTURES
+from ..timing import overlapping, time_calls
+from .routing import Routing, choices
+
+CELL = ["model", "k", "n", "m", "format", "group_size", "routing", "skew", "dtype", "arch", "sm_count"]
+"""m: tokens, each with top_k rows."""
+
+ROUTINGS = (("even", 0.0), ("skewed", 0.0), ("skewed", 1.0))
+"""Names and skews: in turns, by chance, with favourites."""
+
+GROUP_SIZES = {"int4": (128, 64), "int8": (-1,), "nf4": (64,), "mxfp4": (32,)}
+"""Format -> the groups it is measured with: the first that divides K."""
+
+_HOPELESS = 3.0
+"""A configuration that many times slower than the best, in its first quick measurement, is not measured further."""
+
+
+def calls_of(model: str, tokens: int) -> int:
+    """Routings that are timed one after another: so many that small ones do not find their weights in the L2 cache."""
+    sizes = MIXTURES[model]
+    return 8 if tokens * sizes.top_k < sizes.experts else 2
+
+
+def rows_of_experts(model: str, tokens: int, routing: str, skew: float) -> list[np.ndarray]:
+    """int64 [E] for each of the calls that are timed: the rows of each expert."""
+    sizes, device = MIXTURES[model], torch.device("cpu")
+    return [
+        torch.bincount(
+            choices(routing, tokens, sizes.experts, sizes.top_k, device, skew, seed).flatten().long(),
+            minlength=sizes.experts,
+        ).numpy()
+        for seed in range(calls_of(model, tokens))
+    ]
+
+
+def measure_configs(
+    models: Sequence[str],
+    batch: Sequence[int],
+    formats: Sequence[str] = ("int4",),
+    routings: Sequence[tuple[str, float]] = ROUTINGS,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    budget_ms: float = 6.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """One row per cell (`CELL`) and configuration that computes it: `config` and `us`. Weights are random bytes.
+
+    Raises RuntimeError without a GPU, ValueError naming the argument for models and formats that there are not.
+    """
+    for argument, names, known in (("models", models, MIXTURES), ("formats", formats, GROUP_SIZES)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{argument}: expected some of {', '.join(known)}, got {name!r}")
+    where = require_gpu("experts", device)
+    rows: list[dict[str, object]] = []
+    cells = [(model, format, product) for model in models for format in formats for product in ("w13", "w2")]
+    with tqdm(total=len(cells) * len(batch) * len(routings), disable=not progress, unit="cell") as bar:
+        for model, format, product in cells:
+            k, n = MIXTURES[model].shape(product)
+            experts = MIXTURES[model].experts
+            group_size = next(g for g in GROUP_SIZES[format] if g == -1 or k % g == 0)
+            qweight, scales = _random(experts, k, n, format, group_size, dtype, where)
+            for tokens in batch:
+                for routing, skew in routings:
+                    bar.set_postfix_str(f"{model} {format} {k}x{n} M = {tokens}, {routing} {skew}")
+                    cell = {"model": model, "k": k, "n": n, "m": tokens, "format": format, "group_size": group_size}
+                    cell |= {"routing": routing, "skew": skew, "dtype": str(dtype).removeprefix("torch.")}
+                    arch, sm_count = gpu_facts(where)
+                    cell |= {"arch": arch, "sm_count": sm_count}
+                    found = _times(cell, qweight, scales, dtype, where, budget_ms)
+                    rows += [cell | {"config": config.kernel, "us": us} for config, us in found.items()]
+                    bar.update()
+    return pd.DataFrame(rows)
+
+
+def _random(
+    experts: int, k: int, n: int, format: str, group_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[wo.PackedWeight, torch.Tensor]:
+    bits, columns, rows = (8 if format == "int8" else 4), -(-n // 64) * 64, -(-k // 64) * 64
+    data = torch.randint(0, 256, (experts * rows * columns * bits // 8,), dtype=torch.uint8, device=device)
+    groups = 1 if group_size == -1 else k // group_size
+    scales = torch.rand(experts, groups, columns, device=device).mul_(0.01).to(dtype)[:, :, :n]
+    if format == "mxfp4":
+        scales = torch.exp2(torch.log2(scales.float()).round()).to(dtype)
+    return wo.PackedWeight(data, k, n, format, "tiled", experts=experts), scales
+
+
+def problem_of(cell: dict[str, object] | pd.Series) -> tuple[Problem, int]:
+    """The problem, and the experts."""
+    sizes = MIXTURES[str(cell["model"])]
+    numbers = {name: int(cell[name]) for name in ("k", "n", "m", "group_size", "arch", "sm_count")}  # type: ignore[call-overload]
+    rows = numbers["m"] * sizes.top_k
+    problem = Problem(
+        rows,
+        numbers["n"],
+        numbers["k"],
+        str(cell["format"]),
+        numbers["group_size"],
+        numbers["arch"],
+        numbers["sm_count"],
+    )
+    return problem, sizes.experts
+
+
+def _times(
+    cell: dict[str, object],
+    qweight: wo.PackedWeight,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget_ms: float,
+) -> dict[KernelConfig, float]:
+    problem, experts = problem_of(cell)
+    sizes, tokens = MIXTURES[str(cell["model"])], int(str(cell["m"]))
+    routings = [
+        Routing.of(
+            choices(str(cell["routing"]), tokens, experts, sizes.top_k, device, float(str(cell["skew"])), seed), experts
+        )
+        for seed in range(calls_of(str(cell["model"]), tokens))
+    ]
+    x = [torch.randn(problem.m, problem.k, device=device, dtype=dtype) for _ in routings]  # (T, K) each
+    out = [torch.empty(problem.m, problem.n, device=device, dtype=dtype) for _ in routings]  # (T, N) each
+    types = types_of(problem, dtype)
+    found: dict[KernelConfig, float] = {}
+    for config in wo.grouped_kernels(device.index or 0):
+        if not is_compiled(config, types) or why_not_grouped(config, problem, experts) is not None:
+            continue
+        calls = [
+            functools.partial(wo.grouped_gemm, one, qweight, scales, routing.offs, out=to, config=config)
+            for one, to, routing in zip(x, out, routings, strict=True)
+        ]
+        give_up_us = _HOPELESS * min(found.values(), default=float("inf"))
+        with overlapping(False):
+            found[config] = time_calls(calls, device, budget_ms=budget_ms, give_up_us=give_up_us).us
+    return found
+
+
+def regret(frame: pd.DataFrame) -> Regret:
+    """What the choices cost by measurements of `measure_configs`.
+
+    Raises ValueError for a frame without rows, and for a choice that was not measured.
+    """
+    if frame.empty:
+        raise ValueError("frame: expected the rows of measure_configs, got none")
+    rows = []
+    for key, configs in frame.groupby(CELL, sort=False):
+        cell = dict(zip(CELL, key, strict=True))
+        chosen = select_grouped(*problem_of(cell))
+        times_us = configs.set_index("config")["us"]
+        if chosen is None or chosen.kernel not in times_us.index:
+            raise ValueError(f"frame: expected a row of the chosen configuration {chosen} for {cell}")
+        best, chosen_us = times_us.idxmin(), times_us[chosen.kernel]
+        found = {"best": best, "best_us": times_us[best], "chosen": chosen.kernel, "chosen_us": chosen_us}
+        rows.append(cell | found | {"regret": chosen_us / times_us[best] - 1})
+    cells = pd.DataFrame(rows)
+    return Regret(cells, float(cells["regret"].mean()), float(cells["regret"].max()))

@@ -1,0 +1,61 @@
+"""Fits the grouped kernels of Hopper: least squares of log(time), with the tiles that the routings made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import least_squares
+
+from weightonly.heuristics.configs import GROUPED_CONFIGS
+from weightonly.heuristics.constants import GroupedConstants, GroupedTimes
+from weightonly.heuristics.families.hopper_grouped import Tiles, grouped_us
+from weightonly.heuristics.problem import CODE_FORMATS
+
+from ..experts.configs import CELL, problem_of, rows_of_experts
+
+# Constants of a kernel: start, least, most.
+_START = {
+    "start_us": (4.0, 0.5, 8.0),
+    "k_us": (2.0, 0.2, 20.0),
+    "end_us": (0.5, 0.05, 8.0),
+    "row": (0.05, 0.001, 0.3),
+}
+_PRIOR = 0.01
+"""A constant that is an e-fold away from its start weighs as much as an error of this in one time."""
+
+
+def usable(frame: pd.DataFrame) -> pd.Series:
+    """Which rows are of these kernels (`bench experts --configs`)."""
+    return frame.config.isin({c.kernel for c in GROUPED_CONFIGS if c.layout == "tiled"})
+
+
+def tiles_of(cell: dict[str, object], block_m: int) -> Tiles:
+    """Those that were timed, on average."""
+    counts = rows_of_experts(str(cell["model"]), int(str(cell["m"])), str(cell["routing"]), float(str(cell["skew"])))
+    return (
+        float(np.mean([np.ceil(c / block_m).sum() for c in counts])),
+        float(np.mean([(c > 0).sum() for c in counts])),
+    )
+
+
+def fit(frame: pd.DataFrame, before: GroupedConstants) -> GroupedConstants:
+    """The constants with the least squares of log(predicted / measured). What was not measured stays as it is."""
+    configs = {c.kernel: c for c in GROUPED_CONFIGS}
+    kernels = dict(before.kernels)
+    start, least, most = np.log(list(_START.values())).T
+    frame = frame.assign(kernel_format=frame.format.where(~frame.format.isin(CODE_FORMATS), "code4"))
+    for (name, format), rows in frame.groupby(["config", "kernel_format"], sort=True):
+        config = configs[name]
+        cells = [row[CELL].to_dict() for _, row in rows.iterrows()]
+        problems = [problem_of(cell)[0] for cell in cells]
+        tiles = [tiles_of(cell, config.block_m) for cell in cells]
+        measured_us = rows.us.to_numpy()
+
+        def residuals(values: np.ndarray) -> np.ndarray:
+            times = GroupedTimes(*np.exp(values))
+            predicted = [grouped_us(config, p, t, times) for p, t in zip(problems, tiles, strict=True)]  # noqa: B023
+            return np.concatenate([np.log(np.array(predicted) / measured_us), _PRIOR * (values - start)])  # noqa: B023
+
+        found = np.exp(least_squares(residuals, start, bounds=(least, most)).x)
+        kernels[name, format] = GroupedTimes(*(float(f"{value:.4g}") for value in found))
+    return GroupedConstants(f"{len(frame)} times", before.tb_s, before.unhidden, dict(sorted(kernels.items())))

@@ -1,0 +1,37 @@
+"""The time of grouped products on Hopper: waves of persistent CTAs, or the memory."""
+
+from __future__ import annotations
+
+import math
+
+from ..constants import GroupedTimes
+from ..h200 import GROUPED
+from ..problem import Problem
+from ..routing import tiles_along_m, with_rows
+from .base import KernelConfig
+
+_FEW_WAVES = 3
+"""Waves up to which the last one counts as a whole. With more, CTAs go on at times of their own."""
+
+Tiles = tuple[float, float]
+"""Tiles along M of all experts, and the experts that have rows."""
+
+
+def expected_tiles(config: KernelConfig, problem: Problem, experts: int) -> Tiles:
+    return tiles_along_m(problem.m, experts, config.block_m), with_rows(problem.m, experts)
+
+
+def grouped_us(config: KernelConfig, problem: Problem, tiles: Tiles, times: GroupedTimes | None = None) -> float:
+    """times: of the kernel, None: those of h200.py. Raises KeyError where it is not calibrated."""
+    p, (row_tiles, active) = problem, tiles
+    if times is None:
+        times = GROUPED.kernels[config.kernel, p.format]
+    ctas = config.rules.ctas(config)
+    waves = row_tiles * -(-p.n // config.block_n) / (p.sm_count * ctas)
+    waves = math.ceil(waves - 0.02) if waves < _FEW_WAVES else waves + 0.5
+    k = -(-p.k_padded // config.k_tile) * config.k_tile
+    k_us = k / 1024 * times.k_us * (1 + times.row * (p.m / row_tiles - 1))
+    sm_us = waves * ctas * (k_us + times.end_us)
+    groups = 1 if p.per_channel else p.k / p.group_size
+    memory_us = active * p.n * (p.k * p.bits / 8 + 2 * groups) / (GROUPED.tb_s * 1e6)
+    return times.start_us + max(sm_us, memory_us) + GROUPED.unhidden * min(sm_us, memory_us)
