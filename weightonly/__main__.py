@@ -75,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", help="versions, the build, the GPUs, and the kernels that run on each")
     look = commands.add_parser("inspect", help="format, group sizes, act-order, shapes and bytes of a checkpoint")
     look.add_argument("folder", metavar="FOLDER", help="with safetensors files and config.json")
-    pack = commands.add_parser(
-        "convert", help="read AWQ, GPTQ, compressed-tensors, bitsandbytes or gpt-oss, write it packed"
-    )
+    pack = commands.add_parser("convert", help="read a checkpoint that inspect knows, write it packed")
     pack.add_argument("source", metavar="IN", help="the folder to read")
     pack.add_argument("target", metavar="OUT", help="the folder to write; it must not exist")
     pack.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")

@@ -148,6 +148,7 @@ class CheckpointWeights:
 
     def _stack(self, name: str) -> dict[str, torch.Tensor]:
         stack = self._stacks[name]
+        assert self.dtype is not None
         records = [tuple(self.checkpoint.read_layer(layer, self.pack_arch) for layer in parts) for parts in stack.parts]
         return dict(stacked(name, stack, records, self.dtype).state_dict())
 

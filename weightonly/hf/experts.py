@@ -169,7 +169,7 @@ def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, .
 
 
 def stacked(
-    name: str, stack: Stack, records: Sequence[tuple[QuantizedLayer, ...]], dtype: torch.dtype | None
+    name: str, stack: Stack, records: Sequence[tuple[QuantizedLayer, ...]], dtype: torch.dtype
 ) -> GroupedLinear:
     """The layer of all experts. records: for each of them its layers, or the one of all, as stack.parts names them.
 
@@ -178,8 +178,7 @@ def stacked(
     first = records[0][0]
     if first.weight.experts is not None:
         try:
-            operands = first.operands(first.scales.dtype if dtype is None else dtype)
-            return GroupedLinear.from_quantized(first.weight, *operands, perm=first.perm)
+            return GroupedLinear.from_quantized(first.weight, *first.operands(dtype), perm=first.perm)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
     filled = [tuple(_filled(record, stack.shape) for record in expert) for expert in records]
