@@ -310,7 +310,11 @@ CANNOT_RUN: dict[str, tuple[Layer, dict[str, Any], str | None, str]] = {
 
 @pytest.mark.parametrize("case", CANNOT_RUN)
 def test_what_cannot_run_is_not_converted(
-    case: str, tmp_path: Path, generator: torch.Generator, capsys: pytest.CaptureFixture[str]
+    case: str,
+    tmp_path: Path,
+    generator: torch.Generator,
+    capsys: pytest.CaptureFixture[str],
+    no_groups_of_16: None,
 ) -> None:
     layer, options, arch, message = CANNOT_RUN[case]
     source = folder_of(tmp_path, layer, options, generator)

@@ -114,7 +114,7 @@ def test_real_checkpoints(name: str, tmp_path: Path) -> None:
 
 
 @needs_checkpoints
-def test_gptq_in_groups_of_16(tmp_path: Path, generator: torch.Generator) -> None:
+def test_gptq_in_groups_of_16(tmp_path: Path, generator: torch.Generator, no_groups_of_16: None) -> None:
     records = layers_of(CHECKPOINTS / "gptq4_g16")
     convert(CHECKPOINTS / "gptq4_g16", tmp_path / "packed", progress=False)
     again = layers_of(tmp_path / "packed")

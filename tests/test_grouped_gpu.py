@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from expert_cases import ends, random_stack
 from gemm_cases import DTYPES
 
 import weightonly as wo
+from weightonly import experts as experts_module
 from weightonly.device import device_arch
 from weightonly.experts import fused_experts
 from weightonly.grouped import ExpertsPlan, GroupedArgs, grouped
@@ -21,6 +23,7 @@ from weightonly.heuristics.grouped import why_not_grouped
 from weightonly.heuristics.problem import Problem
 from weightonly.kernels import is_compiled, runs_on
 from weightonly.layout.shapes import TILED
+from weightonly.plan import experts as layer_plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -317,3 +320,63 @@ def test_each_expert_by_gemm_agrees(layout: str) -> None:
     args = GroupedArgs(x, w.qweight, w.scales, offs)
     one_by_one = ExpertsPlan(args).run(args)
     assert (y - one_by_one).float().norm() <= 2e-3 * y.float().norm()
+
+
+LAYER_TYPES = list(dict.fromkeys(t for c, t in KERNELS if c.rules.lists_rows))
+
+
+@pytest.mark.parametrize("types", LAYER_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "activation"),
+    [(1, 8, 64, "silu"), (2, 1, 5, None), (16, 8, 16, "gelu"), (21, 6, 256, "relu"), (128, 1, 3, "silu")],
+    ids=str,
+)
+def test_a_layer_in_three_launches(
+    types: TypeConfig, tokens: int, top_k: int, experts: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what five launches give; choices of no expert, int32 and int64, biases, the same bits again."""
+    config = next(c for c, t in KERNELS if t == types and c.rules.lists_rows)
+    need(config, types)
+    g = torch.Generator().manual_seed(tokens)
+    hidden, inner, dtype = 320, 192, DTYPES[types.dtype]
+    w13 = weights(experts, hidden, 2 * inner, types, g, 64, exact=False)
+    w2 = weights(experts, inner, hidden, types, g, 64, exact=False)
+    x = torch.randn(tokens, hidden, generator=g).to(dtype).cuda()
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g, dtype=torch.int32).cuda()
+    probabilities = torch.rand(tokens, top_k, generator=g).cuda()
+    layer = [
+        (w.qweight, w.scales, w.zeros, (torch.randn(experts, n, generator=g) / 8).to(dtype).cuda())
+        for w, n in ((w13, 2 * inner), (w2, hidden))
+    ]
+    made: list[object] = []
+    run = layer_plans.DecodeLayer.run
+
+    def counted(plan: layer_plans.DecodeLayer, *operands: Any) -> torch.Tensor:
+        made.append(plan)
+        return run(plan, *operands)
+
+    monkeypatch.setattr(layer_plans.DecodeLayer, "run", counted)
+    found = [fused_experts(x, *layer, i, probabilities, activation) for i in (ids, ids.long(), ids)]
+    assert len(made) == 3, "the layer takes three launches"
+    monkeypatch.setattr(experts_module, "decode_layer", lambda *operands: None)
+    wanted = fused_experts(x, *layer, ids, probabilities, activation)
+    assert all(torch.equal(y, wanted) for y in found)
+
+
+def test_rows_are_what_they_are_alone() -> None:
+    """A kernel of few rows sums in the order of K, wherever its tile comes."""
+    config, types = some_kernel()
+    need(config, types)
+    assert config.rules.lists_rows
+    g = torch.Generator().manual_seed(12)
+    w = weights(9, 704, 448, types, g, 64, exact=False)
+    x = torch.randn(40, 704, generator=g).half().cuda()
+    counts = [3, 0, 8, 1, 0, 20, 1, 1, 6]
+    y = wo.grouped_gemm(x, w.qweight, w.scales, ends(counts).cuda(), config=config)
+    begin = 0
+    for expert, count in enumerate(counts):
+        for row in range(begin, begin + count):
+            alone = [int(e == expert) for e in range(9)]
+            one = wo.grouped_gemm(x[row : row + 1], w.qweight, w.scales, ends(alone).cuda(), config=config)
+            assert torch.equal(one[0], y[row]), f"row {row} of expert {expert}"
+        begin += count

@@ -108,12 +108,23 @@ def test_real_checkpoints(name: str, tmp_path: Path) -> None:
 
 @needs_checkpoints
 @pytest.mark.parametrize("name", ON_CPU_ALONE)
-def test_real_checkpoints_that_no_gpu_runs(name: str, tmp_path: Path) -> None:
+def test_real_checkpoints_that_no_gpu_runs(name: str, tmp_path: Path, no_groups_of_16: None) -> None:
     message = r"on a GPU; got 16, .*14 of 14 layers have such groups.*model again with group_size 32, 64 or 128"
     with pytest.raises(ValueError, match=message):
         load_model(CHECKPOINTS / name, arch="sm90")
     with pytest.raises(ValueError, match=message):
         convert(CHECKPOINTS / name, tmp_path / "packed", arch="sm90")
+
+
+@needs_checkpoints
+@pytest.mark.parametrize("name", ON_CPU_ALONE)
+def test_real_checkpoints_for_a_gpu_that_computes_groups_of_16(name: str, tmp_path: Path, groups_of_16: None) -> None:
+    folder = CHECKPOINTS / name
+    expected = logits(dense_model(folder))
+    convert(folder, tmp_path / "packed", arch="sm90", progress=False)
+    for other in (tmp_path / "packed", folder):
+        model = load_model(other, torch.float32, arch="sm90")
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
 
 
 @needs_checkpoints
@@ -261,7 +272,7 @@ def test_records_are_layers(arch: str | None, dtype: torch.dtype | None, checkpo
 
 
 @needs_checkpoints
-def test_records_that_are_no_layers() -> None:
+def test_records_that_are_no_layers(no_groups_of_16: None) -> None:
     record = next(r for r in wo.load_checkpoint(CHECKPOINTS / "gptq4_g16") if isinstance(r, QuantizedLayer))
     with pytest.raises(ValueError, match=rf"{record.name}: .*group_size must be .* on a GPU; got 16"):
         record.to_linear(arch="sm80")

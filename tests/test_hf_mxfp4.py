@@ -37,7 +37,7 @@ def test_quantized_while_it_loads(format: str, group_size: int, tmp_path: Path) 
     assert torch.equal(logits(again), logits(model))
 
 
-def test_other_groups_are_refused() -> None:
+def test_other_groups_are_refused(no_groups_of_16: None) -> None:
     with pytest.raises(ValueError, match="group_size must be 32 for mxfp4, got 64"):
         weightonly.hf.WeightOnlyConfig(format="mxfp4", group_size=64)
     with pytest.raises(ValueError, match=r"group_size must be .* on a GPU; got 16"):

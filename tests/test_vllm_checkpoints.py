@@ -71,7 +71,7 @@ def test_by_weightonly(name: str, tmp_path: Path, generator: torch.Generator, mo
         ("ct_nvfp4", "nvfp4"),
     ],
 )
-def test_refused(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(name: str, reason: str, no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ValueError, match=reason):
         load(CHECKPOINTS / name)

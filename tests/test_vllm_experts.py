@@ -217,7 +217,9 @@ def test_gelu(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=["swigluoai", "gelu_tanh", "a limit", "weights of several experts on the input", "group 16", "cut to 16"],
 )
-def test_refused(changes: dict[str, Any], group: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(
+    changes: dict[str, Any], group: int, reason: str, no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with cases.serving(), moe.rank_of(monkeypatch, 1, expert_parallel=False):
         layer = moe.build(None, {}, HIDDEN, INNER, **changes).routed_experts
         with pytest.raises(ValueError, match=f"a layer: .*{reason}"):

@@ -229,7 +229,7 @@ def test_merged_layers_of_different_act_order(tmp_path: Path, generator: torch.G
         load(folder)
 
 
-def test_refused(tmp_path: Path, generator: torch.Generator) -> None:
+def test_refused(tmp_path: Path, generator: torch.Generator, no_groups_of_16: None) -> None:
     packer, options = FOLDERS["bnb-nf4"]
     folder = write(tmp_path / "head", packer, options, generator, lm_head=True)
     with pytest.raises(ValueError, match=r"lm_head: expected quantized layers to be linear"):

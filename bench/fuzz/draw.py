@@ -10,8 +10,9 @@ import torch
 from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
+from weightonly.heuristics.legal import computes_groups_of_16
 from weightonly.heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS, LAYOUTS, layouts_of
-from weightonly.kernels import is_compiled, kernels
+from weightonly.kernels import dequantizes_groups_of_16, is_compiled, kernels
 from weightonly.launch import LaunchOverlap
 from weightonly.plan.choose import choose, scale_mode
 from weightonly.plan.tuned import table_of
@@ -94,11 +95,13 @@ class Drawer:
         self.configs: list[KernelConfig] = []
         self._fitting_by_types: dict[tuple[str, TypeConfig], list[KernelConfig]] = {}
         self.chooses: tuple[str, ...] = LAYOUTS  # layouts that `gemm` has a configuration of its own for
+        self.groups_of_16 = True
         if device.type == "cuda":
             self.limits = GPU_LIMITS
             self.index = torch.cuda.current_device() if device.index is None else device.index
             self.arch, self.sms = device_arch(self.index), sm_count(self.index)
-            self.configs = kernels(self.index)
+            self.configs = [config for config in kernels(self.index) if config.is_verified]
+            self.groups_of_16 = computes_groups_of_16(self.arch) and dequantizes_groups_of_16()
             self.chooses = layouts_of(self.arch)
 
     def kernel_names(self) -> set[str]:
@@ -109,7 +112,7 @@ class Drawer:
         """Any format, dtype, layout and group size; K a multiple of the group, N anything."""
         format, dtype, layout = self._types(draw)
         longest = draw.choice(self.limits.k)
-        sizes = GROUP_SIZES if self.device.type == "cuda" else (*GROUP_SIZES, 16)
+        sizes = (*GROUP_SIZES, 16) if self.groups_of_16 else GROUP_SIZES
         group_size = FORMAT_GROUPS.get(format) or draw.choice([size for size in sizes if size <= longest])
         if group_size == -1:
             step = draw.choice([1, 8, 64])
@@ -135,8 +138,7 @@ class Drawer:
             return format, draw.choice(tuple(DTYPES)), "tiled" if format in CODE_FORMATS else draw.choice(LAYOUTS)
         config = draw.choice(self.configs)
         types = draw.choice([types for types in kernel_types(config) if is_compiled(config, types)])
-        # Groups of nvfp4 are 16, which no kernel reads.
-        code_formats = [code for code in CODE_FORMATS if FORMAT_GROUPS.get(code) != 16]
+        code_formats = [code for code in CODE_FORMATS if self.groups_of_16 or FORMAT_GROUPS.get(code) != 16]
         format = draw.choice(code_formats) if types.format == "code4" else types.format
         return format, types.dtype, config.layout
 

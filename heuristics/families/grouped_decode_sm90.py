@@ -1,4 +1,4 @@
-"""grouped_decode_sm90: decode_sm90 for few rows of many experts, in one launch (kernels/gemm/sm90_decode/grouped.cuh)."""
+"""grouped_decode_sm90: few rows of each of many experts, in one launch (kernels/gemm/sm90_decode/grouped.cuh)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class GroupedDecodeSm90(DecodeSm90):
     grouped = True
     lists_rows = True
     smem_grows = False
-    verified = False
 
     def configs(self) -> Iterable[KernelConfig]:
         for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):

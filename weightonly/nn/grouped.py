@@ -155,7 +155,7 @@ class GroupedLinear(PackedLayer):
 
     @property
     def multiply(self) -> Multiply:
-        """What `run_experts` calls: the operands, which let it choose other launches; the layer itself, if it has hooks."""
+        """For `run_experts`: the operands, for which it may choose other launches; the layer, if it has hooks."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if any(hooks) or type(self) is not GroupedLinear:
             return self

@@ -24,6 +24,9 @@ Key = tuple[object, ...]
 _plans: dict[Key, Plan] = {}
 _lock = threading.Lock()
 
+layers: dict[Key, object] = {}
+"""The plans of whole layers of experts (experts.py), by keys of their own."""
+
 find = _plans.get
 """The plan of a key, or None."""
 
@@ -40,6 +43,7 @@ def clear() -> None:
     """Forgets all plans: the next calls choose anew."""
     with _lock:
         _plans.clear()
+        layers.clear()
 
 
 def plans() -> list[Plan]:

@@ -41,21 +41,21 @@ def decode_layer(
     if not 1 <= choices <= MAX_SORTED_CHOICES or first.perm is not None or second.perm is not None:
         return None
     key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.activation, first.kind(), second.kind())
-    plan = _plans.get(key)
+    plan = cache.layers.get(key)
     if plan is None:
-        if len(_plans) >= cache.MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _make(x, ids, first, gate, second)
+        if len(cache.layers) >= cache.MAX_PLANS:
+            cache.layers.clear()
+        plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_DECODE
     if not isinstance(plan, DecodeLayer) or x.data_ptr() % _VECTOR_BYTES or x.stride() != (x.shape[1], 1):
         return None
     return plan.run(x, ids, weights, first, second)
 
 
-_plans: dict[tuple[object, ...], DecodeLayer | bool] = {}
-"""False: such a layer takes other launches."""
+NO_DECODE = object()
+"""The plan of a layer that takes other launches."""
 
 
-def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> DecodeLayer | bool:
+def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> DecodeLayer | None:
     device = x.get_device()
     arch = device_arch(device)
     experts, inner = first.qweight.experts or 0, second.qweight.k
@@ -68,7 +68,7 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
         and all(p.scales.dtype == x.dtype and p.in_place() for p in (first, second))
     )
     if not fits:
-        return False
+        return None
     products = []
     for product in (first, second):
         w = product.qweight
@@ -79,9 +79,9 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
         )
         config = select_grouped(problem, experts)
         if config is None or not config.rules.lists_rows:
-            return False
+            return None
         if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
-            return False
+            return None
         products.append((problem, config))
     return DecodeLayer(x, ids, first, gate, second, products)
 
