@@ -31,6 +31,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import hypothesis
 import pytest
 from mutations import ALL, Mutation
 
@@ -97,7 +98,7 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, seconds: float) -> st
 def _processes() -> multiprocessing.context.ForkServerContext:
     """Forks of a process that has PyTorch: most tests take less time than importing it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "pytest", "torch"])
+    context.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
     return context
 
 
@@ -108,6 +109,10 @@ def _pytest(tree: str, tests: list[str], log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # The same examples in every run, and no search for the smallest one that fails.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutate", derandomize=True, database=None, phases=phases)
+    hypothesis.settings.load_profile("mutate")
     sys.path[:] = [tree, *(folder for folder in sys.path if folder not in ("", str(HERE)))]
     sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 

@@ -101,6 +101,27 @@ def test_links_to_files_are_followed(tmp_path: Path, generator: torch.Generator)
     assert len(list(wo.load_checkpoint(folder))) == 4
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "'c' is there twice"),
+        (b'{"a": NaN}', "NaN is no JSON"),
+        (b'{"a": -Infinity}', "-Infinity is no JSON"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+        ('{"a": 1}'.encode("utf-16"), "utf-8"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": 1} {}', "Extra data"),
+    ],
+    ids=["a name twice", "NaN", "infinity", "byte order mark", "UTF-16", "nested", "two values"],
+)
+def test_strict_json(content: bytes, message: str) -> None:
+    """That of headers. A config of transformers may hold NaN and Infinity."""
+    with pytest.raises(ValueError, match=message):
+        storage.parse_json(content)
+    if b"N" in content or b"I" in content:
+        assert storage.parse_json(content, constants=True).keys() == {"a"}
+
+
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_deeply_nested_json_is_an_error_of_its_file(file: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = folder_of(tmp_path, awq_layer, AWQ, generator, shards=2)

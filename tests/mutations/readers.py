@@ -107,7 +107,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/formats/groups.py",
-        "formats_gptq strange_configs formats_errors act_order",
+        "groups formats_gptq strange_configs",
         [
             ("a group that scales lack", "high >= groups:", "high > groups:"),
             ("negative groups", "if low < 0 or high >= groups", "if high >= groups"),
