@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-_ALIKE = 16.0
+_ALIKE = 4.0
 """How alike the experts are: rows are a negative binomial of this shape. 1: some experts have several times their even
 share; without a limit: as if each row drew its expert with even chances."""
 

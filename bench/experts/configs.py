@@ -68,7 +68,7 @@ def measure_configs(
     budget_ms: float = 6.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """One row per cell (`CELL`) and configuration that computes it: `config` and `us`. Weights are random bytes.
+    """One row per cell (`CELL`) and configuration that computes it: `family`, `config` and `us`. Weights are random bytes.
 
     Raises RuntimeError without a GPU, ValueError naming the argument for models and formats that there are not.
     """
@@ -93,7 +93,7 @@ def measure_configs(
                     arch, sm_count = gpu_facts(where)
                     cell |= {"arch": arch, "sm_count": sm_count}
                     found = _times(cell, qweight, scales, dtype, where, budget_ms)
-                    rows += [cell | {"config": config.kernel, "us": us} for config, us in found.items()]
+                    rows += [cell | {"family": c.family, "config": c.kernel, "us": us} for c, us in found.items()]
                     bar.update()
     return pd.DataFrame(rows)
 
