@@ -6,7 +6,7 @@ import pytest
 
 from weightonly.heuristics import Problem, candidates, grouped
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, kernel_types
-from weightonly.heuristics.families.grouped_sm80 import GroupedSm80, tiles_along_m
+from weightonly.heuristics.families.grouped_sm80 import GroupedSm80
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
@@ -88,8 +88,8 @@ def test_one_token_takes_the_columns_that_fill_the_gpu(experts: int, top_k: int,
 
 def test_what_no_grouped_kernel_computes() -> None:
     assert select_grouped(problem(8), MAX_EXPERTS + 1) is None
-    assert select_grouped(Problem(8, 512, 512, "int4", 128, 80, 108), 8) is None
-    assert select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "interleaved"), 8) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 75, 40), 8) is None
+    assert select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "row_major"), 8) is None
     assert select_grouped(Problem(8, 512, 512, "int4", 128, 100, 148, "tiled"), 8) is None
     assert select_grouped(problem(1 << 30, 1 << 12), 8) is None, "tiles beyond 32 bits"
 
@@ -108,8 +108,10 @@ def test_as_many_experts_and_tiles_as_a_kernel_counts() -> None:
 
 
 def test_kernels_that_never_ran_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupedSm90, "verified", False)
+    for family in {type(c.rules) for c in GROUPED_CONFIGS}:
+        monkeypatch.setattr(family, "verified", False)
     assert select_grouped(problem(8), 8) is None
+    assert select_grouped(interleaved(8), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -142,12 +144,6 @@ def test_why_not() -> None:
 # --- layout "interleaved" ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice as it is once a GPU has run the kernels."""
-    monkeypatch.setattr(GroupedSm80, "verified", True)
-
-
 def interleaved(rows: int, format: str = "int4", arch: int = 80, n: int = 4096, group_size: int = 128) -> Problem:
     return Problem(rows, n, 4096, format, group_size, arch, 108, "interleaved")
 
@@ -163,7 +159,6 @@ def test_interleaved_kernels_fit_on_every_gpu() -> None:
         assert all(config.rules.is_calibrated(config, format) for format in config.formats)
 
 
-@pytest.mark.usefixtures("with_interleaved")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_interleaved_tiles_grow_with_the_rows(arch: int, format: str) -> None:
@@ -173,7 +168,6 @@ def test_interleaved_tiles_grow_with_the_rows(arch: int, format: str) -> None:
     assert tiles == sorted(tiles) and tiles[0] == 16 and tiles[-1] >= 64
 
 
-@pytest.mark.usefixtures("with_interleaved")
 def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
     family = GroupedSm80()
     for rows, experts in ((2, 8), (8, 128), (512, 128), (8192, 8)):
@@ -181,24 +175,12 @@ def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
         config = select_grouped(asked, experts)
         assert config is not None
         others = [c for c in GROUPED_CONFIGS if c.family == family.name]
-        assert family.us(config, asked, experts) == min(family.us(c, asked, experts) for c in others)
+        assert family.grouped_us(config, asked, experts) == min(family.grouped_us(c, asked, experts) for c in others)
 
 
-@pytest.mark.usefixtures("with_interleaved")
 def test_what_no_interleaved_kernel_computes() -> None:
     assert select_grouped(interleaved(8, arch=75), 8) is None
     assert select_grouped(interleaved(8), MAX_EXPERTS + 1) is None
     assert select_grouped(interleaved(1 << 30, n=1 << 12), 8) is None
     on_hopper = select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "tiled"), 8)
     assert on_hopper is not None and on_hopper.layout == "tiled"
-
-
-def test_expected_tiles() -> None:
-    """One row makes one tile, at most; many rows those that they fill, and half a tile more for each expert."""
-    assert 0.8 < tiles_along_m(1, 128, 16) <= 1
-    assert tiles_along_m(1 << 20, 8, 128) == pytest.approx((1 << 20) / 128 + 4, rel=1e-3)
-    for rows, experts, tile in ((8, 128, 16), (1000, 8, 64), (4096, 128, 128)):
-        more = rows / (rows + experts)
-        chances = [(1 - more) * more**count for count in range(20000)]
-        exact = sum(chance * -(-count // tile) for count, chance in enumerate(chances))
-        assert tiles_along_m(rows, experts, tile) == pytest.approx(experts * exact, rel=1e-6)
