@@ -15,6 +15,7 @@ from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+from weightonly.heuristics.grouped import select_grouped
 from weightonly.heuristics.legal import check_kernel_group_size, computes_groups_of_16, why_not
 from weightonly.heuristics.problem import layouts_of
 from weightonly.slicing import rows_of_a_group
@@ -132,6 +133,12 @@ def test_what_is_refused_before_is_not_after(groups_of_16: None) -> None:
     q, scales, _ = wo.quantize(torch.randn(64, 64), bits=4, group_size=16)
     record = records.QuantizedLayer("a", wo.preprocess(q, 4), scales, None, None, None)
     assert record.to_linear(arch="sm90").scales.shape == (4, 64)
+
+
+def test_experts_take_a_product_each(groups_of_16: None) -> None:
+    """No kernel computes the rows of many of them."""
+    assert select_grouped(Problem(64, 512, 512, "int4", 32, 90, 132), 8) is not None
+    assert select_grouped(Problem(64, 512, 512, "int4", 16, 90, 132), 8) is None
 
 
 def test_cuts_of_a_weight(no_groups_of_16: None) -> None:
