@@ -111,11 +111,26 @@ def test_any_number_of_rows_where_the_unfused_product_is_verified(
             assert config.unfused and config.groups_of_16
 
 
+def test_not_computed_where_a_part_of_the_kernels_is_verified(
+    no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel leaves some rows to what dequantizes; that reads one layout."""
+    for family in GROUPS_OF_16_VERIFIED:
+        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, not family.startswith("dequantize"))
+    assert not computes_groups_of_16() and not computes_groups_of_16(90)
+    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "dequantize_cublas_sm90", True)
+    assert computes_groups_of_16() and computes_groups_of_16(90) and not computes_groups_of_16(80)
+    assert computes_groups_of_16(90, "tiled") and not computes_groups_of_16(90, "interleaved")
+    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "gemm_sm80", False)
+    with pytest.raises(ValueError, match="on sm90 in layout 'interleaved'; got 16, which the CPU and other GPUs compute"):
+        chosen(64, 4096, 4096, 90, "interleaved")
+
+
 def test_volta_has_none(groups_of_16: None) -> None:
     """Its layout is none that the kernel which dequantizes reads."""
     check_kernel_group_size(16, 64)
     check_kernel_group_size(16, 64, "sm75")
-    message = "on sm70; got 16, which the CPU and later GPUs compute"
+    message = "on sm70.*; got 16, which the CPU and other GPUs compute"
     with pytest.raises(ValueError, match=message):
         check_kernel_group_size(16, 64, "sm70")
     with pytest.raises(ValueError, match=message):
