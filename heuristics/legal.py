@@ -5,7 +5,7 @@ from __future__ import annotations
 from .arch import Arch, parse_arch
 from .configs import CONFIGS, KernelConfig
 from .launches import first_columns, has_tail, launches
-from .problem import Problem, check_group_size, layouts_of
+from .problem import Problem, check_group_size
 
 
 def why_not(config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
@@ -50,21 +50,21 @@ def computes_groups_of_16(arch: int | None = None, layout: str | None = None) ->
     return any(
         c.unfused and c.groups_of_16 and c.is_verified
         for c in CONFIGS
-        if layout in (None, c.layout)
-        and (arch is None or (c.layout in layouts_of(arch) and c.rules.first_arch <= arch <= c.rules.last_arch))
+        if layout in (None, c.layout) and (arch is None or c.rules.first_arch <= arch <= c.rules.last_arch)
     )
 
 
-def check_kernel_group_size(group_size: int, k: int, arch: Arch | None = None) -> None:
-    """Raises ValueError unless a GPU, of `arch` or of any, takes it: what a CPU takes, and 16 if its kernels do."""
+def check_kernel_group_size(group_size: int, k: int, arch: Arch | None = None, layout: str | None = None) -> None:
+    """Raises ValueError unless a GPU, of `arch` or of any, takes it: what a CPU takes, and 16 if its kernels do.
+
+    layout: as `computes_groups_of_16` has it.
+    """
     check_group_size(group_size, k)
     number = None if arch is None else parse_arch(arch)
-    if group_size == 16 != k and not computes_groups_of_16(number):
-        gpu, others = (
-            ("a GPU", "CPU alone computes")
-            if not computes_groups_of_16()
-            else (f"sm{number}", "CPU and later GPUs compute")
-        )
+    if group_size == 16 != k and not computes_groups_of_16(number, layout):
+        gpu, others = "a GPU", "CPU alone computes"
+        if computes_groups_of_16():
+            gpu, others = f"sm{number}" + (f" in layout {layout!r}" if layout else ""), "CPU and other GPUs compute"
         raise ValueError(
             f"group_size must be -1 (per channel), 32, a multiple of 64, or K = {k} on {gpu}; got 16, which the "
             f"{others}"

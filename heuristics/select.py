@@ -222,7 +222,7 @@ def _last_resort(problem: Problem) -> KernelConfig:
     p = problem
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused
-    check_kernel_group_size(p.group_size, p.k, p.arch)
+    check_kernel_group_size(p.group_size, p.k, p.arch, p.layout)
     # Too many rows or no fused kernel, and K too long for slices.
     of_format = [
         c

@@ -397,3 +397,13 @@ def test_lint_looks_at_every_file_of_cpp() -> None:
     steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     (formatted,) = (line.split() for line in steps if "clang-format" in line)
     assert set(tracked.stdout.split()) <= set(formatted)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("off", False), ("on", True)])
+def test_unverified_kernels_are_asked_for(value: str | None, expected: bool) -> None:
+    assert target.asks_for_unverified({} if value is None else {"WEIGHTONLY_UNVERIFIED": value}) == expected
+
+
+def test_another_word_for_unverified_kernels() -> None:
+    with pytest.raises(ValueError, match="WEIGHTONLY_UNVERIFIED: expected on or off, got '1'"):
+        target.asks_for_unverified({"WEIGHTONLY_UNVERIFIED": "1"})

@@ -175,11 +175,11 @@ def test_any_shape_in_groups_of_16(
 
 def test_nvfp4(cuda_device: torch.device, compiled_groups_of_16: None, generator: torch.Generator) -> None:
     """From floats to y: the codes and scales that `quantize` makes, in every number of rows."""
-    w = torch.randn(1040, 328, generator=generator)
+    w = torch.randn(1040, 328, generator=generator).half()
     q, scales, _ = wo.quantize(w, format="nvfp4")
     for layout in layouts_of(this_gpu()):
-        qweight = wo.preprocess(q, format="nvfp4", layout=layout).to(cuda_device)
-        w64 = wo.dequantize(qweight, scales.cuda()).double()
+        packed = wo.preprocess(q, format="nvfp4", layout=layout)
+        qweight, w64 = packed.to(cuda_device), wo.dequantize(packed, scales).to(cuda_device).double()
         for m in (1, 5, 8, 16, 64, 200, 700):
             x = torch.randn(m, 1040, generator=generator).half().cuda()
             expected, peer = x.double() @ w64, x @ w64.half()

@@ -15,6 +15,7 @@ from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+from weightonly.heuristics.grouped import select_grouped
 from weightonly.heuristics.legal import check_kernel_group_size, computes_groups_of_16, why_not
 from weightonly.heuristics.problem import layouts_of
 from weightonly.slicing import rows_of_a_group
@@ -110,11 +111,26 @@ def test_any_number_of_rows_where_the_unfused_product_is_verified(
             assert config.unfused and config.groups_of_16
 
 
+def test_not_computed_where_a_part_of_the_kernels_is_verified(
+    no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel leaves some rows to what dequantizes; that reads one layout."""
+    for family in GROUPS_OF_16_VERIFIED:
+        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, not family.startswith("dequantize"))
+    assert not computes_groups_of_16() and not computes_groups_of_16(90)
+    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "dequantize_cublas_sm90", True)
+    assert computes_groups_of_16() and computes_groups_of_16(90) and not computes_groups_of_16(80)
+    assert computes_groups_of_16(90, "tiled") and not computes_groups_of_16(90, "interleaved")
+    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "gemm_sm80", False)
+    with pytest.raises(ValueError, match="on sm90 in layout 'interleaved'; got 16, which the CPU"):
+        chosen(64, 4096, 4096, 90, "interleaved")
+
+
 def test_volta_has_none(groups_of_16: None) -> None:
     """Its layout is none that the kernel which dequantizes reads."""
     check_kernel_group_size(16, 64)
     check_kernel_group_size(16, 64, "sm75")
-    message = "on sm70; got 16, which the CPU and later GPUs compute"
+    message = "on sm70.*; got 16, which the CPU and other GPUs compute"
     with pytest.raises(ValueError, match=message):
         check_kernel_group_size(16, 64, "sm70")
     with pytest.raises(ValueError, match=message):
@@ -132,6 +148,12 @@ def test_what_is_refused_before_is_not_after(groups_of_16: None) -> None:
     q, scales, _ = wo.quantize(torch.randn(64, 64), bits=4, group_size=16)
     record = records.QuantizedLayer("a", wo.preprocess(q, 4), scales, None, None, None)
     assert record.to_linear(arch="sm90").scales.shape == (4, 64)
+
+
+def test_experts_take_a_product_each(groups_of_16: None) -> None:
+    """No kernel computes the rows of many of them."""
+    assert select_grouped(Problem(64, 512, 512, "int4", 32, 90, 132), 8) is not None
+    assert select_grouped(Problem(64, 512, 512, "int4", 16, 90, 132), 8) is None
 
 
 def test_cuts_of_a_weight(no_groups_of_16: None) -> None:

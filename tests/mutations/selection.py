@@ -38,7 +38,12 @@ MUTATIONS = [
         "groups_of_16 microscaling",
         [
             ("groups of 16", "if group_size == 16 != k and", "if group_size == 15 != k and"),
-            ("groups of 16 on Volta", "c.layout in layouts_of(arch) and c.rules.first", "c.rules.first"),
+            (
+                "groups of 16 on Volta",
+                "(arch is None or c.rules.first_arch <= arch <= c.rules.last_arch)",
+                "(arch is None or arch <= c.rules.last_arch)",
+            ),
+            ("groups of 16 in another layout", "if layout in (None, c.layout) and", "if"),
             ("some groups of 16", "c.unfused and c.groups_of_16 and c.is_verified", "c.groups_of_16 and c.is_verified"),
         ],
     ),
