@@ -59,6 +59,8 @@ ROWS: dict[Range, int] = {
     (64, 160): 32,  # the second bound is
     (128, 144): 16,  # all rows of the part are of one group
     (70, 83): 13,
+    (70, 128): 58,  # up to the end of their group
+    (32, 128): 32,  # the first bound is inside of a group
     (64, 128): 64,
 }
 
