@@ -32,7 +32,10 @@ COLUMNS: dict[str, list[Range]] = {
     "panels": [(64, 192)],
     "up to the end": [(128, N)],
     "inside of words": [(5, 46)],
+    "up to the inside of a panel": [(64, 101)],
+    "from the inside of a panel": [(5, 128)],
     "two ranges": [(0, 64), (128, 192)],
+    "a range that ends inside of a panel, and another": [(0, 37), (64, 128)],
     "two ranges inside of words": [(3, 20), (101, 199)],
 }
 
@@ -74,6 +77,8 @@ def test_rows(bounds: Range, format: str, layout: str, generator: torch.Generato
     part = whole.rows(begin, end)
     assert part.scales.shape == ((end - begin) // ROWS[bounds], N)
     assert torch.equal(numbers(part), numbers(whole)[begin:end])
+    alone = pack(wo.unpack(whole.weight)[begin:end], format, layout)
+    assert torch.equal(part.weight.data, alone.data)  # with zeros where K is padded
     assert part.bias is whole.bias
 
 
