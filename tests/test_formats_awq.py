@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightonly.formats import read_awq
+from weightonly.formats.awq import awq_format
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -99,3 +100,11 @@ def test_on_the_gpu(generator: torch.Generator) -> None:
     weight = read_awq(**{name: tensor.cuda() for name, tensor in layer.items()})
     assert weight.q.is_cuda and weight.scales.is_cuda
     assert torch.equal(weight.dequantize().cpu(), ref.awq_weight(**layer))
+
+
+@pytest.mark.parametrize("key", ["version", "format"])
+@pytest.mark.parametrize("order", ["gemv", "gemv_fast", "marlin", "exllama"])
+def test_other_orders_are_not_read(order: str, key: str) -> None:
+    assert awq_format({"bits": 4, key: "GEMM"}).name == "awq"
+    with pytest.raises(ValueError, match=f"^version: expected 'gemm', got '{order}'; other orders of AutoAWQ are not"):
+        awq_format({"bits": 4, key: order})

@@ -249,6 +249,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         stored_layer(quant_state=json_tensor(STATE | {"blocksize": 0})),
         "blocksize: expected at least 1, got 0",
     ),
+    "blocksize beyond int32": (
+        stored_layer(quant_state=json_tensor(STATE | {"blocksize": 1 << 31})),
+        "blocksize: expected less than 2.31, got 2147483648",
+    ),
     "shape": (
         stored_layer(quant_state=json_tensor(STATE | {"shape": [1024]})),
         r"shape: expected \[N, K\], got \[1024\]",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightonly.formats import IntWeight, read_compressed_tensors
+from weightonly.formats.compressed_tensors import compressed_tensors_format
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
@@ -173,6 +174,20 @@ def test_tensors_that_do_not_fit(case: str) -> None:
     read(packed_layer(), 4)
     with pytest.raises(ValueError, match=message):
         read(packed_layer(**change), 4)
+
+
+def test_words_of_which_the_config_tells_the_bits() -> None:
+    """A word holds four numbers of 8 bits, or as many of 4 bits and padding: nothing is guessed."""
+    tensors = {
+        "weight_packed": torch.zeros(8, 1, dtype=torch.int32),
+        "weight_scale": torch.ones(8, 1).half(),
+        "weight_shape": torch.tensor([8, 4]),
+    }
+    with pytest.raises(ValueError, match=r"weight_packed: expected int32 \[N, 1 \(4 bit\) or 1 \(8 bit\)\] for K = 4"):
+        compressed_tensors_format({}).describe("a", tensors)
+    for bits in (4, 8):
+        options = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": bits}}}}
+        assert compressed_tensors_format(options).describe("a", tensors).format == f"int{bits}"
 
 
 def test_other_bits() -> None:

@@ -194,6 +194,12 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "zeros": ("zeros", lambda a: a["zeros"][:, :1], ValueError, r"expected shape \[2, 70\] as scales, got \[1, 70\]"),
     "zeros of two": ("zeros", lambda a: a["zeros"][:2], ValueError, r"expected shape \[E = 3, K / g, N\]"),
     "bias of one": ("bias", lambda a: a["bias"][0], ValueError, r"expected shape \[E = 3, N\], got \[70\]"),
+    "bias of rank 3": (
+        "bias",
+        lambda a: a["bias"][:, None],
+        ValueError,
+        r"expected shape \[E = 3, N\], got \[3, 1, 70\]",
+    ),
     "N of bias": ("bias", lambda a: a["bias"][:, 1:], ValueError, r"expected shape \[N\] = \[70\], got \[69\]"),
     "perm of one": ("perm", lambda a: a["perm"][0], ValueError, r"expected shape \[E = 3, K\], got \[128\]"),
     "numbers of perm": ("perm", lambda a: a["perm"] + 1, ValueError, r"expected a permutation of 0\.\.127"),

@@ -32,7 +32,10 @@ COLUMNS: dict[str, list[Range]] = {
     "panels": [(64, 192)],
     "up to the end": [(128, N)],
     "inside of words": [(5, 46)],
+    "up to the inside of a panel": [(64, 101)],
+    "from the inside of a panel": [(5, 128)],
     "two ranges": [(0, 64), (128, 192)],
+    "a range that ends inside of a panel, and another": [(0, 37), (64, 128)],
     "two ranges inside of words": [(3, 20), (101, 199)],
 }
 
@@ -59,6 +62,8 @@ ROWS: dict[Range, int] = {
     (64, 160): 32,  # the second bound is
     (128, 144): 16,  # all rows of the part are of one group
     (70, 83): 13,
+    (70, 128): 58,  # up to the end of their group
+    (32, 128): 32,  # the first bound is inside of a group
     (64, 128): 64,
 }
 
@@ -72,6 +77,8 @@ def test_rows(bounds: Range, format: str, layout: str, generator: torch.Generato
     part = whole.rows(begin, end)
     assert part.scales.shape == ((end - begin) // ROWS[bounds], N)
     assert torch.equal(numbers(part), numbers(whole)[begin:end])
+    alone = pack(wo.unpack(whole.weight)[begin:end], format, layout)
+    assert torch.equal(part.weight.data, alone.data)  # with zeros where K is padded
     assert part.bias is whole.bias
 
 
@@ -125,7 +132,7 @@ def test_a_weight_on_meta_has_the_shape_of_its_part(experts: int | None, bounds:
     for layout in ("tiled", "interleaved"):
         whole = wo.preprocess(q, 4, layout=layout)
         for cut in ({"rows": bounds}, {"columns": [bounds]}):
-            part, real = cut_weight(whole.to("meta"), **cut), cut_weight(whole, **cut)  # type: ignore[arg-type]
+            part, real = cut_weight(whole.to("meta"), **cut), cut_weight(whole, **cut)
             assert part.data.is_meta
             assert (part.fields, part.data.shape) == (real.fields, real.data.shape)
 

@@ -86,6 +86,11 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Tensors, str]] = {
         {},
         r"a\.\w+\.weight_scale: expected 1 groups of K rows for K = 64 as the config says, got 2",
     ),
+    "one scale for all": (
+        {"strategy": "tensor"},
+        {},
+        r"a\.\w+\.weight_scale: expected 1 groups of K rows for K = 64 as the config says, got 2",
+    ),
     "zero points of a symmetric layer": (
         {"symmetric": True},
         {"weight_zero_point": torch.full((N // 8, K // GROUP), 0x77777777, dtype=torch.int32)},
@@ -207,6 +212,16 @@ def test_patterns_cannot_backtrack(pattern: str, tmp_path: Path, generator: torc
 def test_patterns_stop_after_so_many_steps() -> None:
     with pytest.raises(PatternError, match="too many steps"):
         Pattern(".*" * 400 + "x").matches_start("a" * 900, Steps(100_000))
+
+
+@pytest.mark.parametrize("pattern", ["a" * 50, "|".join("b" * 50)], ids=["one after another", "one of many"])
+def test_each_part_of_a_pattern_is_a_step(pattern: str) -> None:
+    """Of all names of a folder together: a long pattern and many layers take long, too."""
+    steps = Steps(1000)
+    assert Pattern(pattern).matches_start("a" * 50, steps) == pattern.startswith("a")
+    assert steps.left < 950
+    with pytest.raises(PatternError, match="too many steps"):
+        Pattern(pattern).matches_start("a" * 50, Steps(40))
 
 
 def test_too_many_steps_are_an_error_of_the_layer(tmp_path: Path, generator: torch.Generator) -> None:

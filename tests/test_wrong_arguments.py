@@ -211,13 +211,35 @@ _WITH_PATHS: dict[str, tuple[str, Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("value", [b"weights", 3, None, ["weights"], True], ids=repr)
+class BytesPath:
+    """As os.DirEntry is, of a folder that was named by bytes."""
+
+    def __fspath__(self) -> bytes:
+        return b"weights"
+
+
+@pytest.mark.parametrize(
+    "value", [b"weights", 3, None, ["weights"], True, BytesPath()], ids=lambda value: type(value).__name__
+)
 @pytest.mark.parametrize("name", _WITH_PATHS)
 def test_what_is_no_path_is_refused_by_name(name: str, value: Any) -> None:
     """Bytes, too: they have no place in a message, and no encoding."""
     argument, call = _WITH_PATHS[name]
     with pytest.raises(TypeError, match=f"^{argument}: expected a path, got {type(value).__name__}$"):
         call(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("symmetric", lambda: wo.quantize(torch.ones(K, N), 4, GROUP, symmetric=None)),  # type: ignore[arg-type]
+        ("symmetric", lambda: Linear(K, N, symmetric=None)),  # type: ignore[arg-type]
+    ],
+    ids=["quantize", "Linear"],
+)
+def test_none_is_no_flag_where_there_is_no_third_case(argument: str, call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=f"^{argument}: expected True or False, got NoneType$"):
+        call()
 
 
 # --- tensors that PyTorch negates when it reads them: their memory has the numbers with the other sign ------------

@@ -219,7 +219,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/formats/convert.py",
-        "formats_convert storage",
+        "formats_converted formats_convert storage",
         [
             ("folders are copied as files", " or not file.is_file():", ":"),
             (
@@ -240,7 +240,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/formats/converted.py",
-        "formats_convert formats_checkpoint",
+        "formats_converted formats_convert formats_checkpoint",
         [
             (
                 "a permutation with a number twice",
