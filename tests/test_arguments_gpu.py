@@ -88,7 +88,7 @@ def test_weight_of_the_other_layout(cuda_device: torch.device) -> None:
     read = layouts_of(device_arch(torch.cuda.current_device()))
     packed = "row_major" if "row_major" not in read else "interleaved"
     named = " or ".join(repr(layout) for layout in read)
-    message = f"^qweight: packed in layout '{packed}', but a GPU of .* reads {named}; call preprocess"
+    message = f"^qweight: packed in layout '{packed}', but a GPU of .* reads {named}; call repack"
     with pytest.raises(ValueError, match=message):
         wo.gemm(**good(cuda_device, packed))
 

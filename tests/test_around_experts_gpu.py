@@ -34,7 +34,7 @@ def test_sorted(tokens: int, top_k: int, experts: int, ids_dtype: torch.dtype, m
     x = torch.randn(tokens, 72, generator=g).half().cuda()
     rows, offs, places = sort_by_expert(x, ids, experts)
     assert places.dtype == torch.int32, "by the kernel"
-    monkeypatch.setattr(around_experts, "_runs", lambda *tensors: False)
+    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
     its_rows, its_offs, its_places = sort_by_expert(x, ids, experts)
     assert torch.equal(offs, its_offs)
     assert torch.equal(places.long(), its_places)
@@ -46,7 +46,7 @@ def test_sorted(tokens: int, top_k: int, experts: int, ids_dtype: torch.dtype, m
 def test_gated(dtype: torch.dtype, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = (4 * torch.randn(300, 2 * 2056, generator=torch.Generator().manual_seed(2))).to(dtype).cuda()
     y = gated(gate_up, activation)
-    monkeypatch.setattr(around_experts, "_runs", lambda *tensors: False)
+    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
     wanted = gated(gate_up, activation)
     difference = (y.float() - wanted.float()).abs()
     # Where the activation lies between two numbers the two may round it to either.
@@ -65,7 +65,7 @@ def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatc
     rows[int(offs[-1]) :] = 0
     weights = torch.rand(50, top_k, generator=g).to(dtype).cuda()
     y = combine(rows, weights, ids, offs, places, dtype)
-    monkeypatch.setattr(around_experts, "_runs", lambda *tensors: False)
+    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
     wanted = combine(rows, weights, ids, offs, places.long(), dtype)
     torch.testing.assert_close(y, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     assert (y != wanted).float().mean() < 0.02

@@ -24,6 +24,7 @@ from weightonly.heuristics.problem import Problem
 from weightonly.kernels import is_compiled, runs_on
 from weightonly.layout.shapes import TILED
 from weightonly.plan import experts as layer_plans
+from weightonly.plan import grouped as grouped_plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -348,6 +349,7 @@ def test_a_layer_in_three_launches(
         (w.qweight, w.scales, w.zeros, (torch.randn(experts, n, generator=g) / 8).to(dtype).cuda())
         for w, n in ((w13, 2 * inner), (w2, hidden))
     ]
+    monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts: config)
     made: list[object] = []
     run = layer_plans.DecodeLayer.run
 
@@ -359,6 +361,7 @@ def test_a_layer_in_three_launches(
     found = [fused_experts(x, *layer, i, probabilities, activation) for i in (ids, ids.long(), ids)]
     assert len(made) == 3, "the layer takes three launches"
     monkeypatch.setattr(experts_module, "decode_layer", lambda *operands: None)
+    monkeypatch.setattr(grouped_plans, "select_grouped", lambda problem, experts: config)
     wanted = fused_experts(x, *layer, ids, probabilities, activation)
     assert all(torch.equal(y, wanted) for y in found)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from weightonly.heuristics import Problem, candidates, grouped
+import pytest
+import torch
+
+from weightonly.heuristics import Problem, candidates, grouped, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, kernel_types
+from weightonly.heuristics.families import grouped_decode_sm90, grouped_sm90, hopper_grouped
+from weightonly.heuristics.families.grouped_decode_sm90 import MAX_ROW_TILES
 from weightonly.heuristics.families.grouped_sm80 import GroupedSm80
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
+from weightonly.heuristics.routing import tiles_along_m, with_rows
 
 FORMATS = ["int4", "int8", "code4"]
 
@@ -52,38 +58,75 @@ def test_shared_memory_of_all_kernels_fits() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, 4096])
 def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
-    """Every size has a configuration that computes it; one that most experts fill with one tile."""
-    last = 0
-    for rows in (1, 8, 64, 512, 1024, 2048, 4096, 1 << 16):
+    """Every size has a configuration that computes it: of few rows for few, of many for many."""
+    chosen = {}
+    for rows in (1, 8, 64, 512, 1024, 2048, 4096, 1 << 14, 1 << 16):
         asked = problem(rows, format=format, group_size=group_size)
         config = select_grouped(asked, 64)
-        assert config is not None and why_not_grouped(config, asked, 64) is None
-        assert format in config.formats and config.block_m >= min(128, rows / 64) and config.block_m >= last
-        last = config.block_m
-    assert last == 128
+        assert config is not None and why_not_grouped(config, asked, 64) is None and format in config.formats
+        chosen[rows] = config
+    assert all(chosen[rows].rules.lists_rows for rows in (1, 8, 64))
+    assert chosen[1 << 16].block_m >= 96 and chosen[1024].block_m <= 64
 
 
-@pytest.mark.parametrize(("share", "tile"), [(1, 8), (5, 8), (6, 16), (24, 16), (48, 64), (49, 128), (4096, 128)])
-@pytest.mark.parametrize("experts", [8, 128])
-def test_the_tile_is_that_of_an_even_share(experts: int, share: int, tile: int) -> None:
-    config = select_grouped(problem(share * experts), experts)
-    assert config is not None and config.block_m == tile
+def test_the_choice_is_the_quickest_by_its_cost() -> None:
+    for rows, experts, k, n in ((2, 8, 4096, 28672), (512, 128, 2048, 1536), (4096, 256, 7168, 4096)):
+        asked = problem(rows, n, k)
+        legal = [c for c in GROUPED_CONFIGS if c.layout == "tiled" and why_not_grouped(c, asked, experts) is None]
+        times_us = {c: c.rules.grouped_us(c, asked, experts) for c in legal}
+        assert len(times_us) > 5 and select_grouped(asked, experts) is min(times_us, key=times_us.__getitem__)
+
+
+def test_a_kernel_without_constants_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = select_grouped(problem(8), 8)
+    assert best is not None
+    others = {key: times for key, times in h200.GROUPED.kernels.items() if key[0] != best.kernel}
+    monkeypatch.setattr(hopper_grouped, "GROUPED", dataclasses.replace(h200.GROUPED, kernels=others))
+    monkeypatch.setattr(grouped_sm90, "GROUPED", hopper_grouped.GROUPED)
+    monkeypatch.setattr(grouped_decode_sm90, "GROUPED", hopper_grouped.GROUPED)
+    other = select_grouped(problem(8), 8)
+    assert other is not None and other.kernel != best.kernel
+
+
+def test_more_bytes_and_more_rows_take_longer() -> None:
+    config = next(c for c in GROUPED_CONFIGS if c.rules.lists_rows and "int4" in c.formats)
+
+    def us(rows: int, experts: int, n: int = 4096) -> float:
+        return float(config.rules.grouped_us(config, problem(rows, n), experts))
+
+    assert us(8, 8) < us(64, 8) and us(64, 64) < us(64, 64, 8192)
+    assert us(64, 8) < us(64, 64), "more experts have rows"
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tile_m", "least", "most"),
+    [
+        (7, 1, 8, 1, 1),
+        (9, 1, 8, 2, 2),
+        (1, 256, 8, 0.99, 1),
+        (8, 256, 8, 7.5, 8),
+        (1 << 20, 8, 128, (1 << 13) + 4, (1 << 13) + 4),
+        (800, 8, 100, 10, 14),  # half of the experts have more than their share
+    ],
+)
+def test_tiles_along_m(rows: int, experts: int, tile_m: int, least: float, most: float) -> None:
+    assert least <= tiles_along_m(rows, experts, tile_m) <= most
+
+
+def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
+    """Beside numbers drawn from the distribution: shares of gamma's, rows of Poisson's."""
+    for rows, experts, tile_m in ((256, 16, 8), (640, 32, 16), (4096, 64, 96)):
+        gamma = -torch.rand(4, 40000, generator=generator, dtype=torch.float64).log().sum(0) / 4
+        counts = torch.poisson(gamma * (rows / experts), generator=generator)
+        wanted = float((counts / tile_m).ceil().mean()) * experts
+        assert tiles_along_m(rows, experts, tile_m) == pytest.approx(wanted, rel=0.03)
+        assert with_rows(rows, experts) == pytest.approx(float((counts > 0).float().mean()) * experts, rel=0.03)
 
 
 def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "GROUPED_CONFIGS", tuple(c for c in GROUPED_CONFIGS if c.block_m <= 16))
     config = select_grouped(problem(1 << 16), 8)
     assert config is not None and config.block_m == 16
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "k", "n", "columns"),
-    [(8, 2, 14336, 4096, 64), (8, 2, 4096, 28672, 64), (128, 8, 768, 2048, 128), (128, 8, 2048, 1536, 128)],
-    ids=["mixtral down", "mixtral gate and up", "qwen3 down", "qwen3 gate and up"],
-)
-def test_one_token_takes_the_columns_that_fill_the_gpu(experts: int, top_k: int, k: int, n: int, columns: int) -> None:
-    config = select_grouped(problem(top_k, n, k), experts)
-    assert config is not None and (config.block_m, config.block_n) == (8, columns)
 
 
 def test_what_no_grouped_kernel_computes() -> None:
@@ -96,7 +139,7 @@ def test_what_no_grouped_kernel_computes() -> None:
 
 def test_as_many_experts_and_tiles_as_a_kernel_counts() -> None:
     """At the limit, and one beyond it. Every expert but one may end inside of a tile of 8 rows."""
-    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
+    config = tiled(16, 128)
     assert why_not_grouped(config, problem(8), MAX_EXPERTS) is None
     assert why_not_grouped(config, problem(8), MAX_EXPERTS + 1) is not None
     columns = 1 << 10  # tiles of 64 along N
@@ -114,19 +157,28 @@ def test_kernels_that_never_ran_are_not_chosen(monkeypatch: pytest.MonkeyPatch) 
     assert select_grouped(interleaved(8), 8) is None
 
 
+def tiled(tile_m: int, tile_n: int, format: str = "int4") -> KernelConfig:
+    """A configuration for layout "tiled"."""
+    return next(
+        c
+        for c in GROUPED_CONFIGS
+        if c.layout == "tiled" and (c.block_m, c.block_n) == (tile_m, tile_n) and format in c.formats
+    )
+
+
 @pytest.mark.parametrize(
     ("tile_m", "tile_n", "computes"),
-    [(8, 64, False), (8, 128, False), (16, 64, True), (16, 128, False), (64, 128, True), (128, 128, True)],
+    [(8, 64, True), (16, 128, False), (32, 192, True), (64, 128, True), (128, 128, True)],
 )
 def test_groups_of_32(tile_m: int, tile_n: int, computes: bool) -> None:
     """Sixteen warps of small tiles have no code for them."""
-    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (tile_m, tile_n) and "int4" in c.formats)
+    config = tiled(tile_m, tile_n)
     reason = why_not_grouped(config, problem(8, group_size=32), 8)
     assert reason is None if computes else "those of scales are of 32" in str(reason)
 
 
 def test_why_not() -> None:
-    config = next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n) == (8, 128) and "int4" in c.formats)
+    config, few = tiled(16, 128), tiled(8, 64)
     dense = next(c for c in CONFIGS if c.family == "gemm_sm90" and "int4" in c.formats)
     assert why_not_grouped(config, problem(8), 8) is None
     for other, asked, experts, reason in (
@@ -137,6 +189,8 @@ def test_why_not() -> None:
         (config, problem(8, group_size=32), 8, "those of scales are of 32"),
         (config, problem(1 << 30, 1 << 12), 8, "at most 1073741824 tiles"),
         (config.with_split_k(2), problem(8), 8, "expected split_k of 1 to 1"),
+        (few, problem(8 * MAX_ROW_TILES + 1), 1, "lists at most 1024 tiles along M, but there may be 1025"),
+        (few, problem(8 * MAX_ROW_TILES - 6 * 8), 8, "lists at most 1024 tiles along M, but there may be 1025"),
     ):
         assert reason in str(why_not_grouped(other, asked, experts))
 

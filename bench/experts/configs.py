@@ -68,7 +68,7 @@ def measure_configs(
     budget_ms: float = 6.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """One row per cell (`CELL`) and configuration that computes it: `family`, `config` and `us`. Weights are random bytes.
+    """One row per cell (`CELL`) and configuration: `family`, `config` and `us`. Weights are random bytes.
 
     Raises RuntimeError without a GPU, ValueError naming the argument for models and formats that there are not.
     """
