@@ -3,6 +3,7 @@
     compute-sanitizer --tool racecheck python tests/sanitize.py        (also memcheck, initcheck, synccheck)
     compute-sanitizer --tool racecheck python tests/sanitize.py decode_sm90 gemm_sm90        (these families)
     compute-sanitizer --tool racecheck python tests/sanitize.py conversions        (AWQ words, 4-bit blocks)
+    compute-sanitizer --tool racecheck python tests/sanitize.py grouped        (products and layers of experts)
     compute-sanitizer --tool racecheck python tests/sanitize.py --part 1/3 --seconds 200        (the first third)
 
 Results are checked too, so that a run that computed nothing does not pass for a clean one. A run that --seconds ends
@@ -21,14 +22,20 @@ import torch
 
 import weightonly as wo
 from weightonly.device import device_arch, sm_count
+from weightonly.experts import Gate, Product
+from weightonly.grouped import GroupedArgs, grouped
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.machine import resident_clusters
 from weightonly.kernels import is_compiled
+from weightonly.ops.around_experts import combine, sort_by_expert
+from weightonly.plan import experts as layer_plans
+from weightonly.plan import grouped as grouped_plans
 from weightonly.plan.choose import choose
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 CONVERSIONS = "conversions"
+GROUPED = "grouped"
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,78 @@ def converts(dtype: torch.dtype, generator: torch.Generator) -> bool:
     return exact
 
 
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """One product of experts with ragged rows, N and K, some without rows. is_layer: both products, for few tokens."""
+
+    config: KernelConfig
+    types: TypeConfig
+    is_layer: bool
+
+    def __str__(self) -> str:
+        return f"{self.config}_{self.types.name}{', a layer' if self.is_layer else ''}"
+
+
+def grouped_launches() -> list[GroupedLaunch]:
+    return [
+        GroupedLaunch(config, types, is_layer)
+        for config in wo.grouped_kernels()
+        for types in kernel_types(config)
+        if is_compiled(config, types)
+        for is_layer in (False, True)[: 1 + config.rules.lists_rows]
+    ]
+
+
+def experts_of(k: int, n: int, one: GroupedLaunch, generator: torch.Generator) -> tuple[Product, torch.Tensor]:
+    """Five experts on the GPU, and their weights [5, K, N]."""
+    types, dtype = one.types, DTYPES[one.types.dtype]
+    groups = 1 if types.scale_mode == "channel" else k // 64
+    limit = 128 if types.format == "int8" else 8
+    q = torch.randint(-limit, limit, (5, k, n), generator=generator, dtype=torch.int8)
+    zeros = torch.randint(-2, 3, (5, groups, n), generator=generator).float()
+    if types.scale_mode != "group_zeros":
+        zeros.zero_()
+    w = q.float() - zeros.repeat_interleave(k // groups, 1)
+    layout = one.config.layout
+    if types.format == "code4":
+        qweight = wo.preprocess(q + 8, format="code4", code=torch.arange(-8.0, 8.0), layout=layout)
+    else:
+        qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout)
+    given = zeros.to(dtype).cuda() if types.scale_mode == "group_zeros" else None
+    scales = torch.full((5, groups, n), 0.5, dtype=dtype, device="cuda")
+    return Product(qweight.to("cuda"), scales, given), w * 0.5
+
+
+def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
+    """Launches it; whether the product is the exact one, or the layer is as its two products make it."""
+    dtype = DTYPES[one.types.dtype]
+    if one.is_layer:
+        first, _ = experts_of(320, 256, one, generator)
+        second, _ = experts_of(128, 192, one, generator)
+        x = torch.randint(-1, 2, (9, 320), generator=generator).to(dtype).cuda()
+        ids = torch.randint(-1, 6, (9, 3), generator=generator).cuda()
+        weights = torch.rand(9, 3, generator=generator).cuda()
+        torch.cuda.synchronize()
+        layer_plans.select_grouped = grouped_plans.select_grouped = lambda problem, experts: one.config
+        y = layer_plans.decode_layer(x, ids, weights, first, Gate("silu"), second)
+        rows, offs, places = sort_by_expert(x, ids, 5)
+        between = Gate("silu")(first(rows, offs))
+        return y is not None and torch.equal(y, combine(second(between, offs), weights, ids, offs, places, dtype))
+    k, n, counts = 320, 200, [9, 0, 130, 1, 0]
+    product, w = experts_of(k, n, one, generator)
+    x = torch.randint(-1, 2, (143, k), generator=generator).float()  # the last three rows are of no expert
+    expected = torch.zeros(143, n)
+    begin = 0
+    for expert, count in enumerate(counts):
+        expected[begin : begin + count] = x[begin : begin + count] @ w[expert]
+        begin += count
+    offs = torch.tensor(counts).cumsum(0).int().cuda()
+    args = GroupedArgs(x.to(dtype).cuda(), product.qweight, product.scales, offs, product.zeros, config=one.config)
+    args.has_rest = True
+    torch.cuda.synchronize()
+    return torch.equal(grouped(args).cpu(), expected.to(dtype))
+
+
 def part_of(text: str) -> tuple[int, int]:
     """(1, 3) for "1/3\""""
     number, _, count = text.partition("/")
@@ -141,7 +220,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", help=f"of kernels, or {CONVERSIONS}; default: all")
+    parser.add_argument("families", nargs="*", help=f"of kernels, {CONVERSIONS} or {GROUPED}; default: all")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="1/3: every third launch, from the first on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="launch nothing more after so long")
     options = parser.parse_args()
@@ -152,13 +231,16 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.cuda.current_device()
     chosen = [config for config in wo.kernels() if not families or config.family in families]
-    todo = launches(chosen, device_arch(device), sm_count(device))[part - 1 :: parts]
+    todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
+    if not families or GROUPED in families:
+        todo += grouped_launches()
+    todo = todo[part - 1 :: parts]
     launched = 0
     for one in todo:
         if time.monotonic() - started > options.seconds:
             break
         wo.set_launch_overlap("constant_weights" if launched % 3 == 0 else True)
-        if not is_exact(one, generator):
+        if not (is_exact(one, generator) if isinstance(one, Launch) else is_exact_grouped(one, generator)):
             raise SystemExit(f"{one}: wrong result")
         launched += 1
     if part == 1 and (not families or CONVERSIONS in families):
