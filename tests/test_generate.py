@@ -70,14 +70,15 @@ def test_a_kernel_names_its_launch_and_its_limits() -> None:
         assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
 
 
-def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters() -> None:
+def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters_and_whether_it_lists_rows() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels(unverified=True)}
-    for symbol, most in (
-        ("grouped_sm90_8x64x512_w8x64_s6_f16_int4_group", 1),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", 0),
+    for symbol, facts in (
+        ("grouped_sm90_16x128x256_w16x64_s7_f16_int4_group", "1, false"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false"),
     ):
         assert re.search(
-            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16Int4Group>, {most}}};", unit[symbol]
+            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16Int4Group>, {facts}}};", unit[symbol]
         )
 
 

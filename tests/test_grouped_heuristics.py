@@ -198,6 +198,12 @@ def test_why_not() -> None:
 # --- layout "interleaved" ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def with_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice as it is once a GPU has run the kernels."""
+    monkeypatch.setattr(GroupedSm80, "verified", True)
+
+
 def interleaved(rows: int, format: str = "int4", arch: int = 80, n: int = 4096, group_size: int = 128) -> Problem:
     return Problem(rows, n, 4096, format, group_size, arch, 108, "interleaved")
 
@@ -213,6 +219,7 @@ def test_interleaved_kernels_fit_on_every_gpu() -> None:
         assert all(config.rules.is_calibrated(config, format) for format in config.formats)
 
 
+@pytest.mark.usefixtures("with_interleaved")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_interleaved_tiles_grow_with_the_rows(arch: int, format: str) -> None:
@@ -222,6 +229,7 @@ def test_interleaved_tiles_grow_with_the_rows(arch: int, format: str) -> None:
     assert tiles == sorted(tiles) and tiles[0] == 16 and tiles[-1] >= 64
 
 
+@pytest.mark.usefixtures("with_interleaved")
 def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
     family = GroupedSm80()
     for rows, experts in ((2, 8), (8, 128), (512, 128), (8192, 8)):
@@ -232,6 +240,7 @@ def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
         assert family.grouped_us(config, asked, experts) == min(family.grouped_us(c, asked, experts) for c in others)
 
 
+@pytest.mark.usefixtures("with_interleaved")
 def test_what_no_interleaved_kernel_computes() -> None:
     assert select_grouped(interleaved(8, arch=75), 8) is None
     assert select_grouped(interleaved(8), MAX_EXPERTS + 1) is None

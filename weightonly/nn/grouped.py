@@ -155,9 +155,10 @@ class GroupedLinear(PackedLayer):
 
     @property
     def multiply(self) -> Multiply:
-        """For `run_experts`: the operands, for which it may choose other launches; the layer, if it has hooks."""
+        """For `run_experts`: the operands, for which it may choose other launches; the layer, if its call does more
+        than multiply: it has hooks, or a `forward` of its own, as accelerate gives it where weights are offloaded."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        if any(hooks) or type(self) is not GroupedLinear:
+        if any(hooks) or "forward" in vars(self) or type(self) is not GroupedLinear:
             return self
         return self._product
 
