@@ -4,7 +4,8 @@
 
 OLD and NEW are kernel libraries (.so), objects (.o), cubins, or folders of objects. Equal kernels have the same
 instructions and the same resources; names, and numbers that only the order of names decides, do not count. PTX is no
-machine code and is left out.
+machine code and is left out. ptxas may write neighbouring copies of registers in either order: kernels that differ in
+nothing else are listed as reordered, and do what the others do.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Comparison:
     """What the kernels of two builds have in common."""
 
     equal: list[tuple[Named, Named]] = field(default_factory=list)
+    reordered: list[tuple[Named, Named]] = field(default_factory=list)
     different: list[tuple[Named, Named]] = field(default_factory=list)
     only_old: list[Named] = field(default_factory=list)
     only_new: list[Named] = field(default_factory=list)
@@ -90,21 +92,27 @@ def name_kernels(kernels: list[Kernel]) -> list[Named]:
     return [_read_name(kernel, text) for kernel, text in zip(kernels, _demangle(kernels), strict=True)]
 
 
-def match(old: list[Named], new: list[Named], same: Callable[[Kernel, Kernel], bool] | None = None) -> Comparison:
+Tells = Callable[[Kernel, Kernel], bool]
+
+
+def match(
+    old: list[Named], new: list[Named], same: Tells | None = None, is_reordered: Tells | None = None
+) -> Comparison:
     """Pairs the kernels of two builds, by names as far as they agree, then by equal code.
 
     A round pairs kernels that agree in a key: first the equal ones, then those of which each build has as many as the
     other. The keys become looser: the whole name; unit and types, or the function alone; the code alone.
-    same    tells equal instructions where the bytes differ (the default disassembles both)
+    same          tells equal instructions where the bytes differ (the default disassembles both)
+    is_reordered  tells those that are equal but for the order of copies of registers (likewise)
     """
-    same = same or _same_instructions
+    tells = (same or _same_instructions, is_reordered or _same_but_for_order)
     result = Comparison()
     rounds: list[Callable[[Named], Hashable]] = [
         lambda one: (one.kernel.arch, one.unit, one.types or one.function, one.literals),
         lambda one: (one.kernel.arch, one.unit, one.types or one.function.partition("<")[0]),
     ]
     for key in rounds:
-        old, new = _pair(old, new, key, result, same)
+        old, new = _pair(old, new, key, result, *tells)
     codes = _group(new, lambda one: (one.kernel.arch, one.kernel.code))
     for one in old:
         partners = codes[one.kernel.arch, one.kernel.code]
@@ -120,13 +128,15 @@ def match(old: list[Named], new: list[Named], same: Callable[[Kernel, Kernel], b
 
 def report(result: Comparison) -> str:
     """Counts for each target, then every kernel that is not equal; the first ones with the lines that differ."""
-    header = ("", "OLD", "NEW", "equal", "different", "only OLD", "only NEW")
+    header = ("", "OLD", "NEW", "equal", "reordered", "different", "only OLD", "only NEW")
+    pairs = result.equal + result.reordered + result.different
     counts = [
         Counter(one.kernel.arch for one in kernels)
         for kernels in (
-            [old for old, _ in result.equal + result.different] + result.only_old,
-            [new for _, new in result.equal + result.different] + result.only_new,
+            [old for old, _ in pairs] + result.only_old,
+            [new for _, new in pairs] + result.only_new,
             [old for old, _ in result.equal],
+            [old for old, _ in result.reordered],
             [old for old, _ in result.different],
             result.only_old,
             result.only_new,
@@ -143,7 +153,8 @@ def report(result: Comparison) -> str:
     lines += [f"only in NEW: {one}" for one in result.only_new]
     if renamed := sum(str(old) != str(new) for old, new in result.equal):
         lines.append(f"{renamed} of the equal kernels have another name")
-    lines.append("all kernels are equal" if result.all_equal else "the builds differ")
+    all_equal = "all kernels are equal" + (", but for the order of copies" if result.reordered else "")
+    lines.append(all_equal if result.all_equal else "the builds differ")
     return "\n".join(lines)
 
 
@@ -152,18 +163,23 @@ def _pair(
     new: list[Named],
     key: Callable[[Named], Hashable],
     result: Comparison,
-    same: Callable[[Kernel, Kernel], bool],
+    same: Tells,
+    is_reordered: Tells,
 ) -> tuple[list[Named], list[Named]]:
     """One round of `match`; returns the kernels that found no partner."""
     old_groups, new_groups = _group(old, key), _group(new, key)
     for name in list(old_groups):
         mine, others = old_groups[name], new_groups[name]
-        for equal in (_same_bytes, lambda one, other: _same_resources(one, other) and same(one, other)):
+        for pairs, tells in (
+            (result.equal, _same_bytes),
+            (result.equal, lambda one, other: _same_resources(one, other) and same(one, other)),
+            (result.reordered, lambda one, other: _same_resources(one, other) and is_reordered(one, other)),
+        ):
             for one in list(mine):
-                if partner := next((other for other in others if equal(one.kernel, other.kernel)), None):
+                if partner := next((other for other in others if tells(one.kernel, other.kernel)), None):
                     mine.remove(one)
                     others.remove(partner)
-                    result.equal.append((one, partner))
+                    pairs.append((one, partner))
         if len(mine) == len(others):
             result.different += zip(mine, others, strict=True)
             mine.clear()
@@ -181,6 +197,13 @@ def _same_resources(one: Kernel, other: Kernel) -> bool:
 
 def _same_instructions(one: Kernel, other: Kernel) -> bool:
     return one.code_bytes == other.code_bytes and cubin.disassemble(one) == cubin.disassemble(other)
+
+
+def _same_but_for_order(one: Kernel, other: Kernel) -> bool:
+    if one.code_bytes != other.code_bytes:
+        return False
+    mine, others = (cubin.with_sorted_moves(cubin.disassemble(kernel)) for kernel in (one, other))
+    return mine == others
 
 
 def _differences(old: Named, new: Named) -> Iterator[str]:

@@ -164,6 +164,35 @@ def normalize(text: str) -> list[str]:
     return lines
 
 
+_MOVE = re.compile(r"(?:IMAD\.MOV\.U32 (?P<to>R\d+), RZ, RZ|MOV (?P<target>R\d+)), (?P<source>R\d+)  # (?P<bits>\w+)")
+
+
+def with_sorted_moves(lines: list[str]) -> list[str]:
+    """A listing in which neighbouring copies of registers are in one order, where their order changes nothing.
+
+    Neighbours are sorted when all have the same scheduling bits, write registers of their own, and read none of those.
+    """
+    result: list[str] = []
+    run: list[str] = []
+    written: set[str] = set()
+    read: set[str] = set()
+    bits = ""
+    for line in [*lines, ""]:
+        found = _MOVE.fullmatch(line)
+        to = (found["to"] or found["target"]) if found else ""
+        if not (found and found["bits"] == bits and to not in written | read and found["source"] not in written):
+            result += sorted(run)
+            run, written, read = [], set(), set()
+        if found:
+            run.append(line)
+            written.add(to)
+            read.add(found["source"])
+            bits = found["bits"]
+        else:
+            result.append(line)
+    return result[:-1]
+
+
 @dataclass(frozen=True)
 class _Section:
     name: str

@@ -40,7 +40,11 @@ MUTATIONS = [
         "grouped_heuristics",
         [
             ("CTAs alone on an SM", "(p.sm_count * ctas)", "p.sm_count"),
-            ("a wave begun is none", "waves = math.ceil(waves - 0.02) if waves < _FEW_WAVES", "waves = waves if waves < _FEW_WAVES"),
+            (
+                "a wave begun is none",
+                "waves = math.ceil(waves - 0.02) if waves < _FEW_WAVES",
+                "waves = waves if waves < _FEW_WAVES",
+            ),
             ("every row counts", "(p.m / row_tiles - 1)", "(p.m - 1)"),
             ("all experts are read", "memory_us = active * p.n", "memory_us = p.n"),
         ],
