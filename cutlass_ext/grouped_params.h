@@ -53,11 +53,11 @@ struct GroupedGemmParams {
   int32_t const* offs;  // [experts], in device memory: ends of rows, ascending. Ends beyond m count as m. Or null
   int32_t experts;
   int32_t is_gated;     // whether y[t, i] = act(z[t, i]) * z[t, n / 2 + i], z being the product, rounded to T
-  void const* ids;      // int32 or int64 [m]: the expert of each choice; other numbers than 0 .. experts - 1: none. Or null
-  RowTileList* list;    // room for m tiles; written with ids, else read if offs is null
-  int32_t* places;      // [m]: the row of each choice; written with ids
-  int32_t top_k;        // choices of a token
-  int32_t is_int64;     // whether ids are
+  void const* ids;  // int32 or int64 [m]: the expert of each choice; other numbers than 0 .. experts - 1: none. Or null
+  RowTileList* list;  // room for m tiles; written with ids, else read if offs is null
+  int32_t* places;  // [m]: the row of each choice; written with ids
+  int32_t top_k;  // choices of a token
+  int32_t is_int64;  // whether ids are
 };
 
 }  // namespace weightonly

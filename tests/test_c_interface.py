@@ -172,7 +172,7 @@ def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], 
 
 
 def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int, str]:
-    names = {name for name, _ in GroupedGemmParams._fields_} - {"gemm"}
+    names = {field[0] for field in GroupedGemmParams._fields_} - {"gemm"}
     fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in names if name in changed}
     given = GroupedGemmParams(gemm=params(**changed), **fields)
     message = ctypes.create_string_buffer(512)

@@ -155,8 +155,8 @@ def test_copies_whose_order_counts(other: str) -> None:
 
 
 def test_reordered_kernels_are_no_difference_and_are_counted() -> None:
-    old, new = (_kernel(_mangled("gemm_kernel", UNIT, "F16Int4Group"), code) for code in "ab")
-    result = compare.match(*(compare.name_kernels([one]) for one in (old, new)), lambda *_: False, lambda *_: True)
+    old, new = (compare.name_kernels([_kernel(_mangled("gemm_kernel", UNIT, "F16Int4Group"), code)]) for code in "ab")
+    result = compare.match(old, new, same=lambda *_: False, is_reordered=lambda *_: True)
     assert _counts(result) == (0, 0, 0, 0) and len(result.reordered) == 1 and result.all_equal
     assert compare.report(result).endswith("all kernels are equal, but for the order of copies")
 

@@ -345,10 +345,10 @@ def test_a_layer_in_three_launches(
     x = torch.randn(tokens, hidden, generator=g).to(dtype).cuda()
     ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g, dtype=torch.int32).cuda()
     probabilities = torch.rand(tokens, top_k, generator=g).cuda()
-    layer = [
+    first, second = (
         (w.qweight, w.scales, w.zeros, (torch.randn(experts, n, generator=g) / 8).to(dtype).cuda())
         for w, n in ((w13, 2 * inner), (w2, hidden))
-    ]
+    )
     monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts: config)
     made: list[object] = []
     run = layer_plans.DecodeLayer.run
@@ -358,11 +358,11 @@ def test_a_layer_in_three_launches(
         return run(plan, *operands)
 
     monkeypatch.setattr(layer_plans.DecodeLayer, "run", counted)
-    found = [fused_experts(x, *layer, i, probabilities, activation) for i in (ids, ids.long(), ids)]
+    found = [fused_experts(x, first, second, i, probabilities, activation) for i in (ids, ids.long(), ids)]
     assert len(made) == 3, "the layer takes three launches"
     monkeypatch.setattr(experts_module, "decode_layer", lambda *operands: None)
     monkeypatch.setattr(grouped_plans, "select_grouped", lambda problem, experts: config)
-    wanted = fused_experts(x, *layer, ids, probabilities, activation)
+    wanted = fused_experts(x, first, second, ids, probabilities, activation)
     assert all(torch.equal(y, wanted) for y in found)
 
 

@@ -113,7 +113,7 @@ def _random(
 def problem_of(cell: dict[str, object] | pd.Series) -> tuple[Problem, int]:
     """The problem, and the experts."""
     sizes = MIXTURES[str(cell["model"])]
-    numbers = {name: int(cell[name]) for name in ("k", "n", "m", "group_size", "arch", "sm_count")}  # type: ignore[call-overload]
+    numbers = {name: int(str(cell[name])) for name in ("k", "n", "m", "group_size", "arch", "sm_count")}
     rows = numbers["m"] * sizes.top_k
     problem = Problem(
         rows,

@@ -101,7 +101,7 @@ class DecodeLayer:
         self.device, self.dtype = x.get_device(), x.dtype
         self.tokens, self.top_k = ids.shape
         self.inner, self.columns = second.qweight.k, second.qweight.n
-        gated = {
+        gated: dict[str, Any] = {
             "is_gated": True,
             "activation": activation_of(gate.activation).number,
             "top_k": self.top_k,

@@ -124,7 +124,8 @@ struct GroupedKernel {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Traits::kCtas) grouped_decode_kernel(__grid_constant__ GroupedParams const p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Traits::kCtas)
+    grouped_decode_kernel(__grid_constant__ GroupedParams const p) {
   extern __shared__ __align__(128) char smem_bytes[];
   Kernel::run(p, smem_bytes);
 }

@@ -31,8 +31,8 @@ struct GroupedTraits : Traits<Config> {
   static constexpr int kRowsBytes = (int(sizeof(RowTilesSmem)) + 127) / 128 * 128;  // the codebook is aligned to 128
 
   CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int stage_bytes, int codebook_bytes) {
-    return Base::kBarrierBytes + kRowsBytes + codebook_bytes +
-           Base::kWarpsK * Base::kStages * stage_bytes + 2 * kWarpPartialsBytes;
+    return Base::kBarrierBytes + kRowsBytes + codebook_bytes + Base::kWarpsK * Base::kStages * stage_bytes +
+           2 * kWarpPartialsBytes;
   }
 
   /// The wide rows of a codebook where there is room for them.
