@@ -17,13 +17,15 @@ import numpy as np
 import pandas as pd
 import torch
 
+from .experts.configs import problem_of, regret, rows_of_experts
 from .kept import read as read_kept
 from .model import tables as models
 from .model.measure import COLUMNS as OF_MODELS
 from .model.providers import MODEL_PROVIDERS
 from .report import results
 from .report.tables import Part, geometric_mean, lost, parts
-from .shapes import Shape
+from .roofline import CEILINGS, experts_roofline_us
+from .shapes import MIXTURES, Shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "bench" / "measurements"
 ASSETS = ROOT / "docs" / "assets"
 PICTURE = ASSETS / "h200_speedup.svg"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "kernels" / "sm90_grouped.md")
 
 BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 """Columns of the large tables."""
@@ -270,6 +272,54 @@ def overlap_table() -> str:
     )
 
 
+_ROUTINGS = {("even", 0.0): "in turns", ("skewed", 0.0): "by chance", ("skewed", 1.0): "with favourites"}
+"""Routing and skew -> its name in `grouped_table`."""
+
+
+def grouped_rows(format: str) -> pd.DataFrame:
+    """What the choice takes of the measured grouped configurations: a row for each cell, with its roofline."""
+    frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
+    cells = regret(frame[frame["format"] == format]).cells
+
+    def roofline_us(cell: pd.Series) -> float:
+        problem, _ = problem_of(cell)
+        routed = [
+            (counts > 0).sum() for counts in rows_of_experts(cell["model"], cell["m"], cell["routing"], cell["skew"])
+        ]
+        rows = problem.m
+        return experts_roofline_us(
+            round(float(np.mean(routed))),
+            rows,
+            problem.k,
+            problem.n,
+            format=format,
+            group_size=problem.group_size,
+            x_rows=rows,
+            y_rows=rows,
+            limits=CEILINGS["NVIDIA H200"],
+        )
+
+    return cells.assign(roofline_us=cells.apply(roofline_us, axis=1))
+
+
+def grouped_table(format: str) -> str:
+    """us of single grouped products, tokens in turns to the experts; below times the roofline, for each routing."""
+    rows = grouped_rows(format)
+    batch = sorted(rows["m"].unique())
+    lines = []
+    even = rows[rows["routing"] == "even"]
+    for (model, k, n), found in even.groupby(["model", "k", "n"], sort=False):
+        us = found.set_index("m")["chosen_us"]
+        sizes = MIXTURES[str(model)]
+        lines.append([f"{model}: {sizes.experts}, {sizes.top_k}, {k} x {n}", *(_us(us[m]) for m in batch)])
+    for (routing, skew), name in _ROUTINGS.items():
+        found = rows[(rows["routing"] == routing) & (rows["skew"] == skew)]
+        ratio = (found["chosen_us"] / found["roofline_us"]).groupby(found["m"])
+        means = ratio.apply(lambda r: float(np.exp(np.log(r).mean())))
+        lines.append([f"times the roofline, tokens {name}", *(f"{means[m]:.2f}" for m in batch)])
+    return _markdown(["E, top k, K x N", *(f"M = {m}" for m in batch)], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -281,6 +331,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "llama3-8b": lambda: model_table("llama3-8b"),
     "llama3-70b": lambda: model_table("llama3-70b"),
     "overlap": overlap_table,
+    "grouped-int4": lambda: grouped_table("int4"),
+    "grouped-int8": lambda: grouped_table("int8"),
+    "grouped-mxfp4": lambda: grouped_table("mxfp4"),
 }
 
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
