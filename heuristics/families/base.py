@@ -16,13 +16,13 @@ NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
 
 GROUPS_OF_16_VERIFIED: dict[str, bool] = {
-    "decode_sm90": False,
-    "gemm_sm90": False,
-    "gemv": False,
-    "decode_sm80": False,
-    "gemm_sm80": False,
-    "dequantize_cublas_sm75": False,
-    "dequantize_cublas_sm90": False,
+    "decode_sm90": True,
+    "gemm_sm90": True,
+    "gemv": True,
+    "decode_sm80": True,
+    "gemm_sm80": True,
+    "dequantize_cublas_sm75": True,
+    "dequantize_cublas_sm90": True,
 }
 """Families that have kernels for groups of 16 -> whether a GPU has run those: see `KernelConfig.is_verified`."""
 

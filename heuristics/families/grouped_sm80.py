@@ -20,7 +20,6 @@ class GroupedSm80(GemmSm80):
     name = "grouped_sm80"
     header = "sm80_grouped.cuh"
     grouped = True
-    verified = False
 
     def configs(self) -> Iterable[KernelConfig]:
         for m, n, stages in _SHAPES:
