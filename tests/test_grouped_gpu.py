@@ -350,6 +350,7 @@ def test_a_layer_in_three_launches(
         for w, n in ((w13, 2 * inner), (w2, hidden))
     )
     monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts: config)
+    monkeypatch.setattr(type(config.rules), "lists_verified", True)
     made: list[object] = []
     run = layer_plans.DecodeLayer.run
 

@@ -88,8 +88,8 @@ def fused_experts(
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more; with
-    few tokens (at most 128 choices) one more alone. A CUDA graph holds the call.
+    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more, and a
+    CUDA graph holds the call.
 
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.

@@ -39,8 +39,7 @@ def gemm(
     x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
                 not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
     qweight     what `preprocess` returned, on the device of x.
-    scales      [K / g, N], dtype of x; per channel [1, N]. g is 32, a multiple of 64, K, or 16 on the
-                CPU.
+    scales      [K / g, N], dtype of x; per channel [1, N]. g is 16, 32, a multiple of 64, or K.
     zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
     bias        [N], dtype of x.
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".

@@ -1,7 +1,7 @@
 """grouped_gemm: one product for the rows of many experts, and its gradients.
 
-On Hopper it is one launch. Elsewhere each expert that has rows is a `gemm` of its own, and the host reads how many each
-has.
+From Ampere on it is one launch. Elsewhere each expert that has rows is a `gemm` of its own, and the host reads how many
+each has.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def grouped_gemm(
 
     x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
     qweight     what `preprocess` returned for q [E, K, N], on the device of x.
-    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 32, a multiple of 64, K, or
-                16 on the CPU.
+    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
     offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
                 offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
     zeros       None (symmetric) or like scales, in units of q. None for a codebook.
@@ -53,10 +52,11 @@ def grouped_gemm(
 
     Under torch.autocast x is cast as `gemm` casts it.
 
-    On a GPU of compute capability 9.0 one launch computes up to 512 experts, packed in layout "tiled". The host does
-    not read `offs`: the call can be captured in a CUDA graph, with ends that change from replay to replay. Ends that
-    are no ascending numbers up to T are no error then: nothing is written outside of the result, whose rows after the
-    last end are zeros. An activation is applied to the rounded product.
+    On a GPU one launch computes up to 512 experts, packed in layout "tiled" (compute capability 9.0) or "interleaved"
+    (8.0 and later), in groups of 32 and more. The host does not read `offs`: the call can be captured in a CUDA graph,
+    with ends that change from replay to replay. Ends that are no ascending numbers up to T are no error then: nothing
+    is written outside of the result, whose rows after the last end are zeros. An activation is applied to the rounded
+    product.
 
     Otherwise each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`. Row t is then bit
     for bit what `gemm` of all rows of its expert gives. torch.compile can trace both.

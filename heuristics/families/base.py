@@ -244,6 +244,7 @@ class Family:
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
     lists_rows             grouped: it sorts the choices of tokens, and computes gated products
+    lists_verified         lists_rows: False: no test of that has passed on a GPU. `fused_experts` does not ask for it
     header                 of the kernel, below kernels/gemm
     """
 
@@ -262,6 +263,7 @@ class Family:
     verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
     lists_rows: ClassVar[bool] = False
+    lists_verified: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     # --- its configurations ---

@@ -29,7 +29,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     `arch`, as `load_model` packs them, and the other arguments are not used.
 
     format: "int4", "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
-    group_size: rows of K that share a scale: 32, a multiple of 64, 16 on a CPU, or -1 for all of K. A layer with a K
+    group_size: rows of K that share a scale: 16, 32, a multiple of 64, or -1 for all of K. A layer with a K
         that it does not divide stays dense. None: 128; those of mxfp4 are 32, of nvfp4 16.
     symmetric: whether there are no zero points; True for nf4 and fp4.
     arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. Volta has no

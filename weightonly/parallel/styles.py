@@ -70,7 +70,7 @@ class RowwiseParallel(TorchRowwiseParallel):
     use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
 
     Cuts are those of torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none. They
-    must be multiples of 32 (of 16, once GPUs compute such groups), or lie in one group: a group that is cut becomes
+    must be multiples of 16, or lie in one group: a group that is cut becomes
     smaller groups with the same scale, and no weight changes. Scales per channel allow any cut. The bias and the
     activation come after the sum. Of a weight in act-order x is gathered, as a rank's rows meet columns of all ranks.
     src_data_rank is that of `ColwiseParallel`.

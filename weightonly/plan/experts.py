@@ -46,7 +46,10 @@ def decode_layer(
         if len(cache.layers) >= cache.MAX_PLANS:
             cache.layers.clear()
         plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_DECODE
-    if not isinstance(plan, DecodeLayer) or x.data_ptr() % _VECTOR_BYTES or x.stride() != (x.shape[1], 1):
+    if not isinstance(plan, DecodeLayer) or x.stride() != (x.shape[1], 1):
+        return None
+    vectors = (x, first.scales, first.zeros, second.scales, second.zeros)
+    if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):
         return None
     return plan.run(x, ids, weights, first, second)
 
@@ -78,7 +81,7 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
             ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, product.zeros is not None
         )
         config = select_grouped(problem, experts)
-        if config is None or not config.rules.lists_rows:
+        if config is None or not (config.rules.lists_rows and config.rules.lists_verified):
             return None
         if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
             return None
