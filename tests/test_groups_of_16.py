@@ -156,13 +156,9 @@ def test_experts_take_a_product_each(groups_of_16: None) -> None:
     assert select_grouped(Problem(64, 512, 512, "int4", 16, 90, 132), 8) is None
 
 
-def test_cuts_of_a_weight(no_groups_of_16: None) -> None:
-    with pytest.raises(ValueError, match=r"begin, end: expected multiples of 32, .* got 16, 96"):
-        rows_of_a_group(192, 64, 16, 96)
-
-
-def test_cuts_of_a_weight_where_groups_of_16_are_computed(groups_of_16: None) -> None:
+def test_cuts_of_a_weight() -> None:
     assert rows_of_a_group(192, 64, 16, 96) == 16
+    assert rows_of_a_group(384, 192, 96, 384) == 32
     with pytest.raises(ValueError, match=r"begin, end: expected multiples of 16, .* got 8, 96"):
         rows_of_a_group(192, 64, 8, 96)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,7 +94,7 @@ Layer = tuple[Product, Product, Kernels]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Layer]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Layer]]:
     """Products of a layer, for which an H200's kernels stand in."""
 
     def made(generator: torch.Generator, bias: bool = False) -> Layer:
@@ -130,7 +130,9 @@ class Numbers(dict[str, int]):
         return 0
 
 
-def choices(tokens: int, top_k: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+def choices(
+    tokens: int, top_k: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(tokens, HIDDEN, generator=generator).half()
     ids = torch.randint(-1, EXPERTS + 1, (tokens, top_k), generator=generator).to(dtype)
     return x, ids, torch.rand(tokens, top_k, generator=generator).half()
@@ -145,9 +147,8 @@ def test_three_launches_give_what_the_cpu_gives(
     first, second, kernels = make(generator, bias)
     x, ids, weights = choices(tokens, top_k, dtype, generator)
     ids[0, 0] = 0  # one at least
-    wanted = wo.fused_experts(
-        x, *((p.qweight, p.scales, p.zeros, p.bias) for p in (first, second)), ids, weights, "silu"
-    )
+    w13, w2 = ((p.qweight, p.scales, p.zeros, p.bias) for p in (first, second))
+    wanted = wo.fused_experts(x, w13, w2, ids, weights, "silu")
     for _ in range(2):  # the second time by the plan that is kept
         y = layer_plans.decode_layer(x, ids, weights, first, Gate("silu"), second)
         assert y is not None
@@ -169,8 +170,9 @@ def test_what_takes_other_launches(
     perm = torch.arange(HIDDEN).repeat(EXPERTS, 1)
     strided = torch.randn(16, 2 * HIDDEN, generator=generator).half()[:, :HIDDEN]
     shifted = torch.randn(16 * HIDDEN + 1, generator=generator).half()[1:].view(16, HIDDEN)
-    assert not takes(*choices(17, 8, torch.int64, generator)[:2]), "129 choices and more"
-    assert not takes(*choices(0, 8, torch.int64, generator)[:2]), "no choice"
+    for tokens in (17, 0):  # 136 choices, none
+        other_x, other_ids, _ = choices(tokens, 8, torch.int64, generator)
+        assert not takes(other_x, other_ids)
     assert not takes(first=Product(first.qweight, first.scales, perm=perm)), "act-order"
     assert not takes(x=strided) and not takes(x=shifted), "rows that vectors do not read"
     assert not takes(x=x.float()), "dtypes without kernels"

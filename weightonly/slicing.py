@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .heuristics.legal import check_kernel_group_size, computes_groups_of_16
+from .heuristics.problem import check_group_size
 from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
@@ -59,18 +59,14 @@ def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
     if begin // group_size == (end - 1) // group_size:
         return rows
     size = math.gcd(group_size, begin, end)
-    smallest = 16 if computes_groups_of_16() else 32
-    for candidate in (size, math.gcd(size, smallest)):
-        if candidate == group_size:
-            return candidate
+    for candidate in (size, math.gcd(size, 32), math.gcd(size, 16)):
         try:
-            check_kernel_group_size(candidate, rows)
+            check_group_size(candidate, rows)
         except ValueError:
             continue
         return candidate
     raise ValueError(
-        f"begin, end: expected multiples of {smallest}, or rows of one group of {group_size}, "
-        f"got {begin}, {end} of K = {k}"
+        f"begin, end: expected multiples of 16, or rows of one group of {group_size}, got {begin}, {end} of K = {k}"
     )
 
 

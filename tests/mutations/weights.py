@@ -148,7 +148,8 @@ MUTATIONS = [
             ("the end is in the next group", "(end - 1) // group_size:", "end // group_size:"),
             ("where the rows begin", "math.gcd(group_size, begin, end)", "math.gcd(group_size, end)"),
             ("where the rows end", "math.gcd(group_size, begin, end)", "math.gcd(group_size, begin)"),
-            ("groups of 16 become none", "        if candidate == group_size:\n            return candidate\n", ""),
+            ("groups of 16 become none", ", math.gcd(size, 16)):", "):"),
+            ("groups of 32 become 16", "(size, math.gcd(size, 32), ", "(size, "),
             (
                 "scales of the first groups",
                 "torch.arange(begin, end, size, device=self.scales.device)",
