@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from weightonly.bench.experts.configs import CELL, problem_of
 from weightonly.bench.fit import __main__ as command
-from weightonly.bench.fit import unfused, waves, write
+from weightonly.bench.fit import grouped, unfused, waves, write
 from weightonly.bench.fit.choices import Choices
 from weightonly.bench.fit.clusters import (
     as_constants,
@@ -26,14 +27,16 @@ from weightonly.bench.fit.clusters import (
 )
 from weightonly.bench.regret import regret
 from weightonly.heuristics import KernelConfig, Problem, candidates, h200
-from weightonly.heuristics.configs import CONFIGS
-from weightonly.heuristics.constants import TileTimes, UnfusedConstants
+from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS
+from weightonly.heuristics.constants import GroupedTimes, TileTimes, UnfusedConstants
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.clusters import ClusterFamily
 from weightonly.heuristics.families.dequantize_cublas import MIN_M, unfused_work
+from weightonly.heuristics.families.hopper_grouped import grouped_us
 from weightonly.heuristics.h200 import DECODE_SM90, GEMM_SM90
 from weightonly.heuristics.launches import estimate_us
 
+MEASUREMENTS = Path(__file__).resolve().parent.parent / "bench" / "measurements"
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192)]
 BATCH = [1, 4, 8, 9, 16, 17, 32, 64, 128, 512]
 
@@ -187,6 +190,34 @@ def test_the_dense_constants_are_recovered() -> None:
     fitted, expected = (dataclasses.astuple(cost) for cost in (unfused.fit(frame[usable]), DENSE_TRUE))
     assert fitted[0] == "20 times"
     assert fitted[1:] == pytest.approx(expected[1:], rel=0.05)
+
+
+def test_the_grouped_constants_are_recovered() -> None:
+    """From the cells that were measured, with the times of other constants; kernels without rows stay as they are."""
+    frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
+    assert (
+        grouped.usable(frame).all() and not grouped.usable(frame.assign(config="gemm_sm90_16x128x256_w16x64_s7")).any()
+    )
+    true = {
+        ("grouped_decode_sm90_8x64x512_w8x64_s2", "int4"): GroupedTimes(3.0, 1.1, 0.4, 0.1),
+        ("grouped_sm90_64x128x128_w64x64_s6", "code4"): GroupedTimes(5.0, 3.0, 1.5, 0.002),
+    }
+    configs = {c.kernel: c for c in GROUPED_CONFIGS}
+    formats = frame.format.where(frame.format != "mxfp4", "code4")
+    frame = frame[[key in true for key in zip(frame.config, formats, strict=True)]]
+    us = []
+    for _, row in frame.iterrows():
+        config, cell = configs[row.config], row[CELL].to_dict()
+        times = true[row.config, "int4" if row.format == "int4" else "code4"]
+        us.append(grouped_us(config, problem_of(cell)[0], grouped.tiles_of(cell, config.block_m), times))
+    found = grouped.fit(frame.assign(us=us), h200.GROUPED)
+    assert found.fitted_to == f"{len(frame)} times" and len(frame) >= 100
+    for key, times in found.kernels.items():
+        if key not in true:
+            assert times == h200.GROUPED.kernels[key]
+        else:
+            assert times[:3] == pytest.approx(true[key][:3], rel=0.1), key
+            assert times.row == pytest.approx(true[key].row, abs=0.03), key
 
 
 def test_the_file_that_stands_is_what_would_be_written() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from weightonly.bench.experts.configs import regret as experts_regret
 from weightonly.bench.regret import regret
 
 FOLDER = Path(__file__).resolve().parent.parent / "bench" / "measurements"
@@ -28,6 +29,18 @@ def test_regret_of_the_choices(name: str, cells: int, mean: float, worst: float)
     frame = pd.read_csv(FOLDER / f"{name}.csv.xz")
     found = regret(frame)
     assert len(found.cells) == cells
+    assert found.mean <= mean
+    assert found.worst <= worst
+
+
+@pytest.mark.parametrize(
+    ("format", "mean", "worst"), [("int4", 0.030, 0.42), ("int8", 0.032, 0.48), ("mxfp4", 0.020, 0.46)]
+)
+def test_regret_of_the_choices_for_experts(format: str, mean: float, worst: float) -> None:
+    """Routing by chance, with favourites and in turns; the choice knows none of it."""
+    frame = pd.read_csv(FOLDER / "h200_grouped.csv.xz")
+    found = experts_regret(frame[frame.format == format])
+    assert len(found.cells) == 4 * 2 * 6 * 3
     assert found.mean <= mean
     assert found.worst <= worst
 
