@@ -52,8 +52,10 @@ GOOD_FIELDS: dict[str, Any] = {"data": BYTES, "k": 64, "n": 64, "format": "code4
         ({"code": None}, "code: expected the codebook of a code4 weight, got None"),
         ({"format": "fp4"}, "code: expected None for fp4, got a codebook; only code4 takes one"),
         ({"code": OWN[1:]}, r"code: expected 16 numbers, got shape \[15\]"),
+        ({"has_zeros": True}, "has_zeros: expected False or None for code4, whose codes have no zeros, got True"),
+        ({"format": "nf4", "code": None, "has_zeros": True}, "has_zeros: expected False or None for nf4"),
     ],
-    ids=["layout", "no codebook", "codebook of fp4", "length"],
+    ids=["layout", "no codebook", "codebook of fp4", "length", "zeros", "zeros of nf4"],
 )
 def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
     wo.PackedWeight(**GOOD_FIELDS)

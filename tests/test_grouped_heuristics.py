@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from weightonly.heuristics import Problem, candidates, grouped, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, kernel_types
+from weightonly.heuristics.constants import GroupedTimes
 from weightonly.heuristics.families import grouped_decode_sm90, grouped_sm90, hopper_grouped
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_ROW_TILES
 from weightonly.heuristics.families.grouped_sm80 import GroupedSm80
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
+from weightonly.heuristics.families.hopper_grouped import grouped_us
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
 from weightonly.heuristics.routing import tiles_along_m, with_rows
@@ -121,6 +124,33 @@ def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
         wanted = float((counts / tile_m).ceil().mean()) * experts
         assert tiles_along_m(rows, experts, tile_m) == pytest.approx(wanted, rel=0.03)
         assert with_rows(rows, experts) == pytest.approx(float((counts > 0).float().mean()) * experts, rel=0.03)
+
+
+@pytest.mark.parametrize(("rows", "experts", "tile_m"), [(32, 64, 8), (300, 16, 16), (900, 8, 32), (64, 128, 8)])
+def test_tiles_along_m_as_a_sum(rows: int, experts: int, tile_m: int) -> None:
+    """Of the chances of a negative binomial, up to rows that no expert has."""
+    more = rows / experts / (rows / experts + 4)
+    chances = [
+        math.exp(math.lgamma(i + 4) - math.lgamma(4) - math.lgamma(i + 1) + 4 * math.log1p(-more) + i * math.log(more))
+        for i in range(60 * rows)
+    ]
+    tiles = sum(chance * math.ceil(count / tile_m) for count, chance in enumerate(chances))
+    assert tiles_along_m(rows, experts, tile_m) == pytest.approx(experts * tiles, rel=1e-4)
+    assert with_rows(rows, experts) == pytest.approx(experts * (1 - chances[0]), rel=1e-9)
+
+
+def test_the_cost_of_waves_and_of_bytes() -> None:
+    config = next(c for c in GROUPED_CONFIGS if c.rules.lists_rows and c.formats == ("int8",) and c.block_k == 256)
+    asked, k_us = problem(264, 64, 1024, "int8"), 3.0
+    by_waves = grouped_us(config, asked, (264, 0), GroupedTimes(2.0, k_us, 0.5, 0.0))
+    assert by_waves == 2.0 + 2 * (k_us + 0.5), "two CTAs on each of 132 SMs, one wave"
+    assert grouped_us(config, asked, (528, 0), GroupedTimes(0.0, k_us, 0.0, 0.0)) == 2 * 2 * k_us
+    by_bytes = grouped_us(config, asked, (264, 7), GroupedTimes(2.0, 0.0, 0.0, 0.0))
+    assert by_bytes == pytest.approx(2.0 + 7 * 64 * (1024 + 2 * 8) / (h200.GROUPED.tb_s * 1e6))
+    of_rows = [
+        grouped_us(config, problem(m, 64, 1024, "int8"), (264, 0), GroupedTimes(0, 1, 0, 0.25)) for m in (264, 1056)
+    ]
+    assert of_rows == [2.0, 2.0 * (1 + 3 * 0.25)]
 
 
 def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ def test_aligned(alignment_bytes: int) -> None:
 def test_rows_of_scales() -> None:
     scales = torch.randn(3, 64).half()
     assert aligned_rows(scales, 64) is scales
-    for view in (scales[:, :50], scales.t().contiguous().t(), torch.randn(200).half()[1:193].view(3, 64)):
+    floats = torch.randn(200).half()  # 2 and 8 bytes on
+    for view in (scales[:, :50], scales.t().contiguous().t(), floats[1:193].view(3, 64), floats[4:196].view(3, 64)):
         rows = aligned_rows(view, 64)
         assert rows.shape == (3, 64) and rows.is_contiguous() and rows.data_ptr() % 16 == 0
         assert torch.equal(rows[:, : view.shape[1]], view)

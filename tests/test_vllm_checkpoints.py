@@ -55,7 +55,7 @@ def test_by_its_own_method(
     check(load(folder, quantization=None, load_format="auto"), folder, generator)
 
 
-@pytest.mark.parametrize("name", ["gptq4", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4"])
+@pytest.mark.parametrize("name", ["gptq4", "gptq4_g16", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4"])
 def test_by_weightonly(name: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "on")
     folder = folder_of(name, tmp_path)

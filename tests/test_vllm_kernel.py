@@ -247,13 +247,13 @@ def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"group_size": 16}, "group_size must be"),
+        ({"group_size": 48}, "group_size must be"),
         ({"group_size": 96}, "group_size must"),
         ({"weight_type": scalar_types.uint4}, "no kernels for"),
         ({"weight_type": scalar_types.uint8b128, "zero_points": True}, "no kernels for"),
         ({"act_type": torch.float8_e4m3fn}, "expected 16"),
     ],
-    ids=["group 16", "group 96", "uint4 without zeros", "uint8b128 with zeros", "fp8 activations"],
+    ids=["group 48", "group 96", "uint4 without zeros", "uint8b128 with zeros", "fp8 activations"],
 )
 def test_left_to_other_kernels(changes: dict[str, Any], reason: str) -> None:
     able, why = WeightOnlyLinearKernel.can_implement(layer_config(**changes))
