@@ -51,6 +51,11 @@ needs_cpu_experts = pytest.mark.skipif(
 )
 
 
+needs_vllms_experts = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's own quantized experts need a CPU with AMX"
+)
+
+
 def near(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Two products and what is between them, each rounded to `dtype`."""
     step = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
@@ -227,6 +232,7 @@ def test_refused(
 
 
 @needs_cpu_experts
+@needs_vllms_experts
 def test_refused_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the plug-in was not there."""
     moe.take_ours(monkeypatch)
@@ -300,7 +306,10 @@ def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(after["gptq"], before["gptq"]) and after["gptq"].get_name() == before["gptq"].get_name()
 
 
-@pytest.mark.parametrize("asked", [pytest.param(False, id="off", marks=needs_cpu_experts), pytest.param(True, id="on")])
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(False, id="off", marks=[needs_cpu_experts, needs_vllms_experts]), pytest.param(True, id="on")],
+)
 def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that our kernels are built for."""
     platform = type(current_platform)
