@@ -339,3 +339,24 @@ def test_more_tokens_than_a_grid_has_tiles() -> None:
     with pytest.raises(ValueError, match="m: expected at most 16776960, got 16776961"):
         select(65535 * 256 + 1, 64, too_long, "int4", -1, 90, 132)
     assert select(65535 * 256 + 1, 64, too_long - 64, "int4", -1, 90, 132).unfused
+
+
+def test_an_sm_hands_out_registers_by_eights() -> None:
+    """To each thread: 81 of 128 threads are 5 CTAs, as 88 are; by their number alone they would be 6."""
+    config = next(
+        c
+        for c in CONFIGS
+        if isinstance(c.rules, WaveFamily) and c.rules.warps(c) == 4 and ctas_per_sm(c, "int4", 80, 80) >= 6
+    )
+    assert [ctas_per_sm(config, "int4", 80, registers) for registers in (80, 81, 88, 89)] == [6, 5, 5, 5]
+    assert ctas_per_sm(config, "int4", 80, 97) == 4, "as 104"
+
+
+def test_codes_have_groups() -> None:
+    """One scale for each column is a group of K, for which there are kernels; in layouts that codes have."""
+    for group_size in (-1, 128):
+        problem = Problem(1, 64, 128, "nf4", group_size, 90, 132)
+        assert not problem.per_channel and problem.group_size == 128
+    assert Problem(1, 64, 128, "int4", 128, 90, 132).per_channel
+    with pytest.raises(ValueError, match=r"layout must be 'interleaved' or 'tiled' for nf4, got 'row_major'"):
+        Problem(1, 64, 128, "nf4", 64, 70, 80, "row_major")
