@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 from weightonly.heuristics import KernelConfig, Problem, candidates, legal, select
 from weightonly.heuristics.configs import CONFIGS, FITTED_CONFIGS, TYPES, kernel_types
 from weightonly.heuristics.constants import WaveTimes
-from weightonly.heuristics.cost import problem_bytes, total_us
+from weightonly.heuristics.cost import column_bytes, problem_bytes, total_us
+from weightonly.heuristics.families.decode_sm90 import DecodeSm90
 from weightonly.heuristics.families.waves import WaveFamily, ctas_per_sm, waves_us
 from weightonly.heuristics.h200 import DECODE_SM90, GEMM_SM90, WAVES
 from weightonly.heuristics.launches import estimate_us, is_calibrated
 from weightonly.heuristics.machine import machine
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
 from weightonly.heuristics.problem import layouts_of
+from weightonly.heuristics.space import space_at, space_of
 
 ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]
 SHAPES = [(4096, 4096), (4096, 28672), (14336, 4096), (8192, 8192), (28672, 8192), (384, 1536), (1, 1), (2880, 201)]
@@ -360,3 +363,20 @@ def test_codes_have_groups() -> None:
     assert Problem(1, 64, 128, "int4", 128, 90, 132).per_channel
     with pytest.raises(ValueError, match=r"layout must be 'interleaved' or 'tiled' for nf4, got 'row_major'"):
         Problem(1, 64, 128, "nf4", 64, 70, 80, "row_major")
+
+
+def test_bytes_of_a_column() -> None:
+    """Rows that `preprocess` adds are read, too: 100 are stored as 128."""
+    assert column_bytes(Problem(1, 64, 100, "int4", -1, 90, 132)) == 64 + 2
+    assert column_bytes(Problem(1, 64, 192, "int8", 64, 90, 132, "tiled", zeros=True)) == 192 + 2 * 2 * 3
+
+
+def test_rows_within_an_order(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """Kernels are put in order for 5 to 8 rows at once. One of at most 6 is not chosen for 7."""
+    assert select(7, 4096, 14336, "int8", -1, 90, 132).family == "decode_sm90"
+    caches: tuple[Any, ...] = (select, space_at, space_of)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(DecodeSm90, "max_m", lambda self, config: 6)
+    assert select(6, 4096, 14336, "int8", -1, 90, 132).family == "decode_sm90"
+    assert select(7, 4096, 14336, "int8", -1, 90, 132).family == "gemm_sm90"

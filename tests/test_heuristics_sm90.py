@@ -110,6 +110,7 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
             continue
         needed = gemm_family.cta_smem_bytes(config, format, per_channel=False, zeros=True)
         assert needed <= machine(90).smem_bytes
+        assert gemm_family.cta_smem_bytes(config, format, per_channel=True, zeros=True) == needed
         bare = gemm_family.cta_smem_bytes(config, format, per_channel=True, zeros=False)
         assert gemm_family.loops(config) == (config.block_m >= 128 and config.block_n * config.block_m > 128 * 128)
         chunk_bytes = config.block_n // 64 * 2 * 16 * 144 if gemm_family.stages_y(config) else 0
@@ -123,6 +124,17 @@ def test_shared_memory_of_the_hopper_gemm(format: str) -> None:
                 assert shared == bare - chunk_bytes + sent * 2048
             else:
                 assert shared > machine(90).smem_bytes
+
+
+def test_sums_that_take_more_room_than_the_stages() -> None:
+    """As they would in a kernel of one stage."""
+    config = next(c for c in CONFIGS if c.family == "gemm_sm90" and (c.block_m, c.block_n) == (96, 192))
+    config = dataclasses.replace(config, stages=1)
+    stages_bytes, end_bytes = stage_and_end_bytes(config, "int4", 0)
+    assert end_bytes > stages_bytes
+    chunk_bytes = 3 * 2 * 16 * 144
+    needed = gemm_family.cta_smem_bytes(config, "int4", per_channel=True, zeros=False)
+    assert needed == BARRIERS_BYTES + end_bytes + chunk_bytes
 
 
 @pytest.mark.parametrize("split_k", [1, 2, 3, 5, 8])

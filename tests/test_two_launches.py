@@ -58,6 +58,10 @@ def test_what_is_no_pair() -> None:
         assert not legal(config, at), (config, at)
         with pytest.raises(ValueError, match=r"^config: .* is two launches, expected of one family"):
             check_config(config, at, TypeConfig("f16", "int4", "group"))
+    # Three, each with columns: full waves of 192 and of 128 columns, then what is left.
+    wide, inner = problem(128, 8192, (132 + 131) * 192), of(128, 128).with_tail(of(128, 192))
+    assert has_tail(inner, problem(128, 8192, 131 * 192)) and has_tail(of(128, 192).with_tail(of(128, 128)), wide)
+    assert not has_tail(of(128, 192).with_tail(inner), wide)
     bad = of(128, 192).with_tail(of(128, 128, split_k=9))
     assert not legal(bad, p)
     with pytest.raises(ValueError, match=r"^config: expected split_k of 1 to 8, got 9$"):

@@ -72,6 +72,7 @@ def test_slices_cover_n_within_the_workspace(n: int, k: int) -> None:
         pytest.param(77, 100, 128, id="one, rounded up"),
         pytest.param(4097, 8192, 2304, id="two of whole tiles"),
         pytest.param(200, 1 << 18, 128, id="narrower than a tile"),
+        pytest.param(320, 100_000, 320, id="one, as wide as there is room"),
         pytest.param(200, LONGEST_K, 64, id="the longest K"),
         pytest.param(200, LONGEST_K + 1, 0, id="too long"),
     ],
