@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import formats_reference as ref
 import pytest
 import torch
 import transformers
-from formats_llama import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from formats_llama import MODELS as QUANTIZED
-from hf_models import MODELS, TOKENS, dense_tensors, llama, logits, packed_layers, qwen2, saved, seeded
+from hf_models import MODELS, TOKENS, dense_tensors, llama, logits, packed_layers, qwen2, saved, seeded, write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -42,27 +40,7 @@ def dense_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
 @pytest.fixture
 def checkpoint(tmp_path: Path, generator: torch.Generator) -> Path:
     """A small GPTQ checkpoint of a Llama: act-order, zero points."""
-    return write(tmp_path / "gptq", "gptq-4bit-v1-act_order", generator)
-
-
-def write(folder: Path, case: str, generator: torch.Generator) -> Path:
-    """A checkpoint of formats_llama.py with the config.json of its model."""
-    model = QUANTIZED[case](generator)
-    options: dict[str, Any] = {
-        # Qwen2 has biases where these checkpoints may have them.
-        "architectures": ["Qwen2ForCausalLM" if model.bias else "LlamaForCausalLM"],
-        "model_type": "qwen2" if model.bias else "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    return ref.write_checkpoint(folder, model.tensors, options | {"quantization_config": model.config})
+    return write_model(tmp_path / "gptq", "gptq-4bit-v1-act_order", generator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -70,7 +48,7 @@ def write(folder: Path, case: str, generator: torch.Generator) -> Path:
 def test_logits_are_those_of_the_dequantized_weights(
     case: str, dtype: torch.dtype, tmp_path: Path, generator: torch.Generator
 ) -> None:
-    folder = write(tmp_path / "model", case, generator)
+    folder = write_model(tmp_path / "model", case, generator)
     model, dense = load_model(folder, dtype=dtype), dense_model(folder)
     records = [record for record in wo.load_checkpoint(folder) if isinstance(record, QuantizedLayer)]
     assert set(packed_layers(model)) == {record.name for record in records}
@@ -145,7 +123,7 @@ def test_scales_that_float16_does_not_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["awq", "gptq-4bit-v1-act_order", "gptq-8bit-v2", "bitsandbytes-nf4-nested"])
 def test_converted_folders_load_in_one_line(case: str, tmp_path: Path, generator: torch.Generator) -> None:
-    folder = write(tmp_path / "model", case, generator)
+    folder = write_model(tmp_path / "model", case, generator)
     convert(folder, tmp_path / "packed", shard_bytes=1 << 14, progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     tokens = TOKENS % model.config.vocab_size
@@ -159,7 +137,7 @@ def test_converted_folders_load_in_one_line(case: str, tmp_path: Path, generator
 def test_folders_of_version_2(case: str, tmp_path: Path, generator: torch.Generator) -> None:
     from test_formats_convert import version_2
 
-    folder = write(tmp_path / "model", case, generator)
+    folder = write_model(tmp_path / "model", case, generator)
     old = version_2(folder, tmp_path / "old", "sm90")
     config = json.loads((folder / "config.json").read_text()) | json.loads((old / "config.json").read_text())
     (old / "config.json").write_text(json.dumps(config))
@@ -332,7 +310,7 @@ def test_wrong_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_codes_for_a_gpu_that_does_not_read_them(tmp_path: Path, generator: torch.Generator) -> None:
-    folder = write(tmp_path / "model", "bitsandbytes-nf4", generator)
+    folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     fails(folder, "arch: expected sm75.* got 'sm70'. Leave arch away", arch="sm70")
 
 

@@ -33,15 +33,6 @@ from weightonly.vllm.experts import WeightOnlyExpertsMethod
 from weightonly.vllm.support import VARIABLE, experts_wanted
 
 HIDDEN, INNER = 128, 192
-METHODS = [
-    pytest.param("gptq", 4, False, id="gptq-4bit"),
-    pytest.param("gptq", 8, False, id="gptq-8bit"),
-    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
-    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
-    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
-    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
-    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
-]
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 
@@ -69,7 +60,7 @@ def inputs(g: torch.Generator, dtype: torch.dtype, rows: int = 7) -> tuple[torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [-1, 32, 64])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_layer_of_each_method(
     method: str,
     bits: int,
@@ -125,7 +116,7 @@ def test_routers_of_vllm(
     near(y, experts.dense(x, ids, weights), torch.float16)
 
 
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_experts_of_other_ranks(
     method: str, bits: int, zeros: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +146,7 @@ def test_experts_of_other_ranks(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("group", [-1, 32, 64])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_shards_of_each_expert(
     method: str,
     bits: int,

@@ -35,15 +35,6 @@ import weightonly as wo
 from weightonly.vllm import register
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
-METHODS = [
-    pytest.param("gptq", 4, False, id="gptq-4bit"),
-    pytest.param("gptq", 8, False, id="gptq-8bit"),
-    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
-    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
-    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
-    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
-    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
-]
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 HAS_G_IDX = "has_g_idx" in inspect.signature(MPLinearLayerConfig).parameters
 
@@ -60,7 +51,7 @@ def check(y: torch.Tensor, x: torch.Tensor, w: cases.Weight, bias: torch.Tensor 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [-1, 32, 64, 128])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_layer_of_each_method(
     method: str,
     bits: int,
@@ -88,7 +79,7 @@ def test_layer_of_each_method(
 
 
 @pytest.mark.parametrize(("k", "n"), [(96, 40), (160, 200), (320, 8), (32, 1000)])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_shards_of_any_alignment(
     method: str, bits: int, zeros: bool, k: int, n: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +96,7 @@ def test_shards_of_any_alignment(
 
 
 @pytest.mark.parametrize("group", [-1, 32])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_ranks(
     method: str, bits: int, zeros: bool, group: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from vllm.scalar_type import scalar_types
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
 __all__ = [
+    "METHODS",
     "Weight",
     "beside",
     "build",
@@ -39,6 +40,18 @@ __all__ = [
     "tensors",
     "weight",
 ]
+
+
+METHODS = [
+    pytest.param("gptq", 4, False, id="gptq-4bit"),
+    pytest.param("gptq", 8, False, id="gptq-8bit"),
+    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
+    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
+    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
+    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
+    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
+]
+"""Parameters of tests: quantization method of the server, bits, zero points."""
 
 
 @contextmanager
