@@ -94,6 +94,11 @@ def test_bounds_that_leave_no_groups(group_size: int, begin: int, end: int) -> N
         rows_of_a_group(K, group_size, begin, end)
 
 
+def test_groups_that_no_kernel_computes_become_smaller() -> None:
+    assert rows_of_a_group(384, 192, 96, 384) == 32, "96 are no size"
+    assert rows_of_a_group(384, 192, 48, 384) == 16, "48 neither"
+
+
 def test_groups_of_16_stay(generator: torch.Generator) -> None:
     """A CPU computes them, so a part has them, too."""
     whole = layer("int4", "cpu", generator, 16)

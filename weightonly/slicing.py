@@ -59,7 +59,7 @@ def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
     if begin // group_size == (end - 1) // group_size:
         return rows
     size = math.gcd(group_size, begin, end)
-    for candidate in (size, math.gcd(size, 32), math.gcd(size, 16)):
+    for candidate in (size, math.gcd(size, 32)):
         try:
             check_group_size(candidate, rows)
         except ValueError:

@@ -146,10 +146,20 @@ MUTATIONS = [
         "slicing",
         [
             ("the end is in the next group", "(end - 1) // group_size:", "end // group_size:"),
-            ("where the rows begin", "math.gcd(group_size, begin, end)", "math.gcd(group_size, end)"),
-            ("where the rows end", "math.gcd(group_size, begin, end)", "math.gcd(group_size, begin)"),
-            ("groups of 16 become none", ", math.gcd(size, 16)):", "):"),
-            ("groups of 32 become 16", "(size, math.gcd(size, 32), ", "(size, "),
+            (
+                "where the rows begin",
+                "math.gcd(group_size, begin, end)",
+                "math.gcd(group_size, end)",
+                "check_group_size lets groups pass that divide the rows alone: what divides them and the end divides both",
+            ),
+            (
+                "where the rows end",
+                "math.gcd(group_size, begin, end)",
+                "math.gcd(group_size, begin)",
+                "check_group_size lets groups pass that divide the rows alone: what divides them and the begin divides both",
+            ),
+            ("groups of 32 become 16", "(size, math.gcd(size, 32))", "(size, math.gcd(size, 16))"),
+            ("other groups become none", "(size, math.gcd(size, 32))", "(size,)"),
             (
                 "scales of the first groups",
                 "torch.arange(begin, end, size, device=self.scales.device)",
