@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_dense_product(
     grad = torch.randn(2, M, N, generator=generator)
 
     def product(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return wo.gemm(**a | {"x": x, "bias": bias}, activation=activation)
+        return wo.gemm(**{**a, "x": x, "bias": bias}, activation=activation)
 
     call = torch.compile(product, backend="aot_eager", fullgraph=True) if way == "compiled" else product
     y = call(a["x"], a["bias"])

@@ -83,7 +83,7 @@ class GemmArgs:
     def to_op(self) -> tuple[Any, ...]:
         """The arguments of OP_SCHEMA: all but `out` and `config`, which the operator does not take."""
         w = self.qweight
-        code = w.fields.get("code")  # None where the format says which codebook it is
+        code = w.code if w.format == "code4" else None  # the format says which codebook others have
         weight = (w.data, w.k, w.n, w.format, w.layout, code, w.group_size, w.has_zeros, w.has_perm)
         return self.x, *weight, self.scales, self.zeros, self.bias, self.activation, self.perm
 

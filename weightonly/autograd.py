@@ -25,7 +25,7 @@ from .packed import PackedWeight
 def check_differentiable(args: GemmArgs) -> None:
     """Raises ValueError, naming the argument, for gradients that there are none of; x or another requires one."""
     for name, tensor in (("scales", args.scales), ("zeros", args.zeros)):
-        if getattr(tensor, "requires_grad", False):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # PyTorch 2.4 traces no getattr
             raise ValueError(
                 f"{name}: expected a tensor that requires no gradient, as gemm has those of x and bias alone, "
                 "got one that does; detach it"
