@@ -75,7 +75,6 @@ class GemmArgs:
         groups = self.scales.shape[0]
         return -1 if groups == 1 else self.qweight.k // groups
 
-    @property
     def result_shape(self) -> tuple[int, ...]:
         """[..., N]"""
         return (*self.x.shape[:-1], self.qweight.n)
@@ -146,13 +145,13 @@ class GemmArgs:
         require_tensor("out", out)
         assert out is not None
         check_like("out", out, self.x)
-        if tuple(out.shape) != self.result_shape:
-            raise ValueError(f"out: expected shape {list(self.result_shape)}, got {list(out.shape)}")
+        if tuple(out.shape) != self.result_shape():
+            raise ValueError(f"out: expected shape {list(self.result_shape())}, got {list(out.shape)}")
 
     def check_out(self) -> None:
         """Checks `out` for kernels that write rows to it, and that it shares no memory with an input."""
         self.check_result()
-        out, shape = self.out, self.result_shape
+        out, shape = self.out, self.result_shape()
         assert out is not None
         if out.numel() and out.stride(-1) != 1 and shape[-1] > 1:
             raise ValueError(f"out: expected elements of a row next to each other, got strides {out.stride()}")

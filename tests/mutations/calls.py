@@ -57,7 +57,7 @@ MUTATIONS = [
             ("negative numbers in a permutation", "if low < 0 or high >= len(perm)", "if high >= len(perm)"),
             (
                 "out of another shape",
-                "if tuple(out.shape) != self.result_shape:",
+                "if tuple(out.shape) != self.result_shape():",
                 "if out.numel() < self.m * self.qweight.n:",
             ),
             (

@@ -19,7 +19,7 @@ class Plan:
         self.device = args.x.get_device()
         self.m = args.m
         self.n = args.qweight.n
-        self.shape = args.result_shape
+        self.shape = args.result_shape()
 
     def check_out(self, args: GemmArgs) -> None:
         """`GemmArgs.check_out`, once for a set of addresses: a decode loop repeats them."""
