@@ -25,7 +25,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
 class Product:
     """`grouped_gemm` with these weights, as `Multiply` has it."""
 
@@ -52,7 +52,7 @@ class Product:
         return self.bias is None or self.bias.is_contiguous()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Gate:
     """act(gate) * up of (T, 2 I), the columns of gate before those of up -> (T, I)."""
 
