@@ -3,6 +3,8 @@
 1. The first grouped product sorts the choices of tokens, gathers their rows of x, and gates its result.
 2. The second one reads the rows where the first has put them.
 3. A small kernel adds the results of each token.
+
+Taken once a GPU has passed the tests of it: `lists_verified` of the kernel's family.
 """
 
 from __future__ import annotations
