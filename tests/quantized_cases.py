@@ -5,9 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 import weightonly as wo
+
+METHODS = [
+    pytest.param("gptq", 4, False, id="gptq-4bit"),
+    pytest.param("gptq", 8, False, id="gptq-8bit"),
+    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
+    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
+    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
+    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
+    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
+]
+"""Parameters of tests: quantization method of the server, bits, zero points."""
 
 
 def pack_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

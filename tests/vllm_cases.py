@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_cases import Weight, beside, config, tensors, weight
+from quantized_cases import METHODS, Weight, beside, config, tensors, weight
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -40,18 +40,6 @@ __all__ = [
     "tensors",
     "weight",
 ]
-
-
-METHODS = [
-    pytest.param("gptq", 4, False, id="gptq-4bit"),
-    pytest.param("gptq", 8, False, id="gptq-8bit"),
-    pytest.param("awq", 4, True, id="awq-4bit-zeros"),
-    pytest.param("compressed-tensors", 4, False, id="ct-4bit"),
-    pytest.param("compressed-tensors", 8, False, id="ct-8bit"),
-    pytest.param("compressed-tensors", 4, True, id="ct-4bit-zeros"),
-    pytest.param("compressed-tensors", 8, True, id="ct-8bit-zeros"),
-]
-"""Parameters of tests: quantization method of the server, bits, zero points."""
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def run_experts(
 
 def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(qweight, scales, zeros, bias), None where left out."""
-    if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # a union of types is not traced
+    if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
         got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
         raise TypeError(f"{name}: expected (qweight, scales, zeros) or (qweight, scales, zeros, bias), got {got}")
     if not isinstance(weight[0], PackedWeight) or weight[0].experts is None:

@@ -177,8 +177,8 @@ class Linear(PackedLayer):
         """Quantize and pack the weight of `linear`, on its device.
 
         bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
-        group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power
-            of two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
+        group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power of
+            two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
         symmetric: as for `quantize`.
         dtype: of scales, bias and x; None: that of the weight.
         arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).

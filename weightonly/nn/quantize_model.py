@@ -42,8 +42,8 @@ def quantize_model(
 
     format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4" or "nvfp4". bits: 4 or 8, another way to say "int4" or
         "int8".
-    group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a
-        power of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16.
+    group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a power
+        of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16.
     symmetric: False adds zero points to integers.
     skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, or a
         function of (name, module) that returns True for those.

@@ -70,10 +70,9 @@ class RowwiseParallel(TorchRowwiseParallel):
     use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
 
     Cuts are those of torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none. They
-    must be multiples of 16, or lie in one group: a group that is cut becomes
-    smaller groups with the same scale, and no weight changes. Scales per channel allow any cut. The bias and the
-    activation come after the sum. Of a weight in act-order x is gathered, as a rank's rows meet columns of all ranks.
-    src_data_rank is that of `ColwiseParallel`.
+    must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the same scale, and no
+    weight changes. Scales per channel allow any cut. The bias and the activation come after the sum. Of a weight in
+    act-order x is gathered, as a rank's rows meet columns of all ranks. src_data_rank is that of `ColwiseParallel`.
 
     slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
         computed; 1 (the default): one sum. It needs output_layouts=Replicate().

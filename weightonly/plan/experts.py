@@ -17,6 +17,7 @@ from ..activations import activation_of
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
 from ..heuristics import KernelConfig, Problem
+from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_SORTED_CHOICES
 from ..heuristics.grouped import select_grouped
 from ..heuristics.machine import resident_clusters
@@ -40,7 +41,9 @@ def decode_layer(
     ids, weights: [M, top_k]. All are on one GPU of compute capability 9.0, and no gradient is asked for.
     """
     choices = ids.numel()
-    if not 1 <= choices <= MAX_SORTED_CHOICES or first.perm is not None or second.perm is not None:
+    if not FAMILIES["grouped_decode_sm90"].lists_verified or not 1 <= choices <= MAX_SORTED_CHOICES:
+        return None
+    if first.perm is not None or second.perm is not None:
         return None
     key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.activation, first.kind(), second.kind())
     plan = cache.layers.get(key)
@@ -83,7 +86,7 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
             ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, product.zeros is not None
         )
         config = select_grouped(problem, experts)
-        if config is None or not (config.rules.lists_rows and config.rules.lists_verified):
+        if config is None or not config.rules.lists_rows:
             return None
         if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
             return None
