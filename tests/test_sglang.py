@@ -22,7 +22,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 import weightonly as wo
 from weightonly import sglang as adapter
 
-METHODS = [method for method in cases.METHODS if method.id != "ct-8bit-zeros"]  # SGLang has none
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 CONFIGS = {"gptq": "gptq_marlin", "awq": "awq_marlin", "compressed-tensors": "compressed-tensors"}
 
@@ -70,7 +69,7 @@ def load(layer: LinearBase, stored: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [-1, 32, 64, 128])
-@pytest.mark.parametrize(("method", "bits", "zeros"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_layer_of_each_method(
     method: str, bits: int, zeros: bool, group: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
