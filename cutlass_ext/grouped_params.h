@@ -15,7 +15,8 @@ struct RowTile {
 inline constexpr int kRowTileM = 8;
 inline constexpr int kMaxRowTiles = 1024;      // that a decode kernel has room to list
 inline constexpr int kGatedColumns = 64;       // of a gated product are a multiple of this, gates as well as others
-inline constexpr int kMaxSortedChoices = 128;  // choices of tokens that it sorts
+inline constexpr int kMaxSortedChoices = 128;  // choices of tokens that a decode kernel sorts
+inline constexpr int kMaxGroupedExperts = 1024;
 
 /// Tiles along M of so many rows, at most.
 constexpr int64_t most_row_tiles(int64_t rows, int64_t experts) {
@@ -23,41 +24,52 @@ constexpr int64_t most_row_tiles(int64_t rows, int64_t experts) {
   return (rows + with_rows * (kRowTileM - 1)) / kRowTileM;
 }
 
-struct RowTileCounts {
-  int32_t tiles_count;
-  int32_t rows;  // of all experts: those that follow are of none
+/// act of a Gate. Those that a dense product has, too, have its numbers (Activation).
+enum class GateFunction : int {
+  kIdentity = 0,
+  kRelu = 1,
+  kGelu = 2,  // the erf form
+  kSilu = 3,  // z * sigmoid(alpha * z)
+  kGeluTanh = 4,
+  kReluSquared = 5,
+  kSitu = 6,  // alpha * tanh(z / alpha) * sigmoid(z)
+};
+inline constexpr int kGateFunctions = 7;
+
+/// What experts compute between their products: act(gate) * (up + shift), both at most `limit`, and up at least -limit.
+/// Of kSitu up is limit * tanh(up / limit) instead, and the gate has no limit.
+struct Gate {
+  int32_t function;  // enum GateFunction
+  float alpha;  // not 0
+  float limit;  // above 0; infinity: none
+  float shift;
 };
 
-/// The tiles along M of all experts, as one decode kernel leaves them to the next.
-struct RowTileList : RowTileCounts {
-  RowTile tiles[1];  // [the rows of the products]
-};
-
-/// y[t] = x[t] * w[e] + bias[e] for the rows t of expert e. Where rows are of no expert is said below.
+/// y[t] = x[t] * w[e] + bias[e] for the rows t of expert e; rows of no expert become zeros. Which expert a row is of:
 ///
-/// Three things can say which expert a row is of:
-///
-///   offs   the rows of expert e are offs[e - 1] .. offs[e] - 1. Rows after the last expert's become zeros
-///   ids    tokens have chosen top_k experts each. The kernel sorts the choices by expert: row t of y is that of the
-///          t-th choice, and of row `token` of x. It writes `list` and `places`
-///   list   what such a kernel has written: rows as there
-///
-/// Kernels of decode (GroupedEntry.lists_rows) take all three, and gated products; the others take offs.
+///   offs   the rows of expert e are offs[e - 1] .. offs[e] - 1. Those after the last expert's are of none
+///   ids    tokens have chosen top_k experts each. The kernel sorts the choices by expert, those of none last: row t of
+///          y is that of the t-th choice. It does not write rows of no expert
 ///
 /// Plain C layout: it crosses the library's C interface.
 struct GroupedGemmParams {
   /// m counts the rows of y of all experts. weight, scales, zeros and bias are those of expert 0; those of the others
-  /// follow, contiguous. A codebook is the same for all. split_k is 1. activation is the identity, or what a gated
-  /// product does to its gates.
+  /// follow, contiguous. A codebook is the same for all. split_k is 1, and activation the identity.
   GemmParams gemm;
   int32_t const* offs;  // [experts], in device memory: ends of rows, ascending. Ends beyond m count as m. Or null
+  /// int32 or int64 [m]: the expert of each choice; other numbers than 0 .. experts - 1: none. Or null
+  void const* ids;
+  /// [m]: written with ids: the row of each choice. Null: x has a row for each sorted choice, else one for each token
+  int32_t* places;
+  int32_t* rows;  // [1]: written with places: how many choices are of an expert
+  Gate gate;  // its function is applied to z, rounded to T
   int32_t experts;
-  int32_t is_gated;     // whether y[t, i] = act(z[t, i]) * z[t, n / 2 + i], z being the product, rounded to T
-  void const* ids;  // int32 or int64 [m]: the expert of each choice; other numbers than 0 .. experts - 1: none. Or null
-  RowTileList* list;  // room for m tiles; written with ids, else read if offs is null
-  int32_t* places;  // [m]: the row of each choice; written with ids
-  int32_t top_k;  // choices of a token
-  int32_t is_int64;  // whether ids are
+  int32_t is_gated;     // whether y[t, i] = act(z[t, i]) * z[t, n / 2 + i], z being the product; else y = act(z)
+  int32_t top_k;        // choices of a token, with ids
+  int32_t is_int64;     // whether ids are
+  /// Whether it is a later product of a layer: the kernel in front writes x alone, and all else was there when that
+  /// kernel started. So this one starts to load before that one has ended. It does not write rows of no expert.
+  int32_t is_in_layer;
 };
 
 }  // namespace weightonly

@@ -112,7 +112,8 @@ class Kernel:
         family = self.config.rules
         max_cluster = self.config.max_split_k if family.shares_cluster else 0
         if family.grouped:
-            return f", {max_cluster}, {'true' if family.lists_rows else 'false'}"
+            flags = (str(flag).lower() for flag in (family.sorts, family.gates))
+            return f", {max_cluster}, {', '.join(flags)}"
         return f", {self.config.max_m}, {max_cluster}"
 
     def archs(self, built: list[str]) -> list[str]:

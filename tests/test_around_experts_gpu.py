@@ -7,7 +7,7 @@ import torch
 
 from weightonly.heuristics.families import FAMILIES
 from weightonly.ops import around_experts
-from weightonly.ops.around_experts import MAX_CHOICES, combine, gated, sort_by_expert
+from weightonly.ops.around_experts import combine, sort_by_expert
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,35 +26,23 @@ def choices(tokens: int, top_k: int, experts: int, g: torch.Generator) -> torch.
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 256), (5, 3, 7), (37, 4, 512), (MAX_CHOICES // 8, 8, 128)]
+    ("tokens", "top_k", "experts"),
+    [(1, 1, 1), (1, 8, 256), (5, 3, 7), (37, 4, 512), (512, 8, 128), (513, 8, 1024), (4099, 2, 61), (65536, 32, 896)],
 )
 def test_sorted(tokens: int, top_k: int, experts: int, ids_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(tokens)
     ids = choices(tokens, top_k, experts, g).to(ids_dtype).cuda()
-    x = torch.randn(tokens, 72, generator=g).half().cuda()
+    x = torch.randn(tokens, 24 if tokens > 10_000 else 72, generator=g).half().cuda()
     rows, offs, places = sort_by_expert(x, ids, experts)
     assert places.dtype == torch.int32, "by the kernel"
     monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
     its_rows, its_offs, its_places = sort_by_expert(x, ids, experts)
     assert torch.equal(offs, its_offs)
     assert torch.equal(places.long(), its_places)
-    assert torch.equal(rows, its_rows)
+    assert torch.equal(rows[: int(offs[-1])], its_rows[: int(offs[-1])])
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated(dtype: torch.dtype, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate_up = (4 * torch.randn(300, 2 * 2056, generator=torch.Generator().manual_seed(2))).to(dtype).cuda()
-    y = gated(gate_up, activation)
-    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
-    wanted = gated(gate_up, activation)
-    difference = (y.float() - wanted.float()).abs()
-    # Where the activation lies between two numbers the two may round it to either.
-    assert (difference <= 2 * torch.finfo(dtype).eps * wanted.float().abs() + 1e-7).all()
-    assert (difference > 0).float().mean() < 0.02
-
-
-@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("top_k", [1, 8, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(3)
@@ -62,7 +50,7 @@ def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(50, 64, generator=g).to(dtype).cuda()
     _, offs, places = sort_by_expert(x, ids, 20)
     rows = torch.randn(50 * top_k, 2104, generator=g).to(dtype).cuda()
-    rows[int(offs[-1]) :] = 0
+    rows[int(offs[-1]) :] = torch.nan
     weights = torch.rand(50, top_k, generator=g).to(dtype).cuda()
     y = combine(rows, weights, ids, offs, places, dtype)
     monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
@@ -72,9 +60,9 @@ def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_that_no_kernel_reads_are_left_to_pytorch() -> None:
-    """A column count that fills no 16 bytes, and rows at a distance."""
+    """A column count that fills no 16 bytes, and columns at a distance."""
     ids = torch.tensor([[1, 0], [0, 2]]).cuda()
-    for x in (torch.randn(2, 30).half().cuda(), torch.randn(2, 80).half().cuda()[:, :64]):
+    for x in (torch.randn(2, 30).half().cuda(), torch.randn(2, 80).half().cuda()[:, ::2]):
         rows, offs, places = sort_by_expert(x, ids, 3)
         assert offs.tolist() == [2, 3, 4] and places.tolist() == [2, 0, 1, 3]
         assert torch.equal(rows, x[[0, 1, 0, 1]])

@@ -65,35 +65,32 @@ def dequantize(
     stream: int,
 ) -> None: ...
 def route(
+    device: int, choices: int, experts: int, is_int64: bool, ids: int, offs: int, places: int, stream: int, /
+) -> None: ...
+def gather(
     device: int,
     tokens: int,
     top_k: int,
     experts: int,
     columns: int,
-    is_int64: bool,
-    ids: int,
     x: int,
     ldx: int,
-    sorted: int,
     offs: int,
     places: int,
+    sorted: int,
     stream: int,
     /,
-) -> None: ...
-def gate(
-    device: int, type: int, activation: int, rows: int, columns: int, gate_up: int, y: int, stream: int, /
 ) -> None: ...
 def combine(
     device: int,
     type: int,
     tokens: int,
     top_k: int,
-    experts: int,
     columns: int,
     rows: int,
     weights: int,
     places: int,
-    offs: int,
+    rows_end: int,
     y: int,
     stream: int,
     /,
@@ -149,9 +146,10 @@ class GroupedPlan:
         ld_scales: int,
         clusters: int,
         is_gated: bool = False,
-        activation: int = 0,
+        gate: tuple[int, float, float, float] = ...,
         top_k: int = 0,
         is_int64: bool = False,
+        is_in_layer: bool = False,
     ) -> None: ...
     def launch(
         self,
@@ -176,8 +174,8 @@ class GroupedPlan:
         bias: int,
         y: int,
         ids: int,
-        list: int,
         places: int,
+        rows: int,
         ldx: int,
         ldy: int,
         stream: int,

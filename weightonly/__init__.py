@@ -24,6 +24,7 @@ from . import formats, heuristics, nn
 from .experts import fused_experts
 from .files import load, save
 from .formats import load_checkpoint
+from .gate import Gate
 from .gemm import gemm
 from .grouped import grouped_gemm
 from .kernels import cuda_built, grouped_kernels, kernels
@@ -46,6 +47,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = [
+    "Gate",
     "PackedWeight",
     "awq_dequantize",
     "cuda_built",

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from .activations import check_activation
 from .args import CPU_DTYPES, check_device
+from .gate import Gate
 from .gemm import autocast
 from .grouped import GroupedArgs, grouped
-from .ops.around_experts import combine, gated, runs, sort_by_expert
+from .ops.around_experts import combine, runs, sort_by_expert
 from .packed import PackedWeight
-from .plan.cache import kind_of
-from .plan.experts import decode_layer
+from .plan import cache
+from .plan.experts import layer
 from .require import require_dtype, require_tensor
 
 Weight = tuple[Any, ...]
@@ -40,9 +41,11 @@ class Product:
         return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
 
     def kind(self) -> tuple[object, ...]:
-        """What a plan depends on."""
+        """What its checks and a plan depend on."""
         given = (self.scales, self.zeros, self.bias)
-        return kind_of(self.qweight), *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in given)
+        return cache.kind_of(self.qweight), *(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
+        )
 
     def in_place(self) -> bool:
         """Whether kernels read scales, zeros and bias where they are."""
@@ -52,44 +55,32 @@ class Product:
         return self.bias is None or self.bias.is_contiguous()
 
 
-@dataclass(eq=False)
-class Gate:
-    """act(gate) * up of (T, 2 I), the columns of gate before those of up -> (T, I)."""
-
-    activation: str | None
-    has_gate = True
-
-    def __post_init__(self) -> None:
-        check_activation(self.activation)
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated(gate_up, self.activation)
-
-
 def fused_experts(
     x: torch.Tensor,
     w13: Weight,
     w2: Weight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    activation: str | None = "silu",
+    activation: str | Gate | None = "silu",
 ) -> torch.Tensor:
     """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
 
     x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
     w13           (qweight, scales, zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and
                   bias may be None or left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up.
+                  Packed from q [E, H, I] the experts have no gate: act(x[m] @ up[e]) @ w2[e].
     w2            the same, packed from q [E, I, H].
     topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
-                  another rank of expert parallelism are.
+                  another rank of expert parallelism are. A row without an expert gives zeros.
     topk_weights  [M, top_k], any float dtype; used in fp32.
-    activation    act, on the gate alone: None or "identity", "relu", "gelu" (the erf form), "silu".
+    activation    act, on the gate alone: None or "identity", "relu", "relu2", "gelu" (the erf form), "gelu_tanh",
+                  "silu" or "situ"; "swigluoai", the gate of gpt-oss; or a `Gate`, for one with a limit.
 
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs. Where these are one launch each there are three more, and a
-    CUDA graph holds the call.
+    Runs as two `grouped_gemm`, with what that says of GPUs. On Hopper a layer is three launches where M * top_k is at
+    most 128, else five, and a CUDA graph holds the call.
 
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
@@ -97,25 +88,33 @@ def fused_experts(
     require_dtype("x", x, CPU_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
-    check_activation(activation)
-    first, second = _stack("w13", w13), _stack("w2", w2)
-    columns, inner = first[0].n, second[0].k
-    if first[0].k != x.shape[1]:
-        raise ValueError(f"w13: expected K = {x.shape[1]}, the columns of x, got {first[0].k}")
-    if columns != 2 * inner:
+    first, second = Product(*_stack("w13", w13)), Product(*_stack("w2", w2))
+    x = autocast(x, first.scales)
+    gate = Gate.of(activation, has_gate=first.qweight.n != second.qweight.k)
+    # What is checked depends on shapes, dtypes and devices alone: a layer is checked once.
+    key = (x.shape[1], x.dtype, x.device, first.kind(), second.kind()) if not is_compiling() else None
+    if key is None or key not in cache.checked_layers:
+        _check_weights(x, first, gate, second)
+        if key is not None:
+            cache.checked_layers.add(key)
+    return run_experts(x, topk_ids, topk_weights, first.qweight.experts or 0, first, gate, second)
+
+
+def _check_weights(x: torch.Tensor, first: Product, gate: Gate, second: Product) -> None:
+    columns, inner, experts = first.qweight.n, second.qweight.k, first.qweight.experts
+    if first.qweight.k != x.shape[1]:
+        raise ValueError(f"w13: expected K = {x.shape[1]}, the columns of x, got {first.qweight.k}")
+    if gate.has_gate and columns != 2 * inner:
         raise ValueError(f"w13: expected N = {2 * inner}, gate and up for K = {inner} of w2, got {columns}")
-    if second[0].n != x.shape[1] or first[0].experts != second[0].experts:
-        expected = f"{first[0].experts} experts with N = {x.shape[1]}, the columns of x"
-        raise ValueError(f"w2: expected {expected}, got {second[0].experts} with N = {second[0].n}")
-    x = autocast(x, first[1])
-    for name, rows, weight in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
-        offs = torch.zeros(weight[0].experts or 0, dtype=torch.int32, device=x.device)
+    if second.qweight.n != x.shape[1] or experts != second.qweight.experts:
+        expected = f"{experts} experts with N = {x.shape[1]}, the columns of x"
+        raise ValueError(f"w2: expected {expected}, got {second.qweight.experts} with N = {second.qweight.n}")
+    for name, rows, product in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
+        offs = torch.zeros(experts or 0, dtype=torch.int32, device=x.device)
         try:
-            GroupedArgs(rows, weight[0], weight[1], offs, weight[2], weight[3]).check()
+            GroupedArgs(rows, product.qweight, product.scales, offs, product.zeros, product.bias).check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-    products = Product(*first), Product(*second)
-    return run_experts(x, topk_ids, topk_weights, first[0].experts or 0, products[0], Gate(activation), products[1])
 
 
 def run_experts(
@@ -133,7 +132,7 @@ def run_experts(
     """
     _check_choice(x, ids, weights)
     if isinstance(first, Product) and isinstance(second, Product) and isinstance(between, Gate) and runs(x, weights):
-        y = decode_layer(x, ids, weights, first, between, second)
+        y = layer(x, ids, weights, first, between, second)
         if y is not None:
             return y
     rows, offs, places = sort_by_expert(x, ids, experts)  # (T = M * top_k, H), (E), (T)
@@ -141,7 +140,7 @@ def run_experts(
     return combine(y, weights, ids, offs, places, x.dtype)
 
 
-def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _stack(name: str, weight: Weight) -> Weight:
     """(qweight, scales, zeros, bias), None where left out."""
     if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
         got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
@@ -149,8 +148,10 @@ def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch
     if not isinstance(weight[0], PackedWeight) or weight[0].experts is None:
         got = repr(weight[0]) if isinstance(weight[0], PackedWeight) else type(weight[0]).__name__
         raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {got}")
-    qweight, scales, zeros, bias = (*weight, None, None)[:4]
-    return qweight, scales, zeros, bias
+    for field, tensor in zip(("scales", "zeros", "bias"), weight[1:], strict=False):
+        if tensor is not None or field == "scales":
+            require_tensor(f"{name}: {field}", tensor)
+    return tuple(weight)
 
 
 def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

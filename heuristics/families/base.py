@@ -21,6 +21,8 @@ GROUPS_OF_16_VERIFIED: dict[str, bool] = {
     "gemv": True,
     "decode_sm80": True,
     "gemm_sm80": True,
+    "grouped_decode_sm90": True,
+    "grouped_sm90": True,
     "dequantize_cublas_sm75": True,
     "dequantize_cublas_sm90": True,
 }
@@ -243,8 +245,8 @@ class Family:
     min_m                  rows of x from which `select` looks at it; None: only where nothing else computes a problem
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
-    lists_rows             grouped: it sorts the choices of tokens, and computes gated products
-    lists_verified         lists_rows: False: no test of that has passed on a GPU. `fused_experts` does not ask for it
+    sorts                  grouped: it can sort the choices of tokens by itself
+    gates                  grouped: it can apply what experts compute between their products
     header                 of the kernel, below kernels/gemm
     """
 
@@ -262,8 +264,8 @@ class Family:
     min_m: ClassVar[int | None] = 1
     verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
-    lists_rows: ClassVar[bool] = False
-    lists_verified: ClassVar[bool] = False
+    sorts: ClassVar[bool] = False
+    gates: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     # --- its configurations ---

@@ -27,13 +27,19 @@ class GroupedDecodeSm90(DecodeSm90):
     name = "grouped_decode_sm90"
     header = "sm90_decode/grouped.cuh"
     grouped = True
-    lists_rows = True
+    sorts = True
+    gates = True
     smem_grows = False
 
     def configs(self) -> Iterable[KernelConfig]:
         for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):
             for warps_k in (4, 8):
-                yield KernelConfig(self.name, 8, 64, k_tile * warps_k, 8, 64, 2, 1, formats)
+                config = KernelConfig(self.name, 8, 64, k_tile * warps_k, 8, 64, 2, 1, formats)
+                yield config
+                # A codebook leaves two CTAs no room for so many scales.
+                of_16 = tuple(f for f in formats if (f == "code4") == (warps_k == 8))
+                if of_16:
+                    yield config.for_groups_of_16(formats=of_16)
 
     def ctas(self, config: KernelConfig) -> int:
         """CTAs that share an SM: eight warps."""
@@ -53,8 +59,8 @@ class GroupedDecodeSm90(DecodeSm90):
         """Dynamic shared memory of one CTA, bytes: struct GroupedTraits of kernels/gemm/sm90_decode."""
         if problem.format != "code4":
             return self._bytes(config, problem)
-        # Rows of the codebook are wide where the kernel for groups of 32 has room for them, too.
-        most_bytes = self._bytes(config, replace(problem, k=problem.k_padded, group_size=32))
+        # Rows of the codebook are wide where the kernel for the smallest groups has room for them, too.
+        most_bytes = self._bytes(config, replace(problem, k=problem.k_padded, group_size=config.least_group))
         wide, narrow = 256 * 256, 256 * 128
         limit = (HOPPER_SMEM_BYTES + 1024) // self.ctas(config) - 1024
         return self._bytes(config, problem) + (wide if most_bytes + wide <= limit else narrow)
@@ -67,7 +73,7 @@ class GroupedDecodeSm90(DecodeSm90):
         return 128 + _ROWS_BYTES + self._pipeline_bytes(config, problem) + x_bytes + partials_bytes
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (config.kernel, format) in GROUPED.kernels
+        return (config.measured.kernel, format) in GROUPED.kernels
 
     def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
         return grouped_us(config, problem, expected_tiles(config, problem, experts))

@@ -25,7 +25,7 @@ def grouped_us(config: KernelConfig, problem: Problem, tiles: Tiles, times: Grou
     """times: of the kernel, None: those of h200.py. Raises KeyError where it is not calibrated."""
     p, (row_tiles, active) = problem, tiles
     if times is None:
-        times = GROUPED.kernels[config.kernel, p.format]
+        times = GROUPED.kernels[config.measured.kernel, p.format]
     ctas = config.rules.ctas(config)
     waves = row_tiles * -(-p.n // config.block_n) / (p.sm_count * ctas)
     waves = math.ceil(waves - 0.02) if waves < _FEW_WAVES else waves + 0.5

@@ -52,7 +52,7 @@ int wo_struct_bytes(int which) {
     case 5:
       return int(sizeof(RouteParams));
     case 6:
-      return int(sizeof(GateParams));
+      return int(sizeof(GatherParams));
     case 7:
       return int(sizeof(CombineParams));
     default:

@@ -8,10 +8,10 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 3
+#define WEIGHTONLY_ABI_VERSION 4
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
-/// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GateParams, 7 CombineParams; 0 bytes
+/// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams; 0 bytes
 /// for other numbers. A caller compares them with its own before all else.
 WEIGHTONLY_API int wo_abi_version();
 WEIGHTONLY_API int wo_struct_bytes(int which);

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "kernels/api/api.h"
@@ -95,7 +97,8 @@ int overlap() {
 class GroupedPlan {
  public:
   GroupedPlan(int kernel, int device, int experts, int m, int n, int k, int n_padded, int k_padded, int group_size,
-              int64_t ld_scales, int clusters, bool is_gated, int activation, int top_k, bool is_int64)
+              int64_t ld_scales, int clusters, bool is_gated, std::tuple<int, float, float, float> const& gate,
+              int top_k, bool is_int64, bool is_in_layer)
       : kernel_(kernel), device_(device), fixed_{} {
     fixed_.gemm.m = m;
     fixed_.gemm.n = n;
@@ -108,7 +111,8 @@ class GroupedPlan {
     fixed_.gemm.clusters = clusters;
     fixed_.experts = experts;
     fixed_.is_gated = is_gated;
-    fixed_.gemm.activation = activation;
+    std::tie(fixed_.gate.function, fixed_.gate.alpha, fixed_.gate.limit, fixed_.gate.shift) = gate;
+    fixed_.is_in_layer = is_in_layer;
     fixed_.top_k = top_k;
     fixed_.is_int64 = is_int64;
   }
@@ -121,12 +125,12 @@ class GroupedPlan {
   }
 
   void launch_choices(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
-                      uintptr_t ids, uintptr_t list, uintptr_t places, int64_t ldx, int64_t ldy,
+                      uintptr_t ids, uintptr_t places, uintptr_t rows, int64_t ldx, int64_t ldy,
                       uintptr_t stream) const {
     GroupedGemmParams params = fixed_;
     params.ids = reinterpret_cast<void const*>(ids);
-    params.list = reinterpret_cast<weightonly::RowTileList*>(list);
     params.places = reinterpret_cast<int32_t*>(places);
+    params.rows = reinterpret_cast<int32_t*>(rows);
     run(params, x, weight, scales, zeros, bias, y, ldx, ldy, stream);
   }
 
@@ -208,50 +212,47 @@ void dequantize(int device, int bits, int type, int layout, int k, int k_padded,
   throw_if(wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
-void route(int device, int tokens, int top_k, int experts, int columns, bool is_int64, uintptr_t ids, uintptr_t x,
-           int64_t ldx, uintptr_t sorted, uintptr_t offs, uintptr_t places, uintptr_t stream) {
+void route(int device, int choices, int experts, bool is_int64, uintptr_t ids, uintptr_t offs, uintptr_t places,
+           uintptr_t stream) {
   weightonly::RouteParams params = {};
   params.ids = reinterpret_cast<void const*>(ids);
-  params.x = reinterpret_cast<void const*>(x);
-  params.sorted = reinterpret_cast<void*>(sorted);
   params.offs = reinterpret_cast<int32_t*>(offs);
   params.places = reinterpret_cast<int32_t*>(places);
-  params.ldx = ldx;
-  params.tokens = tokens;
-  params.top_k = top_k;
+  params.choices = choices;
   params.experts = experts;
-  params.columns = columns;
   params.is_int64 = is_int64;
   params.pdl_mode = overlap();
   Failure message;
   throw_if(wo_route(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
-void gate(int device, int type, int activation, int rows, int columns, uintptr_t gate_up, uintptr_t y,
-          uintptr_t stream) {
-  weightonly::GateParams params = {};
-  params.gate_up = reinterpret_cast<void const*>(gate_up);
-  params.y = reinterpret_cast<void*>(y);
-  params.rows = rows;
+void gather(int device, int tokens, int top_k, int experts, int columns, uintptr_t x, int64_t ldx, uintptr_t offs,
+            uintptr_t places, uintptr_t sorted, uintptr_t stream) {
+  weightonly::GatherParams params = {};
+  params.x = reinterpret_cast<void const*>(x);
+  params.sorted = reinterpret_cast<void*>(sorted);
+  params.offs = reinterpret_cast<int32_t const*>(offs);
+  params.places = reinterpret_cast<int32_t const*>(places);
+  params.ldx = ldx;
+  params.tokens = tokens;
+  params.top_k = top_k;
+  params.experts = experts;
   params.columns = columns;
-  params.activation = activation;
-  params.type = type;
   params.pdl_mode = overlap();
   Failure message;
-  throw_if(wo_gate(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+  throw_if(wo_gather(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
-void combine(int device, int type, int tokens, int top_k, int experts, int columns, uintptr_t rows, uintptr_t weights,
-             uintptr_t places, uintptr_t offs, uintptr_t y, uintptr_t stream) {
+void combine(int device, int type, int tokens, int top_k, int columns, uintptr_t rows, uintptr_t weights,
+             uintptr_t places, uintptr_t rows_end, uintptr_t y, uintptr_t stream) {
   weightonly::CombineParams params = {};
   params.rows = reinterpret_cast<void const*>(rows);
   params.weights = reinterpret_cast<float const*>(weights);
   params.places = reinterpret_cast<int32_t const*>(places);
-  params.offs = reinterpret_cast<int32_t const*>(offs);
+  params.rows_end = reinterpret_cast<int32_t const*>(rows_end);
   params.y = reinterpret_cast<void*>(y);
   params.tokens = tokens;
   params.top_k = top_k;
-  params.experts = experts;
   params.columns = columns;
   params.type = type;
   params.pdl_mode = overlap();
@@ -276,7 +277,7 @@ void check_library() {
                           int(sizeof(weightonly::DequantizeParams)),
                           int(sizeof(GroupedGemmParams)),
                           int(sizeof(weightonly::RouteParams)),
-                          int(sizeof(weightonly::GateParams)),
+                          int(sizeof(weightonly::GatherParams)),
                           int(sizeof(weightonly::CombineParams))};
   bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
   for (int i = 0; same && i < 8; ++i) same = wo_struct_bytes(i) == expected[i];
@@ -315,7 +316,7 @@ PYBIND11_MODULE(_C, module) {
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   module.def("dequantizes_groups_of_16", [] { return wo_dequantizes_groups_of_16() != 0; });
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
-  module.def("gate", &gate, "Enqueues wo_gate of kernels/experts/experts.h.");
+  module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");
   module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");
   py::class_<Plan>(module, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),
@@ -328,14 +329,16 @@ PYBIND11_MODULE(_C, module) {
           "partials, the row strides of x and y in elements, the stream, and whether scales and zeros are the "
           "caller's own, not copies that the kernel in front of this one makes.");
   py::class_<GroupedPlan>(module, "GroupedPlan")
-      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int, bool, int, int, bool>(), py::kw_only(),
-           py::arg("kernel"), py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"), py::arg("k"),
-           py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"), py::arg("clusters"),
-           py::arg("is_gated") = false, py::arg("activation") = 0, py::arg("top_k") = 0, py::arg("is_int64") = false,
+      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int, bool,
+                    std::tuple<int, float, float, float> const&, int, bool, bool>(),
+           py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"),
+           py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"),
+           py::arg("clusters"), py::arg("is_gated") = false, py::arg("gate") = std::make_tuple(0, 1.f, INFINITY, 0.f),
+           py::arg("top_k") = 0, py::arg("is_int64") = false, py::arg("is_in_layer") = false,
            "A grouped kernel by its number, and the fields of GroupedGemmParams that hold for all its launches.")
       .def("launch", &GroupedPlan::launch,
            "Enqueues the kernel. Positional: the addresses of x, weight, scales, zeros, bias, y and offs, the row "
            "strides of x and y in elements, and the stream.")
       .def("launch_choices", &GroupedPlan::launch_choices,
-           "The same of a kernel that lists rows: ids, list and places in the place of offs; ids null reads the list.");
+           "The same of a kernel that sorts: ids, places and rows in the place of offs.");
 }

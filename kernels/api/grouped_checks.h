@@ -7,9 +7,6 @@
 
 namespace weightonly {
 
-/// Experts whose tiles the CTAs have room to count.
-inline constexpr int kMaxGroupedExperts = 512;
-
 /// Returns whether a grouped kernel can be launched with these parameters; if not, `message` says why.
 inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams const& p, char* message,
                                  int message_bytes) {
@@ -23,33 +20,42 @@ inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams c
     return false;
   };
   auto are_words = [](void const* address) { return reinterpret_cast<uintptr_t>(address) % 4 == 0; };
-  bool const has_ids = p.ids != nullptr, has_list = p.list != nullptr && p.offs == nullptr;
-  if ((has_ids || has_list || p.is_gated) && !kernel.lists_rows)
-    return fail(has_ids ? "ids" : has_list ? "list" : "is_gated", "0 for this kernel", 1);
+  auto is_flag = [](int32_t value) { return value == 0 || value == 1; };
+  bool const has_ids = p.ids != nullptr;
+  if (has_ids && !kernel.sorts) return fail("ids", "null for this kernel", (long long)p.ids);
   if (has_ids && p.offs != nullptr) return fail("offs", "null where there are ids", (long long)p.offs);
-  if (!has_ids && !has_list && (p.offs == nullptr || !are_words(p.offs)))
+  if (!has_ids && (p.offs == nullptr || !are_words(p.offs)))
     return fail("offs", "an address of 32-bit integers", (long long)p.offs);
-  if (p.experts < 1 || p.experts > kMaxGroupedExperts) return fail("experts", "1 to 512", p.experts);
+  if (p.experts < 1 || p.experts > kMaxGroupedExperts) return fail("experts", "1 to 1024", p.experts);
   if (p.gemm.split_k != 1) return fail("split_k", "1", p.gemm.split_k);
   if (p.gemm.clusters < 1 || p.gemm.clusters > 65535) return fail("clusters", "1 to 65535", p.gemm.clusters);
-  if (p.is_gated < 0 || p.is_gated > 1) return fail("is_gated", "0 or 1", p.is_gated);
-  if (!p.is_gated && p.gemm.activation != int(Activation::kIdentity))
-    return fail("activation", "0 unless the product is gated", p.gemm.activation);
-  if (p.is_gated && (p.gemm.n % (2 * kGatedColumns) != 0 || p.gemm.n_padded != p.gemm.n))
-    return fail("n", "a multiple of 128 of a gated product, and n_padded", p.gemm.n);
+  if (p.gemm.activation != int(Activation::kIdentity)) return fail("activation", "0", p.gemm.activation);
+  if (!is_flag(p.is_gated)) return fail("is_gated", "0 or 1", p.is_gated);
+  if (!is_flag(p.is_in_layer)) return fail("is_in_layer", "0 or 1", p.is_in_layer);
+  if (p.gate.function < 0 || p.gate.function >= kGateFunctions) return fail("gate.function", "0 to 6", p.gate.function);
+  bool const has_gate = p.is_gated || p.gate.function != int(GateFunction::kIdentity);
+  if (!kernel.gates && (has_gate || p.is_in_layer))
+    return fail(has_gate ? "gate" : "is_in_layer", "0 for this kernel", 1);
+  if (has_gate && !(p.gate.alpha != 0.f && p.gate.limit > 0.f))
+    return fail("gate", "of an alpha that is not 0 and a limit above 0, as fp32", 0);
+  if (p.is_gated) {
+    if (p.gemm.n % (2 * kGatedColumns) != 0 || p.gemm.n_padded != p.gemm.n)
+      return fail("n", "a multiple of 128 of a gated product, and n_padded", p.gemm.n);
+    if (p.gemm.ldy % 8 != 0) return fail("ldy", "a multiple of 8 of a gated product", p.gemm.ldy);
+    if (reinterpret_cast<uintptr_t>(p.gemm.y) % 16 != 0)
+      return fail("y", "a 16-byte aligned address of a gated product", (long long)p.gemm.y);
+  }
   if (has_ids) {
-    if (!are_words(p.ids)) return fail("ids", "an address of 32-bit or 64-bit integers", (long long)p.ids);
-    if (p.list == nullptr || reinterpret_cast<uintptr_t>(p.list) % 8 != 0)
-      return fail("list", "an 8-byte aligned address", (long long)p.list);
-    if (p.places == nullptr || !are_words(p.places))
-      return fail("places", "an address of 32-bit integers", (long long)p.places);
-    if (p.is_int64 < 0 || p.is_int64 > 1) return fail("is_int64", "0 or 1", p.is_int64);
+    if (reinterpret_cast<uintptr_t>(p.ids) % (p.is_int64 ? 8 : 4) != 0)
+      return fail("ids", "an address of 32-bit or 64-bit integers", (long long)p.ids);
+    if ((p.places == nullptr) != (p.rows == nullptr)) return fail("rows", "null where places are", (long long)p.rows);
+    if (!are_words(p.places)) return fail("places", "null or an address of 32-bit integers", (long long)p.places);
+    if (!are_words(p.rows)) return fail("rows", "null or an address of a 32-bit integer", (long long)p.rows);
+    if (!is_flag(p.is_int64)) return fail("is_int64", "0 or 1", p.is_int64);
     if (p.gemm.m > kMaxSortedChoices) return fail("m", "at most 128 where there are ids", p.gemm.m);
     if (p.top_k < 1 || p.gemm.m % p.top_k != 0) return fail("top_k", "a divisor of m", p.top_k);
   }
-  if (has_list && reinterpret_cast<uintptr_t>(p.list) % 8 != 0)
-    return fail("list", "an 8-byte aligned address", (long long)p.list);
-  if (kernel.lists_rows && most_row_tiles(p.gemm.m, p.experts) > kMaxRowTiles)
+  if (kernel.sorts && most_row_tiles(p.gemm.m, p.experts) > kMaxRowTiles)
     return fail("m", "such that there are at most 1024 tiles of 8 rows", p.gemm.m);
   // Each expert with rows may have a tile more than its rows fill. The smallest tiles are 8 rows of 64 columns.
   int64_t const m_tiles = p.gemm.m / 8 + (p.gemm.m < p.experts ? p.gemm.m : p.experts) + 1;

@@ -13,7 +13,8 @@ struct GroupedEntry {
   char const* name;  // KernelConfig.kernel of the heuristics, and the types: ..._f16_int4_group
   GroupedLaunch launch;
   int max_cluster;  // as in KernelEntry
-  bool lists_rows;  // of decode: see GroupedGemmParams
+  bool sorts;       // whether it takes ids: see GroupedGemmParams
+  bool gates;       // whether it takes a gate, and may be in a layer
 };
 
 extern GroupedEntry const* const* const kGroupedKernels;

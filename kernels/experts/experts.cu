@@ -1,156 +1,89 @@
 // Small kernels around the two grouped products of a layer of experts: see experts.h.
-#include "kernels/experts/experts.h"
-
 #include <climits>
 
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
-#include "cutlass_ext/epilogue/activation.h"
 #include "kernels/api/on_device.h"
 #include "kernels/convert/conversions.h"
+#include "kernels/experts/route.cuh"
+#include "kernels/gemm/launch.h"
 
 namespace weightonly {
 namespace experts_cu {
 
-constexpr int kMaxExperts = 512;
 constexpr int kVector = 8;  // elements of a 16-byte load
 constexpr int kThreads = 256;
-
-/// What every kernel does first: its operands are written by the kernel in front.
-__device__ void wait_for_kernel_in_front() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
-// ---- Routing ----
-//
-// Every CTA sorts all choices by itself: there are few, and the rows that it gathers follow from them. A thread has one
-// expert and looks at every choice, so that the order within an expert is that of the choices.
-
-constexpr int kRouteThreads = kMaxExperts;
-
-/// Prefix sums of one number of each thread of a CTA: those of the threads before. sums: [kRouteThreads / 32].
-__device__ int sum_before(int value, int* sums) {
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    int const before = __shfl_up_sync(0xffffffff, sum, distance);
-    if (lane >= distance) sum += before;
-  }
-  if (lane == 31) sums[warp] = sum;
-  __syncthreads();
-  int before = sum - value;
-  for (int w = 0; w < warp; ++w) before += sums[w];
-  return before;
-}
-
-__global__ void __launch_bounds__(kRouteThreads) route_kernel(__grid_constant__ RouteParams const p) {
-  __shared__ alignas(16) int16_t experts[kMaxChoices];  // of each choice; p.experts for none
-  __shared__ int16_t sources[kMaxChoices];  // of each sorted row: its choice
-  __shared__ int sums[kRouteThreads / 32];
-  wait_for_kernel_in_front();
-  int const choices = p.tokens * p.top_k, padded = (choices + 7) / 8 * 8;
-  for (int i = threadIdx.x; i < padded; i += kRouteThreads) {
-    int64_t id = -1;
-    if (i < choices) id = p.is_int64 ? static_cast<int64_t const*>(p.ids)[i] : static_cast<int32_t const*>(p.ids)[i];
-    bool const is_expert = id >= 0 && id < p.experts;
-    experts[i] = int16_t(is_expert ? id : p.experts);
-  }
-  __syncthreads();
-  int const expert = threadIdx.x;
-  auto const for_each_choice = [&](auto const& visit) {
-    for (int i = 0; i < padded; i += 8) {
-      uint4 const eight = *reinterpret_cast<uint4 const*>(experts + i);
-      uint32_t const words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (int(words[j / 2] >> (16 * (j % 2)) & 0xffff) == expert) visit(i + j);
-      }
-    }
-  };
-  int count = 0;
-  if (expert < p.experts) for_each_choice([&](int) { ++count; });
-  int row = sum_before(count, sums);
-  if (blockIdx.x == 0 && expert < p.experts) p.offs[expert] = row + count;
-  auto const place = [&](int choice) {
-    if (choice >= choices) return;
-    sources[row] = int16_t(choice);
-    if (blockIdx.x == 0) p.places[choice] = row;
-    ++row;
-  };
-  if (expert < p.experts) for_each_choice(place);
-  __syncthreads();
-  // Choices of no expert come last, in their order: one thread places them.
-  if (expert == kRouteThreads - 1) {
-    row = 0;
-    for (int i = 0; i < choices; ++i) row += experts[i] < p.experts;
-    for (int i = 0; i < choices; ++i) {
-      if (experts[i] == p.experts) place(i);
-    }
-  }
-  __syncthreads();
-  auto const* const x = static_cast<uint16_t const*>(p.x);
-  auto* const sorted = static_cast<uint16_t*>(p.sorted);
-  for (int i = blockIdx.x; i < choices; i += gridDim.x) {
-    auto const* const source = reinterpret_cast<uint4 const*>(x + int64_t(sources[i] / p.top_k) * p.ldx);
-    auto* const target = reinterpret_cast<uint4*>(sorted + int64_t(i) * p.columns);
-    for (int v = threadIdx.x; v < p.columns / kVector; v += kRouteThreads) target[v] = source[v];
-  }
-}
-
-// ---- Between the products ----
 
 template <class Element>
 struct alignas(16) Vector {
   Element values[kVector];
 };
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads) gate_kernel(__grid_constant__ GateParams const p) {
-  wait_for_kernel_in_front();
-  int const vectors = p.columns / kVector;  // of a row of y
-  int const v = blockIdx.x * kThreads + threadIdx.x;
-  if (v >= vectors) return;
-  for (int row = blockIdx.y; row < p.rows; row += gridDim.y) {
-    auto const* const source = static_cast<Vector<Element> const*>(p.gate_up) + int64_t(row) * 2 * vectors + v;
-    Vector<Element> const gate = source[0], up = source[vectors];
-    float gates[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) gates[i] = float(gate.values[i]);
-    activate(gates, p.activation);
-    Vector<Element> y;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) y.values[i] = Element(float(Element(gates[i])) * float(up.values[i]));
-    static_cast<Vector<Element>*>(p.y)[int64_t(row) * vectors + v] = y;
+// ---- Rows in the order of experts ----
+
+__global__ void __launch_bounds__(kThreads) gather_kernel(__grid_constant__ GatherParams const p) {
+#if __CUDA_ARCH__ >= 900
+  int const vectors = p.columns / kVector, v = blockIdx.x * kThreads + threadIdx.x;
+  bool const exists = v < vectors;
+  auto const load = [&](int token) {
+    return reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.x) + token * p.ldx)[v];
+  };
+  uint4 row = {};
+  if (exists) row = load(blockIdx.y);
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (!exists) return;
+  int const end = p.offs[p.experts - 1];
+  for (int token = blockIdx.y; token < p.tokens; token += gridDim.y) {
+    if (token > int(blockIdx.y)) row = load(token);
+#pragma unroll 4
+    for (int j = 0; j < p.top_k; ++j) {
+      int const place = p.places[int64_t(token) * p.top_k + j];
+      if (place < end) static_cast<uint4*>(p.sorted)[int64_t(place) * vectors + v] = row;
+    }
   }
+#endif
 }
 
 // ---- The sum over experts ----
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ CombineParams const p) {
-  wait_for_kernel_in_front();
-  int const vectors = p.columns / kVector;
-  int const v = blockIdx.x * kThreads + threadIdx.x;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  constexpr int kAhead = 8;  // rows that are loaded at once
+  int const vectors = p.columns / kVector, v = blockIdx.x * kThreads + threadIdx.x;
   if (v >= vectors) return;
-  int const end = p.offs[p.experts - 1];
+  int const end = *p.rows_end;
   for (int token = blockIdx.y; token < p.tokens; token += gridDim.y) {
     float sums[kVector] = {};
-    for (int j = 0; j < p.top_k; ++j) {
-      int const row = p.places[token * p.top_k + j];
-      if (row >= end) continue;
-      float const weight = p.weights[token * p.top_k + j];
-      Vector<Element> const y = static_cast<Vector<Element> const*>(p.rows)[int64_t(row) * vectors + v];
+    for (int first = 0; first < p.top_k; first += kAhead) {
+      Vector<Element> rows[kAhead];
+      float weights[kAhead];
+      bool counts[kAhead];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sums[i] += weight * float(y.values[i]);
+      for (int j = 0; j < kAhead; ++j) {
+        int64_t const choice = int64_t(token) * p.top_k + first + j;
+        int const place = first + j < p.top_k ? p.places[choice] : end;
+        counts[j] = place < end;
+        if (!counts[j]) continue;
+        weights[j] = p.weights[choice];
+        rows[j] = static_cast<Vector<Element> const*>(p.rows)[int64_t(place) * vectors + v];
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (!counts[j]) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sums[i] += weights[j] * float(rows[j].values[i]);
+      }
     }
     Vector<Element> result;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) result.values[i] = Element(sums[i]);
     static_cast<Vector<Element>*>(p.y)[int64_t(token) * vectors + v] = result;
   }
+#endif
 }
 
 /// CTAs for rows of so many columns, a thread for each vector.
@@ -172,9 +105,10 @@ struct Check {
     bool const is_right = address != nullptr && reinterpret_cast<uintptr_t>(address) % 16 == 0;
     return is_right || fail(field, "a 16-byte aligned address", (long long)address);
   }
-  bool words(char const* field, void const* address) const {
-    bool const is_right = address != nullptr && reinterpret_cast<uintptr_t>(address) % 4 == 0;
-    return is_right || fail(field, "a 4-byte aligned address", (long long)address);
+  bool words(char const* field, void const* address, int bytes = 4) const {
+    bool const is_right = address != nullptr && reinterpret_cast<uintptr_t>(address) % bytes == 0;
+    return is_right ||
+           fail(field, bytes == 8 ? "an 8-byte aligned address" : "a 4-byte aligned address", (long long)address);
   }
   bool within(char const* field, int64_t value, int64_t least, int64_t most, char const* expected) const {
     return (value >= least && value <= most) || fail(field, expected, value);
@@ -183,47 +117,50 @@ struct Check {
     return (columns >= kVector && columns % kVector == 0 && columns <= INT_MAX / 2) ||
            fail("columns", "a multiple of 8", columns);
   }
-  bool type(int type) const {
-    return within("type", type, int(FloatType::kF16), int(FloatType::kBf16), "0 (fp16) or 1 (bf16)");
+  bool experts(int experts) const { return within("experts", experts, 1, kMaxGroupedExperts, "1 to 1024"); }
+  bool choices(int tokens, int top_k) const {
+    return within("top_k", top_k, 1, kMaxChoices, "1 to 2097152") &&
+           within("tokens", tokens, 1, kMaxChoices / top_k, "such that tokens * top_k is 1 to 2097152");
   }
 };
 
 inline bool check(Check const& c, RouteParams const& p) {
-  return c.words("ids", p.ids) && c.vectors("x", p.x) && c.vectors("sorted", p.sorted) && c.words("offs", p.offs) &&
-         c.words("places", p.places) && c.columns(p.columns) &&
-         c.within("experts", p.experts, 1, kMaxExperts, "1 to 512") &&
-         c.within("top_k", p.top_k, 1, kMaxChoices, "1 to 4096") &&
-         c.within("tokens", p.tokens, 1, kMaxChoices / p.top_k, "such that tokens * top_k is 1 to 4096") &&
-         c.within("is_int64", p.is_int64, 0, 1, "0 or 1") &&
-         (p.ldx % kVector == 0 || c.fail("ldx", "a multiple of 8", p.ldx)) &&
-         c.within("ldx", p.ldx, p.tokens > 1 ? p.columns : 0, int64_t(1) << 46, "at least columns");
+  return c.within("is_int64", p.is_int64, 0, 1, "0 or 1") && c.words("ids", p.ids, p.is_int64 ? 8 : 4) &&
+         c.words("offs", p.offs) && c.words("places", p.places) && c.experts(p.experts) &&
+         c.within("choices", p.choices, 1, kMaxChoices, "1 to 2097152");
 }
 
-inline bool check(Check const& c, GateParams const& p) {
-  return c.vectors("gate_up", p.gate_up) && c.vectors("y", p.y) && c.columns(p.columns) && c.type(p.type) &&
-         c.within("rows", p.rows, 1, INT_MAX, "at least 1") &&
-         c.within("activation", p.activation, 0, int(Activation::kSilu), "0 to 3");
+inline bool check(Check const& c, GatherParams const& p) {
+  return c.vectors("x", p.x) && c.vectors("sorted", p.sorted) && c.words("offs", p.offs) &&
+         c.words("places", p.places) && c.columns(p.columns) && c.experts(p.experts) && c.choices(p.tokens, p.top_k) &&
+         (p.ldx % kVector == 0 || c.fail("ldx", "a multiple of 8", p.ldx)) &&
+         c.within("ldx", p.ldx, p.tokens > 1 ? p.columns : 0, int64_t(1) << 40, "at least columns");
 }
 
 inline bool check(Check const& c, CombineParams const& p) {
   return c.vectors("rows", p.rows) && c.vectors("y", p.y) && c.words("weights", p.weights) &&
-         c.words("places", p.places) && c.words("offs", p.offs) && c.columns(p.columns) && c.type(p.type) &&
-         c.within("experts", p.experts, 1, kMaxExperts, "1 to 512") &&
-         c.within("top_k", p.top_k, 1, INT_MAX, "at least 1") &&
-         c.within("tokens", p.tokens, 1, INT_MAX / p.top_k, "1 or more, with tokens * top_k in 32 bits");
+         c.words("places", p.places) && c.words("rows_end", p.rows_end) && c.columns(p.columns) &&
+         c.within("type", p.type, int(FloatType::kF16), int(FloatType::kBf16), "0 (fp16) or 1 (bf16)") &&
+         c.choices(p.tokens, p.top_k);
 }
 
 template <class Params>
-cudaError_t launch(void (*kernel)(Params), Params const& p, dim3 grid, int threads, void* stream) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch(void (*kernel)(Params), Params const& p, dim3 grid, int threads, void* stream, int cluster = 1,
+                   int smem_bytes = 0) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster;
+  attributes[0].val.clusterDim.y = 1;
+  attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = p.pdl_mode == int(PdlMode::kNone) ? 0 : 1;
+  config.attrs = attributes;
+  config.numAttrs = p.pdl_mode == int(PdlMode::kNone) ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
@@ -246,17 +183,20 @@ using namespace weightonly::experts_cu;
 
 int wo_route(RouteParams const* params, int device, void* stream, char* message, int message_bytes) {
   return run("route", params, device, message, message_bytes, [&](RouteParams const& p) {
-    constexpr int kMaxCtas = 264;
-    int const choices = p.tokens * p.top_k;
-    return launch(route_kernel, p, dim3(choices < kMaxCtas ? choices : kMaxCtas), kRouteThreads, stream);
+    static std::atomic<uint64_t> devices_done{0};
+    constexpr int kMostBytes = route::Smem::bytes(kMaxGroupedExperts);
+    if (cudaError_t const error = allow_shared_memory(route::kernel, kMostBytes, devices_done); error != cudaSuccess) {
+      return error;
+    }
+    int ctas = 1;
+    while (ctas < route::kMaxCtas && ctas * route::kCtaChoices < p.choices) ctas *= 2;
+    return launch(route::kernel, p, dim3(ctas), route::kThreads, stream, ctas, route::Smem::bytes(p.experts));
   });
 }
 
-int wo_gate(GateParams const* params, int device, void* stream, char* message, int message_bytes) {
-  return run("gate", params, device, message, message_bytes, [&](GateParams const& p) {
-    bool const is_f16 = p.type == int(FloatType::kF16);
-    auto* const kernel = is_f16 ? gate_kernel<cutlass::half_t> : gate_kernel<cutlass::bfloat16_t>;
-    return launch(kernel, p, row_grid(p.columns, p.rows), kThreads, stream);
+int wo_gather(GatherParams const* params, int device, void* stream, char* message, int message_bytes) {
+  return run("gather", params, device, message, message_bytes, [&](GatherParams const& p) {
+    return launch(gather_kernel, p, row_grid(p.columns, p.tokens), kThreads, stream);
   });
 }
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from ..experts import Gate, run_experts
+from ..experts import run_experts
 from ..formats.records import QuantizedLayer
+from ..gate import Gate
 from ..gemm import autocast
 from ..packing import preprocess, unpack
 from .grouped import GroupedLinear, Part
@@ -177,12 +178,24 @@ class ModuleGate:
 def _gate_of(module: Any) -> Gate | None:
     """What transformers' own gate computes with an activation that kernels have; None for others."""
     apply, act = type(module)._apply_gate, getattr(module, "act_fn", None)
-    if not module.has_gate or (apply.__module__, apply.__name__) != _DEFAULT_GATE:
+    if module.has_gate and (apply.__module__, apply.__name__) != _DEFAULT_GATE:
         return None
-    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
-        return Gate("silu")
-    return Gate("relu") if type(act) is torch.nn.ReLU else None
+    activation = _ACTIVATIONS.get(type(act).__name__)
+    if activation is None or getattr(act, "approximate", "none") == "tanh":
+        return None
+    return Gate(activation, has_gate=module.has_gate)
 
+
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
+}
+"""The class of an activation of PyTorch or transformers -> its name here."""
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 

@@ -13,16 +13,16 @@ from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..activations import activation_of
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
+from ..heuristics.families.grouped_sm90 import MAX_EXPERTS
 from ..kernels import _C, FLOAT_TYPES
 
-MAX_CHOICES = 4096
+MAX_CHOICES = 1 << 21
 """Choices of experts that the kernel sorts: kMaxChoices of kernels/experts/experts.h."""
 
-_MAX_EXPERTS = 512
-_VECTOR = 8
+VECTOR = 8
+"""Columns of 16 bytes, which the kernels read at once."""
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -39,57 +39,40 @@ def runs(*tensors: torch.Tensor) -> bool:
     return FAMILIES["grouped_sm90"].verified and device_arch(x.get_device()) == 90
 
 
-def _is_vectors(*rows: torch.Tensor) -> bool:
-    """Whether the kernels read these rows where they are: contiguous, 16-byte aligned, of a multiple of 8 columns."""
-    return all(r.is_contiguous() and r.shape[-1] % _VECTOR == 0 and r.data_ptr() % 16 == 0 for r in rows)
+def is_rows(rows: torch.Tensor) -> bool:
+    """Whether the kernels read these rows where they are: 16-byte aligned, of a multiple of 8 columns."""
+    if rows.shape[-1] % VECTOR or rows.stride(-1) != 1 or rows.data_ptr() % 16:
+        return False
+    return rows.shape[0] == 1 or (rows.stride(0) % VECTOR == 0 and rows.stride(0) >= rows.shape[1])
 
 
 def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of x by expert, in the order of the choices ids [M, top_k]; those of no expert come last.
 
     Returns the rows [M * top_k, H], the ends of experts int32 [E], and places, integers [M * top_k]: the row of each
-    choice. Raises ValueError for ids out of range, on the CPU.
+    choice. Rows of no expert may hold any numbers. Raises ValueError for ids out of range, on the CPU.
     """
     tokens, top_k = ids.shape
     choices = tokens * top_k
-    if 1 <= choices <= MAX_CHOICES and experts <= _MAX_EXPERTS and runs(x) and _is_vectors(x):
-        ids = ids.contiguous()
-        rows = x.new_empty(choices, x.shape[1])
+    if 1 <= choices <= MAX_CHOICES and experts <= MAX_EXPERTS and runs(x) and is_rows(x):
         offs = torch.empty(experts, dtype=torch.int32, device=x.device)
         places = torch.empty(choices, dtype=torch.int32, device=x.device)
-        device = x.get_device()
-        _C.route(
-            device,
-            tokens,
-            top_k,
-            experts,
-            x.shape[1],
-            ids.dtype == torch.int64,
-            ids.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            rows.data_ptr(),
-            offs.data_ptr(),
-            places.data_ptr(),
-            _current_stream(device),
-        )
+        rows = x.new_empty(choices, x.shape[1])
+        route(x, ids.contiguous(), rows, offs, places)
         return rows, offs, places
     order, offs = _route_op(ids, experts) if is_compiling() else _route(ids, experts)  # (T = M * top_k), (E)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(choices, device=order.device))
     return x[order // top_k], offs, places
 
 
-def gated(gate_up: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """act(gate) * up, [T, 2 I] -> [T, I]: columns 0 .. I - 1 are gate, the others up. Both are rounded."""
-    if gate_up.dim() == 2 and gate_up.numel() and runs(gate_up) and _is_vectors(gate_up):
-        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-        if columns % _VECTOR == 0:
-            y = gate_up.new_empty(rows, columns)
-            device, type_, number = gate_up.get_device(), FLOAT_TYPES[gate_up.dtype], activation_of(activation).number
-            _C.gate(device, type_, number, rows, columns, gate_up.data_ptr(), y.data_ptr(), _current_stream(device))
-            return y
-    gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
-    return activation_of(activation).function(gate) * up
+def route(x: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor, places: torch.Tensor) -> None:
+    """Two launches: sorts the choices ids [M, top_k], contiguous, and writes `rows`, `offs` and `places`."""
+    tokens, top_k = ids.shape
+    experts, columns, device = offs.shape[0], x.shape[1], x.get_device()
+    stream, ends, row_of = _current_stream(device), offs.data_ptr(), places.data_ptr()
+    _C.route(device, tokens * top_k, experts, ids.dtype == torch.int64, ids.data_ptr(), ends, row_of, stream)
+    distance = x.stride(0) if tokens > 1 else columns
+    _C.gather(device, tokens, top_k, experts, columns, x.data_ptr(), distance, ends, row_of, rows.data_ptr(), stream)
 
 
 def combine(
@@ -110,32 +93,42 @@ def combine(
         and rows.numel()
         and rows.dtype == dtype
         and runs(rows, weights)
-        and _is_vectors(rows)
+        and rows.is_contiguous()
+        and is_rows(rows)
     ):
-        weights = weights.float().contiguous()
         y = rows.new_empty(tokens, rows.shape[1])
-        device, type_ = rows.get_device(), FLOAT_TYPES[dtype]
-        _C.combine(
-            device,
-            type_,
-            tokens,
-            top_k,
-            offs.shape[0],
-            rows.shape[1],
-            rows.data_ptr(),
-            weights.data_ptr(),
-            places.data_ptr(),
-            offs.data_ptr(),
-            y.data_ptr(),
-            _current_stream(device),
-        )
+        add_choices(rows, weights.float().contiguous(), places, offs[-1:], y)
         return y
     y = rows[places].view(tokens, top_k, rows.shape[-1])  # (M, top_k, H)
-    weights = torch.where((ids >= 0) & (ids < offs.shape[0]), weights.float(), 0.0)  # (M, top_k)
+    is_chosen = (ids >= 0) & (ids < offs.shape[0])
+    y = torch.where(is_chosen[..., None], y, 0)  # rows of no expert may hold Inf and NaN
+    weights = torch.where(is_chosen, weights.float(), 0.0)  # (M, top_k)
     total = y[:, 0].float() * weights[:, :1]
     for j in range(1, top_k):
         total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
     return total.to(dtype)
+
+
+def add_choices(
+    rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, rows_end: torch.Tensor, y: torch.Tensor
+) -> None:
+    """One launch: `combine` into y [M, H]. weights: fp32 [M, top_k], contiguous. rows_end: int32, the first row that
+    does not count."""
+    tokens, top_k = weights.shape
+    device = rows.get_device()
+    _C.combine(
+        device,
+        FLOAT_TYPES[rows.dtype],
+        tokens,
+        top_k,
+        rows.shape[1],
+        rows.data_ptr(),
+        weights.data_ptr(),
+        places.data_ptr(),
+        rows_end.data_ptr(),
+        y.data_ptr(),
+        _current_stream(device),
+    )
 
 
 def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,9 @@ _lock = threading.Lock()
 layers: dict[Key, object] = {}
 """The plans of whole layers of experts (experts.py), by keys of their own."""
 
+checked_layers: set[Key] = set()
+"""Kinds of such layers whose weights were checked: what is checked depends on nothing else."""
+
 find = _plans.get
 """The plan of a key, or None."""
 
@@ -44,6 +47,7 @@ def clear() -> None:
     with _lock:
         _plans.clear()
         layers.clear()
+        checked_layers.clear()
 
 
 def plans() -> list[Plan]:

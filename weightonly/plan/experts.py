@@ -1,10 +1,8 @@
-"""The plan of a layer of experts for few tokens: three launches.
+"""The plan of a layer of experts on Hopper.
 
-1. The first grouped product sorts the choices of tokens, gathers their rows of x, and gates its result.
-2. The second one reads the rows where the first has put them.
-3. A small kernel adds the results of each token.
-
-Taken once a GPU has passed the tests of it: `lists_verified` of the kernel's family.
+Few choices of tokens are three launches: the kernel of the first product sorts them and gates its result, that of the
+second sorts them again while the first one ends, and a small kernel adds the results of each token. More choices are
+five: they are sorted and their rows of x gathered in front.
 """
 
 from __future__ import annotations
@@ -13,66 +11,60 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..activations import activation_of
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
 from ..heuristics import KernelConfig, Problem
-from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_SORTED_CHOICES
 from ..heuristics.grouped import select_grouped
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, FLOAT_TYPES, grouped_kernel_numbers, is_compiled, runs_on
+from ..ops.around_experts import MAX_CHOICES, VECTOR, add_choices, is_rows, route
 from . import cache
 from .grouped import types_of
 from .kernel import _current_stream
 
 if TYPE_CHECKING:
-    from ..experts import Gate, Product
+    from ..experts import Product
+    from ..gate import Gate
 
 _VECTOR_BYTES = 16
-_LIST_HEAD, _LIST_ENTRY = 2, 2  # int32 of RowTileCounts and RowTile (cutlass_ext/grouped_params.h)
 
 
-def decode_layer(
+def layer(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: Product, gate: Gate, second: Product
 ) -> torch.Tensor | None:
-    """y [M, H] of rows x [M, H], as `fused_experts` has it; None where it takes other launches.
+    """y [M, H] of rows x [M, H], as `fused_experts` has it; None where no such plan computes it.
 
     ids, weights: [M, top_k]. All are on one GPU of compute capability 9.0, and no gradient is asked for.
     """
-    choices = ids.numel()
-    if not FAMILIES["grouped_decode_sm90"].lists_verified or not 1 <= choices <= MAX_SORTED_CHOICES:
+    if not 1 <= ids.numel() <= MAX_CHOICES or first.perm is not None or second.perm is not None or not is_rows(x):
         return None
-    if first.perm is not None or second.perm is not None:
-        return None
-    key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.activation, first.kind(), second.kind())
+    key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.key, first.kind(), second.kind())
     plan = cache.layers.get(key)
     if plan is None:
         if len(cache.layers) >= cache.MAX_PLANS:
             cache.layers.clear()
-        plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_DECODE
-    if not isinstance(plan, DecodeLayer) or x.stride() != (x.shape[1], 1):
+        plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_LAYER
+    if not isinstance(plan, LayerPlan):
         return None
-    vectors = (x, first.scales, first.zeros, second.scales, second.zeros)
+    vectors = (first.scales, first.zeros, second.scales, second.zeros)
     if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):
         return None
     return plan.run(x, ids, weights, first, second)
 
 
-NO_DECODE = object()
-"""The plan of a layer that takes other launches."""
+NO_LAYER = object()
+"""The plan of a layer that is computed in other ways."""
 
 
-def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> DecodeLayer | None:
+def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> LayerPlan | None:
     device = x.get_device()
     arch = device_arch(device)
     experts, inner = first.qweight.experts or 0, second.qweight.k
     fits = (
-        _C is not None
-        and x.dtype in FLOAT_TYPES
-        and first.qweight.n == 2 * inner
-        and inner % GATED_COLUMNS == 0
-        and x.shape[1] % 8 == 0
+        x.dtype in FLOAT_TYPES
+        and first.qweight.n == (2 * inner if gate.has_gate else inner)
+        and inner % (GATED_COLUMNS if gate.has_gate else VECTOR) == 0
         and all(p.scales.dtype == x.dtype and p.in_place() for p in (first, second))
     )
     if not fits:
@@ -86,16 +78,16 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
             ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, product.zeros is not None
         )
         config = select_grouped(problem, experts)
-        if config is None or not config.rules.lists_rows:
+        if config is None or not config.rules.gates:
             return None
         if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
             return None
         products.append((problem, config))
-    return DecodeLayer(x, ids, first, gate, second, products)
+    return LayerPlan(x, ids, first, gate, second, products)
 
 
-class DecodeLayer:
-    """Holds no address, so that all layers of one kind share it."""
+class LayerPlan:
+    """Holds no address, so that all layers of one kind share it. sorts: whether the products sort the choices."""
 
     def __init__(
         self,
@@ -108,17 +100,17 @@ class DecodeLayer:
     ) -> None:
         self.device, self.dtype = x.get_device(), x.dtype
         self.tokens, self.top_k = ids.shape
+        self.experts = first.qweight.experts or 0
         self.inner, self.columns = second.qweight.k, second.qweight.n
-        gated: dict[str, Any] = {
-            "is_gated": True,
-            "activation": activation_of(gate.activation).number,
-            "top_k": self.top_k,
-            "is_int64": ids.dtype == torch.int64,
-        }
-        self._first = self._launches(first, *products[0], **gated)
-        self._second = self._launches(second, *products[1])
+        self.sorts = ids.numel() <= MAX_SORTED_CHOICES and all(config.rules.sorts for _, config in products)
+        choices: dict[str, Any] = {}
+        if self.sorts:
+            choices = {"top_k": self.top_k, "is_int64": ids.dtype == torch.int64}
+        gated = {"is_gated": gate.has_gate, "gate": gate.numbers, "is_in_layer": not self.sorts}
+        self._first = self._launches(first, *products[0], **gated, **choices)
+        self._second = self._launches(second, *products[1], is_in_layer=True, **choices)
 
-    def _launches(self, product: Product, problem: Problem, config: KernelConfig, **choices: Any) -> tuple[Any, int]:
+    def _launches(self, product: Product, problem: Problem, config: KernelConfig, **fields: Any) -> tuple[Any, int]:
         w = product.qweight
         plan = _C.GroupedPlan(
             kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, self.dtype).name}"],
@@ -132,12 +124,12 @@ class DecodeLayer:
             group_size=w.k_padded if problem.per_channel else problem.group_size,
             ld_scales=w.n_padded,
             clusters=resident_clusters(problem.sm_count, 1),
-            **choices,
+            **fields,
         )
         codebook = 0
         if w.code is not None:
             codebook = codebook_on(w.code, torch.device("cuda", self.device), self.dtype).data_ptr()
-        return plan.launch_choices, codebook
+        return plan.launch_choices if self.sorts else plan.launch, codebook
 
     def run(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: Product, second: Product
@@ -145,44 +137,47 @@ class DecodeLayer:
         rows = self.tokens * self.top_k
         ids = ids.contiguous()
         weights = weights.float().contiguous()
-        entries = torch.empty(_LIST_HEAD + _LIST_ENTRY * rows + rows, dtype=torch.int32, device=x.device)
-        list_, places = entries.data_ptr(), entries[_LIST_HEAD + _LIST_ENTRY * rows :].data_ptr()
+        numbers = torch.empty(rows + (1 if self.sorts else self.experts), dtype=torch.int32, device=x.device)
+        places, ends = numbers[:rows], numbers[rows:]  # (T), and the end of all rows, or (E): those of each expert
         between = x.new_empty(rows, self.inner)
         parts = x.new_empty(rows, self.columns)
         y = x.new_empty(self.tokens, self.columns)
+        row_of, end_of = places.data_ptr(), ends.data_ptr()
+        of_first: tuple[int, ...] = (end_of,)
+        of_second: tuple[int, ...] = (end_of,)
+        if self.sorts:
+            source, distance = x, x.stride(0) if self.tokens > 1 else self.columns
+            of_first, of_second = (ids.data_ptr(), row_of, end_of), (ids.data_ptr(), 0, 0)
+        else:
+            # The rows of x become those of the result: the second product writes no row before all of the first are.
+            source, distance = parts, self.columns
+            route(x, ids, parts, ends, places)
         stream = _current_stream(self.device)
-        for (launch, codebook), product, source, target, chosen in (
-            (self._first, first, x, between, ids.data_ptr()),
-            (self._second, second, between, parts, 0),
-        ):
-            launch(
-                source.data_ptr(),
-                product.qweight.data.data_ptr(),
-                product.scales.data_ptr(),
-                codebook if product.zeros is None else product.zeros.data_ptr(),
-                0 if product.bias is None else product.bias.data_ptr(),
-                target.data_ptr(),
-                chosen,
-                list_,
-                places,
-                source.shape[1],
-                target.shape[1],
-                stream,
-            )
-        # Rows of no expert come last. The number of the others is the second of the list, as if it ended one expert.
-        ends = list_ + 4
-        _C.combine(
-            self.device,
-            FLOAT_TYPES[self.dtype],
-            self.tokens,
-            self.top_k,
-            1,
-            self.columns,
-            parts.data_ptr(),
-            weights.data_ptr(),
-            places,
-            ends,
-            y.data_ptr(),
+        self._launch(self._first, first, source, distance, between, of_first, stream)
+        self._launch(self._second, second, between, self.inner, parts, of_second, stream)
+        add_choices(parts, weights, places, ends[-1:], y)
+        return y
+
+    def _launch(
+        self,
+        launch: tuple[Any, int],
+        product: Product,
+        source: torch.Tensor,
+        distance: int,
+        target: torch.Tensor,
+        rows: tuple[int, ...],
+        stream: int,
+    ) -> None:
+        enqueue, codebook = launch
+        enqueue(
+            source.data_ptr(),
+            product.qweight.data.data_ptr(),
+            product.scales.data_ptr(),
+            codebook if product.zeros is None else product.zeros.data_ptr(),
+            0 if product.bias is None else product.bias.data_ptr(),
+            target.data_ptr(),
+            *rows,
+            distance,
+            target.shape[1],
             stream,
         )
-        return y

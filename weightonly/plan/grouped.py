@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,8 @@ class GroupedKernelPlan(Plan):
         super().__init__(args)
         x, w = args.x, args.qweight
         self.config = config
-        self.activate = activation_of(args.activation).in_place
+        activation = activation_of(args.activation)
+        self.activate = None if config.rules.gates else activation.in_place
         self.k = w.k
         self.x_k = -(-w.k // 8) * 8  # K as the kernel sees it
         self.n_padded = w.n_padded
@@ -99,6 +101,7 @@ class GroupedKernelPlan(Plan):
             group_size=w.k_padded if group_size == -1 else group_size,
             ld_scales=w.n_padded,
             clusters=resident_clusters(problem.sm_count, 1),
+            gate=(activation.number if config.rules.gates else 0, 1.0, math.inf, 0.0),
         ).launch
 
     def run(self, args: Any) -> torch.Tensor:

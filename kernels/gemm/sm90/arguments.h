@@ -60,22 +60,17 @@ int scale_k(int group_size) {
   return k;
 }
 
-/// experts: weights that lie one after another, each with its scales.
 template <class Traits>
-cudaError_t make_tensor_maps(Params& p, int experts) {
+cudaError_t make_tensor_maps(Params& p) {
   using Element = typename Traits::Element;
   using Layout = typename Traits::Layout;
   cudaError_t error = map_k_blocks<Element>(&p.x_map, p.x, p.m, p.k, p.ldx, p.x_box_rows, p.x_box_k_blocks);
   if (error != cudaSuccess) return error;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
-  error = map_lines(&p.weight_map, p.weight, int64_t(experts) * (p.n_padded / Layout::kPanelColumns),
+  error = map_lines(&p.weight_map, p.weight, p.n_padded / Layout::kPanelColumns,
                     p.k_padded / Layout::kBlockK * kBlockLines, Traits::kWarpgroupsN, Traits::kKBlocks * kBlockLines);
   if (error != cudaSuccess) return error;
   auto const map_groups = [&](CUtensorMap* map, void const* rows) {
-    if constexpr (Traits::kIsGrouped) {
-      return map_matrices<Element>(map, rows, experts, p.groups, p.n_padded, p.ld_scales, p.scale_box_rows,
-                                   Traits::kTileN);
-    }
     return map_rows<Element>(map, rows, p.groups, p.n_padded, p.ld_scales, p.scale_box_rows, Traits::kTileN);
   };
   if (Traits::kHasScales) error = map_groups(&p.scale_map, p.scales);
@@ -84,9 +79,9 @@ cudaError_t make_tensor_maps(Params& p, int experts) {
   return error;
 }
 
-/// The kernel's arguments for a call. experts: see make_tensor_maps.
+/// The kernel's arguments for a call.
 template <class Traits, class TileScheduler>
-cudaError_t make_params(GemmParams const& call, Params& p, int experts = 1) {
+cudaError_t make_params(GemmParams const& call, Params& p) {
   using Layout = typename Traits::Layout;
   static_cast<GemmParams&>(p) = call;
   p.k_tiles = divide_up(p.k_padded, Traits::kTileK);
@@ -111,7 +106,7 @@ cudaError_t make_params(GemmParams const& call, Params& p, int experts = 1) {
   p.reduce.rank_multiplier = divide_up(1 << 16, p.reduce.tiles_per_cta);
   static_assert(Traits::kReductionTiles <= 64, "the multiplication is exact");
   p.scheduler = TileScheduler::make_params(divide_up(p.m, Traits::kTileM), n_tiles / p.multicast_ctas);
-  return make_tensor_maps<Traits>(p, experts);
+  return make_tensor_maps<Traits>(p);
 }
 
 }  // namespace weightonly::sm90

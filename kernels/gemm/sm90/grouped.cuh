@@ -1,5 +1,5 @@
 // Grouped GEMM on Hopper, for mixtures of experts: the rows of x are sorted by expert, and each expert has a weight.
-// The parts are those of gemm_sm90 (kernel.cuh); grouped_scheduler.h says which tiles a CTA computes.
+// The main loop is that of gemm_sm90 (mainloop.h); grouped_scheduler.h says which tiles a CTA computes.
 //
 //   all         count tiles | synchronize
 //   producers                             | k_tiles of the first tile | those of the next tile ...
@@ -11,11 +11,8 @@
 #include "cutlass_ext/arch/barrier.h"
 #include "kernels/api/grouped_registry.h"
 #include "kernels/gemm/launch_cluster.h"
-#include "kernels/gemm/sm90/arguments.h"
-#include "kernels/gemm/sm90/epilogue_reduce.h"
-#include "kernels/gemm/sm90/epilogue_store.h"
-#include "kernels/gemm/sm90/grouped_scheduler.h"
-#include "kernels/gemm/sm90/load.h"
+#include "kernels/gemm/sm90/grouped_load.h"
+#include "kernels/gemm/sm90/grouped_store.h"
 #include "kernels/gemm/sm90/mainloop.h"
 
 namespace weightonly {
@@ -24,39 +21,31 @@ namespace sm90 {
 template <class Traits_>
 struct GroupedKernel {
   using Traits = Traits_;
-  using Scheduler = GroupedScheduler<Traits>;
-  using Tile = typename Scheduler::Tile;
-  using Work = typename Scheduler::Work;
+  using Tiles = GroupedTiles<Traits>;
   using Smem = typename Traits::Smem;
-  using Load = sm90::Load<Traits>;
-  using Mainloop = sm90::Mainloop<Traits>;
   using Element = typename Traits::Element;
 
   CUTLASS_DEVICE static void run(GroupedParams const& p, char* smem_base) {
-    Smem const smem{{smem_base}};
+    Smem const smem{smem_base};
     GroupedSchedule const schedule = smem.schedule(p.experts);
     int const producer = int(threadIdx.x) - Traits::kConsumers;  // negative: a consumer
     prefetch_maps(p, producer);
     if (producer == 0) initialize_barriers(smem);
-    // A kernel in front of this one writes `offs`, so nothing can be loaded before it has ended.
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
+    if (!p.is_in_layer) {
+      cudaGridDependencySynchronize();
+      cudaTriggerProgrammaticLaunchCompletion();
+    }
     schedule.read_ends(p.offs, p.m, threadIdx.x, Traits::kThreads);
     __syncthreads();
-    if (threadIdx.x < 32) Scheduler::count(schedule);
+    if (threadIdx.x < 32) schedule.count(Traits::kTileM, threadIdx.x);
     __syncthreads();
     if (producer < 0) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-      clear_rest(p, schedule);
+      if (!p.is_in_layer) clear_rest(p, schedule);
       consume(p, schedule, smem);
     } else {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-      int const warp = producer / 32;
-      if (producer % 32 == 0) {
-        Tile const first(p, schedule, warp == 0 ? smem.records() : nullptr);
-        Load::issue_first(p, first, smem, warp);
-        Load::template load<Scheduler>(p, first, smem, warp);
-      }
+      if (producer % 32 == 0) GroupedLoad<Traits>::run(p, schedule, smem, producer / 32);
     }
   }
 
@@ -64,7 +53,7 @@ struct GroupedKernel {
   /// The first use of a tensor map takes longer. producer: the thread's number among the producers.
   CUTLASS_DEVICE static void prefetch_maps(GroupedParams const& p, int producer) {
     if (producer == 0) cute::prefetch_tma_descriptor(&p.weight_map);
-    if (producer == 32) cute::prefetch_tma_descriptor(&p.x_map);
+    if (producer >= 32 && producer < 32 + kWidths) cute::prefetch_tma_descriptor(&p.x_maps[producer - 32]);
     if (Traits::kHasScales && producer == 64) cute::prefetch_tma_descriptor(&p.scale_map);
     if (Traits::kHasZeros && producer == 96) cute::prefetch_tma_descriptor(&p.zero_map);
   }
@@ -86,30 +75,29 @@ struct GroupedKernel {
                                   typename Traits::SmemLayoutX{});  // (kTileM,64): a k_block
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
     Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
-    typename Mainloop::Reader reader(p, smem);
-    auto const compute = [&](WorkTile const& work) { Mainloop::run(p, work, reader, tCrX, accum); };
-    auto const finish = [&](Work const& work) {
-      if constexpr (Traits::kMayStageStore) {
-        StagedStore<Traits>::store(p, work, smem, accum);
-      } else {
-        // Else the compiler computes what follows from the thread before the loop, and has no registers for wgmma.
-        int thread = threadIdx.x;
-        asm volatile("" : "+r"(thread));
-        ClusterReduce<Traits, Work> reduction(p, work, smem, __shfl_sync(0xffffffff, thread / 32, 0), thread % 32);
-        reduction.store_partials(accum);
-        reduction.template reduce<true>();
-      }
-    };
-    Scheduler::for_each(p, schedule, smem.records(), compute, finish);
+    StageReader<Traits> reader(p, smem);
+    int const tiles = Tiles::count(p, schedule);
+    int record = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+      reader.wait();  // until the tile's first k_tile, and its record, are there
+      GroupedWork const& work = smem.records()[record];
+      // The broadcast tells the compiler that all lanes have the same value.
+      reader.width = __shfl_sync(0xffffffff, work.width, 0);
+      reader.k_block_x = (reader.width + 1) * Traits::kWidthStep * (Traits::kXRowBytes / Traits::kDescriptorBytes);
+      Mainloop<Traits>::run(p, WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, tCrX, accum);
+      GroupedStore<Traits>::store(p, work, smem, accum);
+      record = record + 1 == Traits::kRecords ? 0 : record + 1;
+    }
   }
 
   /// Sets y to zeros in rows of no expert. Called by all consumers.
   CUTLASS_DEVICE static void clear_rest(GroupedParams const& p, GroupedSchedule const& schedule) {
     bool const is_vector = vector_stores(p);
     int const step = is_vector ? 8 : 1;  // elements
-    for (int row = schedule.row_ends[p.experts - 1] + cluster_index(); row < p.m; row += cluster_count()) {
+    for (int row = schedule.row_ends[p.experts - 1] + int(blockIdx.x); row < p.m; row += gridDim.x) {
       Element* const y = static_cast<Element*>(p.y) + int64_t(row) * p.ldy;
-      for (int column = step * int(threadIdx.x); column < p.n; column += step * Traits::kConsumers) {
+      for (int column = step * int(threadIdx.x); column < p.columns; column += step * Traits::kConsumers) {
         if (is_vector) {
           *reinterpret_cast<uint4*>(y + column) = uint4{0, 0, 0, 0};
         } else {
@@ -127,26 +115,55 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, 1)
   Kernel::run(p, smem_bytes);
 }
 
+/// The kernel's arguments for a call.
+template <class Traits>
+cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p) {
+  using Element = typename Traits::Element;
+  using Layout = typename Traits::Layout;
+  static_cast<GemmParams&>(p) = call.gemm;
+  p.offs = call.offs;
+  p.experts = call.experts;
+  p.is_gated = call.is_gated;
+  p.is_in_layer = call.is_in_layer;
+  p.gate = call.gate;
+  p.columns = call.is_gated ? p.n / 2 : p.n;
+  p.n_tiles = cutlass::FastDivmod(call.is_gated ? divide_up(p.columns, Traits::kHalfColumns)
+                                                : divide_up(p.n_padded, Traits::kTileN));
+  p.k_tiles = divide_up(p.k_padded, Traits::kTileK);
+  p.scale_k = scale_k<Traits>(p.group_size);
+  p.groups = divide_up(p.k, p.group_size);
+  p.multicast_ctas = 1;
+  p.x_box_k_blocks = p.k % Layout::kBlockK == 0 ? Traits::kKBlocks : 1;
+  p.scale_rows = Traits::kTileK / p.scale_k;
+  constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
+  cudaError_t error =
+      map_lines(&p.weight_map, p.weight, int64_t(p.experts) * (p.n_padded / Layout::kPanelColumns),
+                p.k_padded / Layout::kBlockK * kBlockLines, Traits::kHalfPanels, Traits::kKBlocks * kBlockLines);
+  for (int i = 0; i < kWidths && error == cudaSuccess; ++i) {
+    error = map_k_blocks<Element>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep, p.x_box_k_blocks);
+  }
+  auto const map_groups = [&](CUtensorMap* map, void const* rows) {
+    return map_matrices<Element>(map, rows, p.experts, p.groups, p.n_padded, p.ld_scales, 1, Traits::kHalfColumns);
+  };
+  if (Traits::kHasScales && error == cudaSuccess) error = map_groups(&p.scale_map, p.scales);
+  if (Traits::kHasZeros && error == cudaSuccess) error = map_groups(&p.zero_map, p.zeros);
+  return error;
+}
+
 }  // namespace sm90
 
-/// Launches y = x w + bias as GroupedGemmParams has it. Config: see sm90::Traits.
+/// Launches a grouped product as GroupedGemmParams has it. Config: see sm90::Traits.
 template <class Config>
 cudaError_t launch_grouped_sm90(GroupedGemmParams const& call, cudaStream_t stream) {
   using Traits = sm90::GroupedTraits<Config>;
   using Kernel = sm90::GroupedKernel<Traits>;
   constexpr bool kNeedsZeros = Traits::kHasZeros || WeightFormat<typename Traits::Weight>::kIsCodebook;
   if (kNeedsZeros && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
-  if (call.experts > Traits::kMaxExperts) return cudaErrorInvalidValue;
-  if (!Traits::kMayHaveGroupsOf32 && call.gemm.group_size == 32) return cudaErrorInvalidValue;
-  int const n_tiles = divide_up(call.gemm.n_padded, Traits::kTileN);
-  int64_t const tiles = GroupedSchedule::most_m_tiles(call.gemm.m, call.experts, Traits::kTileM) * n_tiles;
-  if (tiles > (1 << 30)) return cudaErrorInvalidValue;
   sm90::GroupedParams p;
-  cudaError_t const error = sm90::make_params<Traits, typename Kernel::Scheduler>(call.gemm, p, call.experts);
+  cudaError_t const error = sm90::make_grouped_params<Traits>(call, p);
   if (error != cudaSuccess) return error;
-  p.offs = call.offs;
-  p.experts = call.experts;
-  p.n_tiles = cutlass::FastDivmod(n_tiles);
+  int64_t const tiles = GroupedSchedule::most_m_tiles(call.gemm.m, call.experts, Traits::kTileM) * p.n_tiles.divisor;
+  if (tiles > (1 << 30)) return cudaErrorInvalidValue;
   dim3 const grid(int(min(tiles, int64_t(p.clusters))));
   static std::atomic<uint64_t> devices_done{0};
   return launch_clusters(sm90::grouped_sm90_kernel<Kernel>, devices_done, p, grid, dim3(1), Traits::kThreads,

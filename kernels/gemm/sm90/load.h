@@ -125,11 +125,7 @@ struct Load {
         auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
         char* const place = target + stage * Traits::kScaleStageBytes + row * kScaleRowBytes;
         int const group = k < p.k ? p.group.of<Traits::kLeastGroup>(k) : p.groups;
-        if constexpr (Traits::kIsGrouped) {
-          cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, place, work.column_begin, group, work.expert);
-        } else {
-          cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, place, work.column_begin, group);
-        }
+        cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, place, work.column_begin, group);
       }
     }
   };
@@ -197,6 +193,12 @@ struct Load {
     });
   }
 
+  CUTLASS_DEVICE static uint32_t clock() {
+    uint32_t cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
+    return cycles;
+  }
+
  private:
   /// Issues the loads of one k_tile into a stage, whose `full` barrier then waits for their bytes.
   template <class Loader, class Work>
@@ -216,12 +218,6 @@ struct Load {
   template <class Loader>
   CUTLASS_DEVICE static int first_k_tiles(WorkTile const& work, Loader const& loader) {
     return loader.is_multicast ? 0 : min(kFirstKTiles, work.k_tile_end - work.k_tile_begin);
-  }
-
-  CUTLASS_DEVICE static uint32_t clock() {
-    uint32_t cycles;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
-    return cycles;
   }
 
   /// Calls visit(loader) with the loader of a producer warp.

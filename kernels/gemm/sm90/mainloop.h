@@ -19,8 +19,8 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass_ext/arch/barrier.h"
-#include "cutlass_ext/arch/ld_shared.h"
 #include "cutlass_ext/fragment/scaled.h"
+#include "kernels/gemm/sm90/stage_reader.h"
 #include "kernels/gemm/sm90/tile_scheduler.h"
 #include "kernels/gemm/sm90/traits.h"
 
@@ -41,12 +41,12 @@ struct Mainloop {
   static constexpr int kWarpgroupsN = Traits::kWarpgroupsN;
   static constexpr int kWarpgroupKBlocks = Traits::kWarpgroupKBlocks;
   static constexpr int kScaleRowBytes = Traits::kScaleRowBytes;
-  static constexpr int kDescriptorBytes = 16;  // descriptors of wgmma count units of 16 bytes
+  static constexpr int kDescriptorBytes = Traits::kDescriptorBytes;
 
   /// Whether group scales may multiply the accumulators. This pays where there are no more accumulators than weights,
   /// and it needs registers for the accumulators of two k_tiles beside those of the tile.
   static constexpr bool kMayScaleAccumulators =
-      Traits::kHasScales && Traits::kTileM <= (Traits::kConsumerRegisters >= 160 ? 64 : 32);
+      Traits::kHasScales && !Traits::kHasWidths && Traits::kTileM <= (Traits::kConsumerRegisters >= 160 ? 64 : 32);
   /// Whether descriptors of x are added to as 64-bit numbers, one instruction each. CuTe adds to the low half, of which
   /// ptxas makes three instructions; tiles of more tokens are faster that way.
   static constexpr bool kAdds64Bits = Traits::kTileM <= 64;
@@ -59,96 +59,8 @@ struct Mainloop {
   /// before. It begins with stage 0.
   static constexpr bool kUnrollsStages = kWarpgroups == 2 && kStages % 2 == 0 && kStages <= 6 && !Traits::kMayPersist;
 
-  using Words = uint32_t[Layout::kLaneWords];  // a lane's packed weights of a k_block
-
-  /// Where one consumer lane reads, and how far it has come: its stage of the pipeline.
-  struct Reader {
-    uint32_t weights, scales, full;  // shared memory addresses, in stage 0
-    uint32_t empty;  // the barrier of stage 0 in the CTA that this lane releases a stage to
-    bool releases;
-    uint32_t k_block_scale_bytes;  // from the scales of a k_block to those of the next
-    Codebook codebook;
-    // In descriptor units: from the stage to the warpgroup's first k_block of x, and from a k_block to the next. That
-    // is p.x_rows rows. Where these are fewer than kTileM, the MMA reads other bytes as the missing rows, and nobody
-    // stores what it computes of them.
-    int first_x, k_block_x;
-    int stage = 0, phase = 0;
-
-    CUTLASS_DEVICE Reader(Params const& p, Smem const& smem)
-        : codebook(cute::cast_smem_ptr_to_uint(smem.codebook()), threadIdx.x % 32) {
-      // The broadcast tells the compiler that all lanes have the same value. So it keeps the descriptors of x, which
-      // depend on it, in uniform registers.
-      int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
-      int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-      int const warpgroup_n = warpgroup % kWarpgroupsN;
-      int const first_k_block = warpgroup / kWarpgroupsN * kWarpgroupKBlocks;
-      k_block_x = p.x_rows * (Traits::kXRowBytes / kDescriptorBytes);
-      first_x = first_k_block * k_block_x;
-      weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
-                (warpgroup_n * Traits::kKBlocks + first_k_block) * Layout::kBlockBytes + warp * Layout::kFragmentBytes +
-                lane * 16;
-      scales = cute::cast_smem_ptr_to_uint(smem.scales()) +
-               (warpgroup_n * Traits::kWarpgroupN + lane / 4 * 8 + warp * 2) * int(sizeof(Element)) +
-               first_k_block * Layout::kBlockK / p.scale_k * kScaleRowBytes;
-      k_block_scale_bytes = p.scale_k <= Layout::kBlockK ? Layout::kBlockK / p.scale_k * kScaleRowBytes : 0;
-
-      full = cute::cast_smem_ptr_to_uint(smem.full());
-      // Lane 0 releases stages to the producers of this CTA; where two CTAs share x, lane 1 releases them to those of
-      // the other.
-      empty = cute::cast_smem_ptr_to_uint(smem.empty());
-      releases = lane < p.multicast_ctas;
-      if constexpr (Traits::kMayMulticastX) {
-        empty = cute::set_block_rank(empty, rank_in_cluster() ^ (lane & (p.multicast_ctas - 1)));
-      }
-      // Keeps the compiler from computing them again for every k_tile.
-      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(full), "+r"(empty));
-      if constexpr (WeightFormat<Weight>::kIsCodebook) {
-        Codebook::fill(smem.codebook(), Codebook::fetch_code(p.zeros), Traits::kConsumers);
-        named_barrier_sync<BarrierId::kConsumers, Traits::kConsumers>();
-      }
-    }
-
-    /// Waits until the stage is full.
-    CUTLASS_DEVICE void wait() const { mbarrier_wait(full + 8 * stage, phase); }
-
-    /// Gives a stage back to the producers of all CTAs that share it.
-    CUTLASS_DEVICE void release(int used_stage) const {
-      uint32_t const barrier = empty + 8 * used_stage;
-      if (releases) mbarrier_arrive<Traits::kMayMulticastX>(barrier);
-    }
-
-    CUTLASS_DEVICE void advance() {
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-
-    /// The descriptor of x of the warpgroup's first k_block. x: the fragment of stage 0.
-    template <class XFragment>
-    CUTLASS_DEVICE cute::GmmaDescriptor x_of_stage(XFragment const& x) const {
-      return advanced(x.data().desc_, stage * (Traits::kXStageBytes / kDescriptorBytes) + first_x);
-    }
-
-    /// The lane's packed weights of a k_block.
-    CUTLASS_DEVICE void read_words(Words& words, int k_block) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Layout::kLoads; ++i) {
-        read_shared(
-            reinterpret_cast<uint32_t (&)[4]>(words[4 * i]),
-            weights + stage * Traits::kWeightStageBytes + k_block * Layout::kBlockBytes + i * Layout::kLoadBytes);
-      }
-    }
-
-    /// The scales and zero points of the lane's two columns. offset: bytes, to those of a group in the stage.
-    CUTLASS_DEVICE ScalePair<Element, kScaleMode> read_scales(uint32_t offset) const {
-      uint32_t scale[1] = {0}, zero[1] = {0};
-      constexpr int kStageBytes = Traits::kScaleStageBytes;
-      if constexpr (Traits::kHasScales) read_shared(scale, scales + stage * kStageBytes + offset);
-      if constexpr (Traits::kHasZeros) read_shared(zero, scales + stage * kStageBytes + offset + Traits::kZerosOffset);
-      return ScalePair<Element, kScaleMode>(scale[0], zero[0]);
-    }
-  };
+  using Reader = StageReader<Traits>;
+  using Words = typename Reader::Words;
 
   /// accum = w x: all k_tiles of a work tile, of one warpgroup. x: the B fragment of stage 0.
   template <class XFragment, class Accumulators>
@@ -156,7 +68,7 @@ struct Mainloop {
                                  Accumulators& accum) {
     if constexpr (Traits::kLeastGroup == 16) {
       mma<4>(work, reader, x, accum);
-    } else if (Traits::kMayHaveGroupsOf32 && Traits::kHasScales && p.scale_k == 32) {
+    } else if (Traits::kHasScales && p.scale_k == 32) {
       mma<2>(work, reader, x, accum);
     } else if constexpr (kMayScaleAccumulators) {
       if (p.scale_k > Layout::kBlockK) {
@@ -189,7 +101,6 @@ struct Mainloop {
                                          cute::GmmaDescriptor x_k_block, Accumulators& accum, Scales const& scales) {
     using namespace cute;
     using Fragment = ScaledFragment<Element, Weight, kScaleMode, kScalesWeights>;
-    TiledMma tiled_mma;
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kGroups; ++group) {
       auto const pair = scales(group);
@@ -200,15 +111,17 @@ struct Mainloop {
       }
     }
     warpgroup_fence_operand(accum);
-    warpgroup_arrive();
-    CUTLASS_PRAGMA_UNROLL
-    for (int k16 = 0; k16 < 4; ++k16) {
-      tiled_mma.accumulate_ = kClears && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      constexpr int kK16Units = 16 * int(sizeof(Element)) / kDescriptorBytes;  // of x
-      GMMA::DescriptorIterator const x_k16{advanced(x_k_block, kK16Units * k16)};
-      gemm(tiled_mma, w(_, _, k16), make_tensor(x_k16, x(_, _, 0).layout()), accum);  // (V,1) x (V,1) => (V,1,1)
-    }
-    warpgroup_commit_batch();
+    Traits::with_mma(reader.width, accum, [&](auto tiled_mma, auto& accum) {
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k16 = 0; k16 < 4; ++k16) {
+        tiled_mma.accumulate_ = kClears && k16 == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        constexpr int kK16Units = 16 * int(sizeof(Element)) / kDescriptorBytes;  // of x
+        GMMA::DescriptorIterator const x_k16{advanced(x_k_block, kK16Units * k16)};
+        gemm(tiled_mma, w(_, _, k16), make_tensor(x_k16, x(_, _, 0).layout()), accum);  // (V,1) x (V,1) => (V,1,1)
+      }
+      warpgroup_commit_batch();
+    });
   }
 
   /// Waits for all wgmmas but those of the last k_block.
@@ -239,7 +152,7 @@ struct Mainloop {
       [[maybe_unused]] Words second_words;
       reader.read_words(words, 0);
       if constexpr (kWarpgroupKBlocks == 2 && kReadsAhead) reader.read_words(second_words, 1);
-      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      GmmaDescriptor const x_stage = advanced(x.data().desc_, reader.x_units());
       multiply(w, words, x_stage, 0);
       if (!is_first) reader.release(previous_stage);
       if constexpr (kWarpgroupKBlocks == 2) {
@@ -302,7 +215,7 @@ struct Mainloop {
       if constexpr (kReadsAheadScalingAccumulators) reader.read_words(second_words, 1);
       auto const pair = reader.read_scales(0);
       auto const same = [&](int) { return pair; };
-      GmmaDescriptor const x_stage = reader.x_of_stage(x);
+      GmmaDescriptor const x_stage = advanced(x.data().desc_, reader.x_units());
       mma_k_block<1, false, true>(reader, words, w0, x, x_stage, partial, same);
       wait_for_previous_k_block(partial);
       if (!is_first) reader.release(previous_stage);

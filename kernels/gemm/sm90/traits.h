@@ -51,19 +51,23 @@ struct Traits {
   using MmaK = cute::Int<Layout::kBlockK>;
   using MmaOp = decltype(cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<MmaM, MmaN, MmaK>>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
+  /// Whether tiles have MMAs of several widths (grouped_traits.h).
+  static constexpr bool kHasWidths = false;
+  /// Calls issue(tiled_mma, accum) with the MMA of a tile.
+  template <class Accumulators, class Issue>
+  CUTLASS_DEVICE static void with_mma(int, Accumulators& accum, Issue const& issue) {
+    issue(TiledMma{}, accum);
+  }
   using ShapeA = cute::Shape<MmaM, MmaK>;
   using ShapeC = cute::Shape<MmaM, MmaN>;
+  static constexpr int kDescriptorBytes = 16;  // descriptors of wgmma count units of 16 bytes
   using SmemLayoutX =
       decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<MmaN, MmaK>{}));
 
   // ---- What a kernel of this shape can do ----
 
-  /// Whether rows of x belong to experts, each with a weight of its own (grouped_scheduler.h).
-  static constexpr bool kIsGrouped = false;
   /// k of the smallest groups, 32 or 16. Where it is 16, all groups are.
   static constexpr int kLeastGroup = Config::kLeastGroup;
-  /// Whether groups may be of 32 k.
-  static constexpr bool kMayHaveGroupsOf32 = true;
 
   /// Whether a CTA may compute several tiles, and load the next one while it stores this one. Only large tiles do so.
   static constexpr bool kMayPersist = kTileM >= 128 && kTileM * kTileN > 128 * 128;

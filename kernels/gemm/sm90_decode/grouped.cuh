@@ -31,9 +31,11 @@ struct GroupedKernel {
     typename Traits::Smem const smem{smem_base};
     int const lane = threadIdx.x % 32;
     if (threadIdx.x == 0) cute::initialize_barrier(smem.warps_barrier(), kThreads);
-    // A kernel in front of this one writes what says which row is whose, so nothing can be loaded before it has ended.
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
+    // Else the kernel in front writes the experts of rows, and nothing can be loaded before it has ended.
+    if (!p.is_in_layer) {
+      cudaGridDependencySynchronize();
+      cudaTriggerProgrammaticLaunchCompletion();
+    }
     uint32_t codebook_value = 0;
     if constexpr (Traits::kHasCodebook) codebook_value = Codebook::fetch_code(p.gemm.zeros);
     int first, n_tile;  // of this CTA's first tile: its index along M, and along N
@@ -47,9 +49,8 @@ struct GroupedKernel {
         cute::cast_smem_ptr_to_uint(smem.pipeline()) + threadIdx.x / 32 * Traits::kStages * kStageBytes;
     uint32_t const last_stage = first_stage + (Traits::kStages - 1) * kStageBytes;
     Loader loader(p, smem.rows(), row_tiles);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (uint32_t stage = first_stage; stage <= last_stage; stage += kStageBytes) loader.load_next(stage);
-    if (p.offs != nullptr) clear_rest(p, smem.rows().rows);
+    loader.load_first(first_stage, last_stage, kStageBytes);
+    if (p.offs != nullptr && !p.is_in_layer) clear_rest(p, smem.rows().rows);
     if constexpr (Traits::kHasCodebook) {
       Codebook::fill(smem.codebook(), codebook_value, kThreads);
       __syncthreads();
@@ -167,6 +168,9 @@ cudaError_t launch_grouped_decode_sm90(GroupedGemmParams const& call, cudaStream
   if ((Traits::kHasZeros || Traits::kHasCodebook) && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
   auto const p = sm90_decode::make_params<Traits>(call);
   int const group_size = call.gemm.group_size;
+  if constexpr (Traits::kHasGroupsOf16) {
+    return sm90_decode::launch_grouped_kernel<Traits, Traits::kMaxGroups>(p, stream);
+  }
   if (!Traits::kHasScales || group_size % Traits::kTileK == 0) {
     return sm90_decode::launch_grouped_kernel<Traits, 1>(p, stream);
   }

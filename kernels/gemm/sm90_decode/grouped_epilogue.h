@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass_ext/epilogue/column.h"
+#include "cutlass_ext/epilogue/gate.h"
 #include "kernels/gemm/sm90_decode/epilogue.h"
 #include "kernels/gemm/sm90_decode/grouped_traits.h"
 #include "kernels/gemm/sm90_decode/grouped_work.h"
@@ -48,13 +49,15 @@ struct GroupedEpilogue {
       sum = {constants.column(0, !Traits::kHasScales).affine(sum.x),
              constants.column(1, !Traits::kHasScales).affine(sum.y)};
     }
-    ColumnPair<Element> const pair = {Element(sum.x), Element(sum.y)};
+    ColumnPair<Element> pair = {Element(sum.x), Element(sum.y)};
     if (!p.is_gated) {
+      activate(p.gate, pair.values);
       store(tile.row_begin + row, column, pair);
     } else if (step % 2 == 0) {
       gate = pair;
     } else {
-      store(tile.row_begin + row, column - one.n / 2, gated(gate, pair));
+      apply_gate(p.gate, gate.values, pair.values);
+      store(tile.row_begin + row, column - one.n / 2, gate);
     }
   }
 
@@ -64,16 +67,6 @@ struct GroupedEpilogue {
     int const row_tile = n_tile * Traits::kRowTiles + pair % Traits::kRowTiles;
     return row_tile / Layout::kFragments * Layout::kPanelColumns + 8 * (pair / Traits::kRowTiles) +
            row_tile % Layout::kFragments * 2;
-  }
-
-  /// act(gate) * up, act(gate) rounded.
-  CUTLASS_DEVICE ColumnPair<Element> gated(ColumnPair<Element> const& gate, ColumnPair<Element> const& up) const {
-    float gates[2] = {float(gate.values[0]), float(gate.values[1])};
-    activate(gates, p.gemm.activation);
-    ColumnPair<Element> y;
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) y.values[j] = Element(float(Element(gates[j])) * float(up.values[j]));
-    return y;
   }
 
   CUTLASS_DEVICE void store(int row, int column, ColumnPair<Element> const& pair) const {

@@ -54,22 +54,57 @@ struct GroupedLoader {
     return max(0, p.k_tiles - first + kWarpsK - 1) / kWarpsK;
   }
 
+  /// Fills all stages for the first time. Where the kernel in front writes x alone, weights and scales come before it
+  /// has ended: the first commit covers them all.
+  CUTLASS_DEVICE void load_first(uint32_t first_stage, uint32_t last_stage, int stage_bytes) {
+    if (p.is_in_layer) {
+      GroupedLoader x_loader = *this;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t stage = first_stage; stage <= last_stage; stage += stage_bytes) {
+        if (left == 0) break;
+        load_weights(stage);
+        advance();
+      }
+      cudaGridDependencySynchronize();
+      cudaTriggerProgrammaticLaunchCompletion();
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t stage = first_stage; stage <= last_stage; stage += stage_bytes) {
+        if (x_loader.left > 0) {
+          x_loader.load_x(stage + Pipeline::kStageBytes);
+          x_loader.advance();
+        }
+        commit_copies();
+      }
+    } else {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (uint32_t stage = first_stage; stage <= last_stage; stage += stage_bytes) load_next(stage);
+    }
+  }
+
   /// Loads the next k_tile, if any, into a stage that all lanes have read, and commits once. x comes first: loads are
   /// served in order, and behind the weights of all warps x would be late.
   CUTLASS_DEVICE void load_next(uint32_t stage) {
     if (left > 0) {
       load_x(stage + Pipeline::kStageBytes);
-      Pipeline::load_scales(stage, source, p.gemm, lane);
-      Pipeline::load_weights(stage, source, (k_tile + 1) * kTileK <= p.gemm.k_padded, lane);
-      k_tile += kWarpsK;
-      x += kWarpsK * Traits::kTileXBytes;
-      source.advance(kWarpsK);
-      if (--left == 0) find_k_tile();
+      load_weights(stage);
+      advance();
     }
     commit_copies();
   }
 
  private:
+  CUTLASS_DEVICE void load_weights(uint32_t stage) const {
+    Pipeline::load_scales(stage, source, p.gemm, lane);
+    Pipeline::load_weights(stage, source, (k_tile + 1) * kTileK <= p.gemm.k_padded, lane);
+  }
+
+  CUTLASS_DEVICE void advance() {
+    k_tile += kWarpsK;
+    x += kWarpsK * Traits::kTileXBytes;
+    source.advance(kWarpsK);
+    if (--left == 0) find_k_tile();
+  }
+
   CUTLASS_DEVICE void begin_tile() {
     left = k_tiles_of(p, warp);
     if (left == 0) return;
@@ -95,7 +130,7 @@ struct GroupedLoader {
 
   /// The first element of a row of the tile.
   CUTLASS_DEVICE char const* row_of_x(int row) const {
-    int const number = p.ids == nullptr ? row_begin + row : list.tokens[row_begin + row];
+    int const number = p.places == nullptr ? row_begin + row : list.tokens[row_begin + row];
     return static_cast<char const*>(p.gemm.x) + number * p.gemm.ldx * int(sizeof(Element));
   }
 

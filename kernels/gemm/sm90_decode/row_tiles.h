@@ -1,5 +1,5 @@
 // The tiles along M of grouped_decode_sm90, which each CTA lists in shared memory when it starts: from the ends of
-// sorted rows, from the choices of tokens, or from the list that the kernel in front has made of these.
+// sorted rows, or from the choices of tokens.
 #pragma once
 
 #include "cutlass_ext/grouped_params.h"
@@ -28,8 +28,7 @@ struct RowTiles {
       smem.tiles[index] = tile;
       visit(index, tile);
     };
-    if (p.ids != nullptr) return sort(p, smem, add);
-    return p.offs != nullptr ? from_ends(p, smem, add) : from_list(p, add);
+    return p.ids != nullptr ? sort(p, smem, add) : from_ends(p, smem, add);
   }
 
  private:
@@ -62,7 +61,7 @@ struct RowTiles {
   }
 
   /// Sorts the choices by expert, in their order; those of no expert come last. Every CTA does it by itself: it takes
-  /// less time than a kernel in front. The first one writes down the list, and the places.
+  /// less time than a kernel in front. The first one writes down the places.
   template <class Add>
   CUTLASS_DEVICE static int sort(GroupedGemmParams const& p, RowTilesSmem& smem, Add const& add) {
     int const choice = threadIdx.x, choices = p.gemm.m;
@@ -92,28 +91,15 @@ struct RowTiles {
       bool const begins_tile = id < p.experts && before % kRowTileM == 0;
       smem.tokens[row] = uint16_t(choice / p.top_k);
       smem.first_of[row] = {row, int16_t(id), int16_t(begins_tile ? min(kRowTileM, same - before) : 0)};
-      if (blockIdx.x == 0) p.places[choice] = row;
+      if (blockIdx.x == 0 && p.places != nullptr) p.places[choice] = row;
     }
     __syncthreads();
     RowTile const tile = exists ? smem.first_of[choice] : RowTile{};
     int total;
     int const index = sum_before(int(tile.rows > 0), total, smem);
-    if (tile.rows > 0) {
-      add(index, tile);
-      if (blockIdx.x == 0) p.list->tiles[index] = tile;
-    }
-    if (blockIdx.x == 0) {
-      if (exists && choice >= total) p.list->tiles[choice] = RowTile{};  // `from_list` reads them all
-      if (choice == 0) *static_cast<RowTileCounts*>(p.list) = {total, rows};
-    }
+    if (tile.rows > 0) add(index, tile);
+    if (blockIdx.x == 0 && choice == 0 && p.places != nullptr) *p.rows = rows;
     return total;
-  }
-
-  template <class Add>
-  CUTLASS_DEVICE static int from_list(GroupedGemmParams const& p, Add const& add) {
-    int const count = p.list->tiles_count;
-    for (int i = threadIdx.x; i < min(p.gemm.m, kMaxRowTiles); i += kThreads) add(i, p.list->tiles[i]);
-    return count;
   }
 
   /// Prefix sums of one number of each thread: those of the threads before.

@@ -1,0 +1,122 @@
+// What grouped_sm90 knows at compile time, and the arguments of its kernel.
+//
+// A tile of kTileM rows may have fewer, and the rows of an expert rarely fill one: the MMA of a tile is as wide as its
+// rows need, in eighths of kTileM. So one kernel serves few rows and many, and a row's result does not depend on them.
+#pragma once
+
+#include "cutlass/fast_math.h"
+#include "cutlass_ext/grouped_params.h"
+#include "cutlass_ext/grouped_schedule.h"
+#include "kernels/gemm/sm90/arguments.h"
+#include "kernels/gemm/sm90/tile_scheduler.h"
+#include "kernels/gemm/sm90/traits.h"
+
+namespace weightonly::sm90 {
+
+/// Widths of the MMA that a kernel has.
+inline constexpr int kWidths = 8;
+
+/// The arguments of the grouped kernel.
+struct GroupedParams : Params {
+  CUtensorMap x_maps[kWidths];  // in boxes of the rows of each width
+  int32_t const* offs;
+  int32_t experts;
+  int32_t is_gated;
+  int32_t is_in_layer;
+  int32_t columns;  // of y
+  cutlass::FastDivmod n_tiles;
+  Gate gate;
+};
+
+/// A tile of one expert. Its column panels are in two halves: those from column_begin on, and from second_column on,
+/// which of a gated product are gates and what they are multiplied with.
+struct GroupedWork : WorkTile {
+  int expert;
+  int row_end;
+  int second_column;
+  int width;  // the MMA has (width + 1) eighths of kTileM tokens
+  int y_column;  // of the first half; of a product without gates that of the second half follows
+
+  CUTLASS_DEVICE int token_end(Params const&) const { return row_end; }
+  CUTLASS_DEVICE GemmParams operands(Params const& p) const {
+    GemmParams of_expert = p;
+    of_expert.scales = static_cast<uint16_t const*>(p.scales) + int64_t(expert) * p.groups * p.ld_scales;
+    if (p.bias != nullptr) of_expert.bias = static_cast<uint16_t const*>(p.bias) + int64_t(expert) * p.n;
+    return of_expert;
+  }
+};
+
+/// Persistent CTAs. The epilogue has shared memory of its own, so that the stages take the next tile meanwhile:
+///
+///   | mbarriers | x | weights | scales and zeros | codebook | staged y | records | schedule |
+template <class Config>
+struct GroupedTraits : Traits<Config> {
+  using Base = Traits<Config>;
+  using Element = typename Base::Element;
+  static constexpr bool kMayPersist = true;
+  static constexpr bool kMayMulticastX = false;
+  static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the tile's columns
+  static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
+  static constexpr int kWidthStep = Base::kTileM / kWidths;  // tokens
+  static_assert(Base::kWarpgroupsK == 1 && Base::kWarpgroupsN % 2 == 0 && kWidthStep % 8 == 0);
+
+  static constexpr bool kHasWidths = true;
+  template <int kTokens>
+  using MmaOf = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float,
+                                 cute::Shape<typename Base::MmaM, cute::Int<kTokens>, typename Base::MmaK>>()));
+
+  /// The arrive and the commit stand in each branch: ptxas does not find them across branches, and would make every
+  /// wgmma wait for the one before.
+  template <class Accumulators, class Issue>
+  CUTLASS_DEVICE static void with_mma(int width, Accumulators& accum, Issue const& issue) {
+    auto const issue_width = [&](auto steps) {
+      constexpr int kTokens = decltype(steps)::value * kWidthStep;
+      MmaOf<kTokens> tiled_mma;
+      auto const shape = cute::partition_shape_C(tiled_mma, cute::Shape<typename Base::MmaM, cute::Int<kTokens>>{});
+      cute::Tensor part = cute::make_tensor(accum.data(), shape);  // (V,1,1): of the first kTokens
+      issue(tiled_mma, part);
+    };
+    switch (width) {
+      case 0:
+        return issue_width(cute::Int<1>{});
+      case 1:
+        return issue_width(cute::Int<2>{});
+      case 2:
+        return issue_width(cute::Int<3>{});
+      case 3:
+        return issue_width(cute::Int<4>{});
+      case 4:
+        return issue_width(cute::Int<5>{});
+      case 5:
+        return issue_width(cute::Int<6>{});
+      case 6:
+        return issue_width(cute::Int<7>{});
+      default:
+        return issue_width(cute::Int<8>{});
+    }
+  }
+
+  static constexpr int kEpilogueBytes = 2 * Base::kWarpgroups * Base::kStagedElements * int(sizeof(Element));
+  static constexpr int kRecordsOffset = Base::kStagesBytes + kEpilogueBytes;  // from x
+  /// Producers are up to kStages tiles ahead, and write one more, while consumers still read that of their epilogue.
+  static constexpr int kRecords = Base::kStages + 2;
+  static constexpr int kScheduleOffset = kRecordsOffset + kRecords * int(sizeof(GroupedWork));
+
+  static constexpr int smem_bytes(int experts) {
+    return Base::kBarrierBytes + kScheduleOffset + 2 * int(sizeof(int32_t)) * experts;
+  }
+  static_assert(smem_bytes(kMaxGroupedExperts) <= kMaxSmemBytesSm90);
+  static_assert(kRecordsOffset % 16 == 0);
+
+  struct Smem : Base::Smem {
+    CUTLASS_DEVICE auto* staged_y() const { return reinterpret_cast<Element*>(this->x() + Base::kStagesBytes); }
+    CUTLASS_DEVICE GroupedWork* records() const { return reinterpret_cast<GroupedWork*>(this->x() + kRecordsOffset); }
+    CUTLASS_DEVICE GroupedSchedule schedule(int experts) const {
+      auto* const ends = reinterpret_cast<int32_t*>(this->x() + kScheduleOffset);
+      return {ends, ends + experts, experts};
+    }
+  };
+};
+
+}  // namespace weightonly::sm90
