@@ -247,6 +247,7 @@ class Family:
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the choices of tokens by itself
     gates                  grouped: it can apply what experts compute between their products
+    max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
     """
 
@@ -266,6 +267,7 @@ class Family:
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     gates: ClassVar[bool] = False
+    max_experts: ClassVar[int] = 0
     header: ClassVar[str] = ""
 
     # --- its configurations ---
