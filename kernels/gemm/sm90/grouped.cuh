@@ -76,14 +76,14 @@ struct GroupedKernel {
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
     Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
     StageReader<Traits> reader(p, smem);
-    int const tiles = Tiles::count(p, schedule);
+    // Broadcasts tell the compiler that all lanes have the same value. So it keeps descriptors in uniform registers.
+    int const tiles = __reduce_or_sync(0xffffffff, Tiles::count(p, schedule));
     int record = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
       reader.wait();  // until the tile's first k_tile, and its record, are there
       GroupedWork const& work = smem.records()[record];
-      // The broadcast tells the compiler that all lanes have the same value.
-      reader.width = __shfl_sync(0xffffffff, work.width, 0);
+      reader.width = __reduce_or_sync(0xffffffff, work.width);
       reader.k_block_x = (reader.width + 1) * Traits::kWidthStep * (Traits::kXRowBytes / Traits::kDescriptorBytes);
       Mainloop<Traits>::run(p, WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, tCrX, accum);
       GroupedStore<Traits>::store(p, work, smem, accum);

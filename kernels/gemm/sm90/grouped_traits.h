@@ -77,27 +77,24 @@ struct GroupedTraits : Traits<Config> {
       cute::Tensor part = cute::make_tensor(accum.data(), shape);  // (V,1,1): of the first kTokens
       issue(tiled_mma, part);
     };
-    switch (width) {
-      case 0:
-        return issue_width(cute::Int<1>{});
-      case 1:
-        return issue_width(cute::Int<2>{});
-      case 2:
-        return issue_width(cute::Int<3>{});
-      case 3:
-        return issue_width(cute::Int<4>{});
-      case 4:
-        return issue_width(cute::Int<5>{});
-      case 5:
-        return issue_width(cute::Int<6>{});
-      case 6:
-        return issue_width(cute::Int<7>{});
-      default:
-        return issue_width(cute::Int<8>{});
+    // Bit by bit: a switch would become an indirect branch, which ptxas takes for a divergent one.
+    if (width & 4) {
+      if (width & 2) {
+        width & 1 ? issue_width(cute::Int<8>{}) : issue_width(cute::Int<7>{});
+      } else {
+        width & 1 ? issue_width(cute::Int<6>{}) : issue_width(cute::Int<5>{});
+      }
+    } else if (width & 2) {
+      width & 1 ? issue_width(cute::Int<4>{}) : issue_width(cute::Int<3>{});
+    } else {
+      width & 1 ? issue_width(cute::Int<2>{}) : issue_width(cute::Int<1>{});
     }
   }
 
-  static constexpr int kEpilogueBytes = 2 * Base::kWarpgroups * Base::kStagedElements * int(sizeof(Element));
+  /// Tokens that go through shared memory to y at a time, and the buffer of a warpgroup for them.
+  static constexpr int kStoredTokens = 64;
+  static constexpr int kStoredElements = kStoredTokens * Base::kStagedRowElements;
+  static constexpr int kEpilogueBytes = Base::kWarpgroups * kStoredElements * int(sizeof(Element));
   static constexpr int kRecordsOffset = Base::kStagesBytes + kEpilogueBytes;  // from x
   /// Producers are up to kStages tiles ahead, and write one more, while consumers still read that of their epilogue.
   static constexpr int kRecords = Base::kStages + 2;

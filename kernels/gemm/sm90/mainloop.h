@@ -137,7 +137,8 @@ struct Mainloop {
     using namespace cute;
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
     Tensor w1 = make_fragment_like(w0);  // (V,1,4)
-    auto const multiply = [&](auto& w, Words const& words, GmmaDescriptor x_stage, int k_block) {
+    auto const multiply = [&](auto& w, Words const& words, GmmaDescriptor x_stage,
+                              int k_block) __attribute__((always_inline)) {
       GmmaDescriptor const x_k_block = advanced(x_stage, k_block * reader.k_block_x);
       mma_k_block<kGroups, true, false>(reader, words, w, x, x_k_block, accum, [&](int group) {
         return reader.read_scales(k_block * reader.k_block_scale_bytes + group * kScaleRowBytes);
@@ -146,7 +147,7 @@ struct Mainloop {
     };
     int previous_stage = 0;
     bool is_first = true;
-    auto const multiply_k_tile = [&](auto& w, auto& w_second) {
+    auto const multiply_k_tile = [&](auto& w, auto& w_second) __attribute__((always_inline)) {
       reader.wait();
       Words words;
       [[maybe_unused]] Words second_words;
