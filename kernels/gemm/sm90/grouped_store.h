@@ -64,8 +64,7 @@ struct GroupedStore {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int row = begin + (half * 128 + thread) / 8; row < last; row += 32) {
           if (row >= work.skipped_tokens) {
-            store_gated(p, work.token_begin + row, y_column + vector,
-                        of_pair + (row - begin) * kRowElements + vector);
+            store_gated(p, work.token_begin + row, y_column + vector, of_pair + (row - begin) * kRowElements + vector);
           }
         }
       } else {
