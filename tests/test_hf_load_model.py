@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,6 +427,7 @@ def test_run_writes_nothing_that_a_terminal_obeys(packed: Path, capsys: pytest.C
     (handler, *_) = logging.getLogger("transformers").handlers
     text = handler.format(logging.makeLogRecord({"msg": "model type %s", "args": ("\x1b[2J\r",)}))
     assert text.endswith(r"model type \x1b[2J\r")
+    assert r"\x1b[2J" in warnings.formatwarning("\x1b[2J", UserWarning, "a.py", 1, "")
 
 
 WRONG_RUNS = {

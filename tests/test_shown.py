@@ -130,6 +130,15 @@ def test_scale_dtype_of_a_config(tmp_path: Path) -> None:
     assert str(TensorError("weight_scale", f"expected {EVIL} as the config says")).isprintable()
 
 
+def test_a_fault_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(folder: str) -> None:
+        raise TypeError(EVIL)
+
+    monkeypatch.setattr(command, "open_checkpoint", fail)
+    assert command.main(["inspect", "folder"]) == 1
+    assert capsys.readouterr().err.endswith(f"TypeError: {ESCAPED}\n")
+
+
 def test_what_commands_say_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = awq(tmp_path).rename(tmp_path / TEXT)
     assert command.main(["inspect", str(folder)]) == 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_checkpoint(options.target)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(shown(f"error: {error}", keep="\n"), file=sys.stderr)
+        return 1
+    except Exception:  # such as those of transformers for a strange config, which quote it
+        print(shown(traceback.format_exc(), keep="\n"), end="", file=sys.stderr)
         return 1
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ class _Shown(logging.Formatter):
         return shown(self._formatter.format(record), keep="\n")
 
 
+def _show_messages() -> None:
+    for handler in logging.getLogger("transformers").handlers:
+        handler.setFormatter(_Shown(handler.formatter))
+    form = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: shown(form(*args, **kwargs), keep="\n")
+
+
 def run(options: argparse.Namespace) -> None:
     """Load options.folder, continue the prompt greedily, print the tokens and their number per second.
 
@@ -69,8 +77,7 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens: expected at least 1, got {options.max_new_tokens}")
-    for handler in logging.getLogger("transformers").handlers:
-        handler.setFormatter(_Shown(handler.formatter))
+    _show_messages()
     folder = Path(options.folder)
     tokenizer = None
     if options.tokens is not None:
