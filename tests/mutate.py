@@ -44,6 +44,7 @@ KILLED, SURVIVED, TIMEOUT, BROKEN, OUTDATED = "killed", "survived", "timeout", "
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 _SEED = "7"  # of random tests: a run can be repeated
+_HF = ("transformers.models.llama.modeling_llama", "transformers.integrations", "peft")
 _PYTEST_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider")
 
 
@@ -126,9 +127,9 @@ def _run_with_vllm(tree: Path, tests: Sequence[str], log: Path, seconds: float) 
 
 @functools.cache
 def _processes() -> multiprocessing.context.ForkServerContext:
-    """Forks of a process that has PyTorch: most tests take less time than importing it."""
+    """Forks of a process that has PyTorch and transformers: most tests take less time than importing them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
+    context.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch", *_HF])
     return context
 
 
