@@ -191,5 +191,5 @@ def test_modules_of_transformers() -> None:
         check_names(model)
     assert str(error.value).isprintable()
     with pytest.raises(ValueError, match="unknown entries") as error:
-        WeightOnlyConfig(**{TEXT: 1})
+        WeightOnlyConfig(layout="tiled", **{TEXT: 1})  # type: ignore[arg-type]
     assert str(error.value).isprintable()
