@@ -9,23 +9,10 @@ MUTATIONS = [
         "weightonly/hf/config.py",
         "hf_quantize_errors hf_from_pretrained hf_quantize",
         [
-            ("another method", "        if given != METHOD:\n", "        if given is None:\n"),
             ("another version", "if self.format_version not in READ_VERSIONS:", "if self.format_version is None:"),
-            ("groups of mxfp4", "FORMAT_GROUPS.get(format, 128)", "128"),
-            (
-                "a name in place of names",
-                "if isinstance(modules_to_not_convert, str):",
-                "if modules_to_not_convert == 0:",
-            ),
             ("entries that nobody knows", "        if layer_options:\n", "        if layer_options is None:\n"),
             ("groups that no kernel takes", "            recipe.check_k(self.group_size * 2)", "            recipe  "),
             ("weights come to config.json", 'hidden = ("weights", "reads_folder", *', 'hidden = ("reads_folder", *'),
-            (
-                "the config of a text model",
-                "for holder in {id(config): config, id(text): text}.values():",
-                "for holder in (config,):",
-            ),
-            ("folders of any method", "        if method not in METHODS:\n", "        if method is None:\n"),
             ("a folder is quantized again", "config.reads_folder = True", "config.reads_folder = False"),
         ],
     ),
@@ -43,14 +30,10 @@ MUTATIONS = [
                 'kwargs.setdefault("trust_remote_code", False)',
                 'kwargs.setdefault("trust_remote_code", True)',
             ),
-            ("no config", 'if not (folder / "config.json").is_file():', "if not folder.exists():"),
             ("arch packs nothing again", "== METHOD and arch is None):", "== METHOD):"),
-            ("settings of generation", 'if "generation_config" not in kwargs and', "if config is None and"),
             ("the dtype of the tensors", "config.dtype or weights.plain_dtype or", "config.dtype or"),
             ("a tensor that is missing", "    if missing:\n", "    if len(missing) > 1:\n"),
-            ("the name of the folder", "    model.name_or_path = model.config._name_or_path = str(folder)\n", ""),
             ("experts that cannot be stacked", "except SeparateExpertsError:", "except ZeroDivisionError:"),
-            ("the class of the model", "        if hasattr(transformers, name):\n", "        if name is None:\n"),
         ],
     ),
     *of(
@@ -72,9 +55,6 @@ MUTATIONS = [
             ),
             ("experts in several shapes", "    check_stacked(plan, checkpoint)\n    found", "    found"),
             ("codebooks of version 2", 'if shape.format == "code4"]', 'if shape.format == "code5"]'),
-            ("a state dict alone", "    if not files:\n", "    if files is None:\n"),
-            ("every layer has a bias", 'if "bias" in layer.tensors}', "if layer.tensors}"),
-            ("dense layers are not said", '        plan.dense[name] = "dense in the checkpoint"\n', "        pass\n"),
         ],
     ),
     *of(
@@ -91,29 +71,16 @@ MUTATIONS = [
                 "keeps_layout = arch is None and METHOD in",
                 "keeps_layout = arch is not None and METHOD in",
             ),
-            (
-                "a packed folder keeps its layout",
-                "keeps_layout = arch is None and METHOD in",
-                "keeps_layout = METHOD in",
-            ),
             ("two layers at a time", "        with self._lock:\n", "        if self._lock:\n"),
             ("the bias", 'inside += ["bias"] if has_bias else []', "inside += []"),
             ("zero points", 'inside += ["zeros"] if shape.symmetric is False else []', "inside += []"),
             ("the permutation is a float", '"perm": torch.int32, "codebook"', '"perm": torch.float32, "codebook"'),
             ("dense weights are not transposed", "return record.dequantize().t()", "return record.dequantize()"),
             ("names of the file", "found.add(names.of_tensor(tensor))", "found.add(tensor)"),
-            ("the first tensor has the dtype", "if tensors[name].dtype in FLOATS), None)", "if name), None)"),
-            ("layers that no kernel computes", "        check_runs(checkpoint.shapes, arch)\n", ""),
             (
                 "codes have the layout of integers",
                 "find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch",
                 "find = layout_for_arch",
-            ),
-            ("an expert is a layer", "            if layer in experts:\n", "            if layer is None:\n"),
-            (
-                "a layer of no use is silent",
-                '                logger.warning(f"weightonly: {layer} of',
-                '                logger.debug(f"weightonly: {layer} of',
             ),
         ],
     ),
@@ -131,7 +98,6 @@ MUTATIONS = [
                 "return name if found not in self.tensors and name in self.tensors else found",
                 "return found",
             ),
-            ("experts of the base model", '(name, bare, f"{self._prefix}.{bare}")', "(name,)"),
         ],
     ),
     *of(
@@ -139,21 +105,13 @@ MUTATIONS = [
         "hf_experts hf_gpt_oss",
         [
             ("an expert that is missing", "if (expert, part) not in layers:", "if expert is None:"),
-            ("up is left out", "parts = 1 + max(part for _, part in layers)", "parts = 1"),
             (
                 "biases that the model lacks",
                 "elif {layer in biased for layer in layers.values()} != {bool(module.has_bias)}:",
                 "elif module is None:",
             ),
-            ("more experts than the model has", "if shape.experts != count:", "if shape.experts < count:"),
             ("fewer experts than the model has", "if shape.experts != count:", "if shape.experts > count:"),
-            ("a bias of all experts", "if (layer in biased) is not bool(module.has_bias):", "if module is None:"),
             ("experts of several columns", "or shape.n != like.n:", "or shape.n < 0:"),
-            (
-                "experts of several group sizes",
-                "(shape.format, shape.k, shape.group_size, shape.layout)",
-                "(shape.format, shape.k, first.group_size, shape.layout)",
-            ),
             (
                 "zero points of some experts",
                 "all(shape.symmetric is not False for shape in everyone)",
@@ -171,11 +129,6 @@ MUTATIONS = [
                 "dtype=torch.int32, device=scales.device).flip(0)\n    plain",
             ),
             ("a codebook for each expert", 'if shape.format == "code4":', 'if shape.format == "nf4":'),
-            (
-                "experts cut by transformers",
-                "        if not may_pack:\n            raise",
-                "        if may_pack is None:\n            raise",
-            ),
         ],
     ),
     *of(
@@ -183,15 +136,10 @@ MUTATIONS = [
         "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model",
         [
             ("subclasses of Linear", "if type(module) is torch.nn.Linear:", "if isinstance(module, torch.nn.Linear):"),
-            ("the shape of a Conv1D", "return module.nx, module.nf", "return module.nf, module.nx"),
             ("a gate", "elif shape is not None and shape[1] == 1:", "elif shape is not None and shape[1] == 0:"),
             ("layers to leave", "if not all(should_convert_module(", "if not any(should_convert_module("),
             ("N of another model", "    if found != (shape.k, shape.n):\n", "    if found[0] != shape.k:\n"),
-            ("K of another model", "    if found != (shape.k, shape.n):\n", "    if found[1] != shape.n:\n"),
-            ("every layer has a bias", "bias=old.bias is not None, **", "bias=True, **"),
-            ("no layer has a bias", "bias=old.bias is not None, **", "bias=False, **"),
             ("zero points", '"symmetric": shape.symmetric is not False,', '"symmetric": True,'),
-            ("a layer of another kind", "        if found is None:\n", "        if name is None:\n"),
             ("names that do not print", "        if not name.isprintable():\n", "        if name is None:\n"),
             (
                 "an offloaded weight is made dense",
@@ -203,15 +151,8 @@ MUTATIONS = [
                 "torch.nn.Parameter(w.t().contiguous())",
                 "torch.nn.Parameter(w.contiguous())",
             ),
-            (
-                "a dense layer without its bias",
-                "None if module.bias is None else torch.nn.Parameter(module.bias.detach().to(w.dtype))",
-                "None",
-            ),
             ("experts that are left are packed", "        self.stacks.clear()\n", ""),
-            ("experts are not in files", "return self.layers | alone", "return self.layers"),
             ("a group size that does not fit", "            recipe.check_k(k)\n", "            pass\n"),
-            ("an initialized owner", "        owner._is_hf_initialized = True\n", "        pass\n"),
             ("a packed layer trains", "layer.train(model.get_submodule(name).training)", "layer"),
         ],
     ),
@@ -219,20 +160,13 @@ MUTATIONS = [
         "weightonly/hf/quantizer.py",
         "hf_from_pretrained hf_quantize_errors hf_quantize hf_experts quantize_model hf_load_model parallel_hf",
         [
-            ("devices without kernels", 'if device.type not in ("cpu", "cuda"):', 'if device.type == "none":'),
             ("dtypes without kernels", "        if dtype not in WEIGHT_DTYPES:\n", "        if dtype is None:\n"),
-            ("a model without layers", "if not self.plan.layers and not self.plan.stacks:", "if self.plan is None:"),
             ("shapes are not compared", "        check_layers(model, self.plan)\n", ""),
             ("the output embedding", "add_default_skips=True", "add_default_skips=False"),
             (
                 "codes have the layout of integers",
                 "        if config.format in CODE_FORMATS:\n",
                 "        if config.format is None:\n",
-            ),
-            (
-                "dense tensors of any name",
-                'return not self.pre_quantized and tensor == "qweight" and is_packed',
-                "return not self.pre_quantized and is_packed",
             ),
             (
                 "codebooks of version 2",
@@ -244,11 +178,6 @@ MUTATIONS = [
                 "or [] if not _is_of_packed(c)]\n        model",
                 "or []]\n        model",
             ),
-            (
-                "experts are saved stacked",
-                "return [ReadLayers.split(self.plan.stacks)] if self.plan.stacks else []",
-                "return []",
-            ),
             ("another method's model", "if not isinstance(quantizer, WeightOnlyQuantizer):", "if quantizer is cls:"),
             ("Conv1D of earlier calls", "quantizer.conv1d = quantizer.conv1d | conv1d", "quantizer.conv1d = conv1d"),
             ("no guard in config.json", 'model.config.fusion_config = guard["fusion_config"]', "pass"),
@@ -258,28 +187,16 @@ MUTATIONS = [
                 "",
             ),
             (
-                "the guard of a model that loads",
-                "            config.fusion_config = unguarded(config.fusion_config)\n",
-                "            pass\n",
-            ),
-            (
                 "names of the model in config.json",
                 'return apply_renamings(f"{name}.qweight", renamings).removesuffix(".qweight")',
                 "return name",
             ),
-            ("a dtype in words", "getattr(torch, dtype) if isinstance(dtype, str) else dtype", "None"),
             ("Conv1D on several ranks", "return WHOLE if name in self.conv1d else DENSE", "return DENSE"),
-            (
-                "version 2 on several ranks",
-                "return WHOLE if config.format_version != VERSION else PACKED",
-                "return PACKED",
-            ),
             (
                 "folders of others on several ranks",
                 "            if self._is_parallel:\n                raise",
                 "            if model is None:\n                raise",
             ),
-            ("experts on several ranks", "            if not stacks:\n", "            if model is None:\n"),
         ],
     ),
     *of(
@@ -298,11 +215,6 @@ MUTATIONS = [
                 "        if weight.numel() != n * k:\n",
             ),
             (
-                "experts of another shape",
-                "            if weight.shape != expected:\n",
-                "            if weight.dim() != 3:\n",
-            ),
-            (
                 "scales that their dtype does not hold",
                 "        check_scales_as(only.scales, dtype, only.weight.format)\n",
                 "",
@@ -314,27 +226,11 @@ MUTATIONS = [
                 "if module is None:",
             ),
             (
-                "names without a prefix",
-                "self.of_dense |= {dense: target, bare[0]: bare[1], ",
-                "self.of_dense |= {dense: target, ",
-            ),
-            (
                 "names with a prefix",
                 'bare[0]: bare[1], f"{prefix}.{bare[0]}": f"{prefix}.{bare[1]}"}',
                 "bare[0]: bare[1]}",
             ),
-            (
-                "every expert is the first",
-                'f"{expert_name(stack, expert)}.{tensor}": value',
-                'f"{expert_name(stack, 0)}.{tensor}": value',
-            ),
-            ("the bias of dense experts", 'f"{name}_bias": f"{name}.bias"}', 'f"{name}_bias": f"{name}.bia"}'),
             ("a rank without a part", "        if not weight.numel():  #", "        if weight is None:  #"),
-            (
-                "a whole weight is not cut",
-                "if isinstance(target, ParallelLinear) and not is_cut:",
-                "if target is None:",
-            ),
             (
                 "errors do not name the layer",
                 '            raise type(error)(f"{name}: {error}") from error\n        rows',
@@ -356,7 +252,6 @@ MUTATIONS = [
                 "isinstance(layer, ParallelLinear) and not layer.comes_cut(inside)",
                 "isinstance(layer, ParallelLinear)",
             ),
-            ("version 2", 'if inside == "qweight" and tensor.dim() == 1:', "if inside is None:"),
             ("tied tensors are gathered twice", "if id(tensor) not in gathered:", "if state is not None:"),
             ("parts are saved", "found = layers[owner].gather().state_dict()", "found = layers[owner].state_dict()"),
         ],
@@ -370,17 +265,6 @@ MUTATIONS = [
                 "        if not isinstance(module, Linear):\n            found",
                 "        if module is not None:\n            found",
             ),
-            (
-                "parameters cut by transformers",
-                "            self._style.shard_param(module, param, mesh)\n",
-                "            pass\n",
-            ),
-            (
-                "a packed layer's parameters cut by transformers",
-                "        if not isinstance(module, Linear):\n            self._style.shard_param",
-                "        if module is not None:\n            self._style.shard_param",
-            ),
-            ("rows are columns", "if isinstance(style, RowwiseParallel):", "if style is None:"),
             (
                 "fused layers as one",
                 "Exchange(mesh, Replicate(), Shard(-1), True), parts)",
@@ -397,24 +281,13 @@ MUTATIONS = [
         "weightonly/hf/peft.py",
         "peft",
         [
-            ("a part of a layer", "        if isinstance(inside, ParallelLinear):\n", "        if inside is None:\n"),
             ("an activation", 'if inside.activation not in (None, "identity"):', 'if inside.activation == "none":'),
             ("DoRA", "        if config.use_dora:\n", "        if config is None:\n"),
-            (
-                "variants",
-                "if variant is not None and config.alora_invocation_tokens is None:",
-                "if variant is None and config is None:",
-            ),
             ("initializations", "if config.init_lora_weights not in _INITIALIZATIONS:", "if config is None:"),
             (
                 "the state before the second merge",
                 "self._unmerged = self._unmerged or copy.deepcopy(",
                 "self._unmerged = copy.deepcopy(",
-            ),
-            (
-                "the state changes with the layer",
-                "self._unmerged or copy.deepcopy(base.state_dict())",
-                "self._unmerged or base.state_dict()",
             ),
             (
                 "a bias without its scale",
@@ -432,22 +305,8 @@ MUTATIONS = [
                 "if safe_merge and not all(torch.isfinite(tensor).all() for tensor in tensors):",
                 "if safe_merge and tensors is None:",
             ),
-            ("biases of NaN", "tensors = [w] if bias is None else [w, bias]", "tensors = [w]"),
             ("aLoRA is merged", "if any(name in self.lora_variant for name in names):", "if names is None:"),
-            (
-                "merged adapters are not kept",
-                "        self.merged_adapters.extend(names)\n",
-                "        self.merged_adapters.extend(names[:1])\n",
-            ),
-            ("unmerging forgets nothing", "        self._unmerged = {}\n        self.merged", "        self.merged"),
             ("output embeddings get adapters", "and module is not output and", "and"),
-            ("layers with adapters get more", "and id(module) not in inside\n", "\n"),
-            ("Conv1D's order", "        config.fan_in_fan_out = False  #", "        config.fan_in_fan_out  #"),
-            (
-                "all-linear in capitals",
-                "targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND",
-                "targets == INCLUDE_LINEAR_LAYERS_SHORTHAND.upper()",
-            ),
         ],
     ),
     *of(
@@ -455,7 +314,6 @@ MUTATIONS = [
         "hf_load_model",
         [
             ("no new tokens", "if options.max_new_tokens < 1:", "if options.max_new_tokens < 0:"),
-            ("tokens beyond the vocabulary", "0 <= number < vocabulary", "0 <= number <= vocabulary"),
             ("code of a tokenizer", "from_pretrained(folder, trust_remote_code=False)", "from_pretrained(folder)"),
             (
                 "text as it is",
@@ -464,7 +322,6 @@ MUTATIONS = [
             ),
             ("logs as they are", "        handler.setFormatter(_Shown(handler.formatter))\n", "        pass\n"),
             ("half of a letter", 'if not text.endswith("\\N{REPLACEMENT CHARACTER}"):', "if text:"),
-            ("no tokenizer", "if folder.is_dir() and not any(", "if folder is None and not any("),
         ],
     ),
 ]
