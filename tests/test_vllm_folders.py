@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -17,16 +18,17 @@ pytest.importorskip("vllm")
 import formats_llama as llama
 import vllm_cases as cases
 from safetensors.torch import load_file, save_file
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm_models import built, check, load
 
 import weightonly as wo
-from weightonly.formats import open_checkpoint
+from weightonly.formats import IntWeight, open_checkpoint
 from weightonly.formats.layers import LayerShape
 from weightonly.vllm import register
-from weightonly.vllm.folders import loadable
+from weightonly.vllm.folders import WeightOnlyConfig, _one_kind, loadable
 from weightonly.vllm.linear_method import RowGroups, WeightOnlyLinearMethod
 from weightonly.vllm.support import VARIABLE
 
@@ -298,6 +300,57 @@ def test_refused(tmp_path: Path, generator: torch.Generator, no_groups_of_16: No
     folder = write(tmp_path / "group", packer, options | {"desc_act": False}, generator)
     with pytest.raises(ValueError, match=r"qkv_proj: group_size must be .* got 16"):
         load(folder)
+
+
+# --- which layers are quantized, and how -----------------------------------------------------------------------
+
+SHAPE = LayerShape("int4", 64, 32, 32, symmetric=True, act_order=False)
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def method_of(shapes: dict[str, LayerShape], prefix: str = "a.qkv_proj") -> Any:
+    """What the config of a folder with these layers says for a linear layer of vLLM."""
+    config = WeightOnlyConfig()
+    config.shapes, config.packed_modules_mapping = shapes, {"qkv_proj": list(QKV)}
+    return config.get_quant_method(RowParallelLinear.__new__(RowParallelLinear), prefix)
+
+
+def test_layers_that_are_merged() -> None:
+    """From three of the folder, from one that is merged there, and from none."""
+    assert method_of({f"a.{name}": SHAPE for name in QKV}).shape is SHAPE
+    assert method_of({"a.qkv_proj": SHAPE}).shape is SHAPE
+    assert type(method_of({})) is UnquantizedLinearMethod
+
+
+@pytest.mark.parametrize("other", [None, dataclasses.replace(SHAPE, group_size=64)], ids=["dense", "group size"])
+def test_parts_and_experts_of_several_kinds(other: LayerShape | None) -> None:
+    shapes = {f"a.{name}": SHAPE for name in QKV[:2]} | ({} if other is None else {"a.v_proj": other})
+    with pytest.raises(ValueError, match=r"a\.qkv_proj: expected its parts to be quantized alike, got"):
+        method_of(shapes)
+    with pytest.raises(ValueError, match=r"experts: expected its experts to be quantized alike, .* and 1\.up "):
+        _one_kind("experts", {"0.up": SHAPE, "1.up": other})
+
+
+def test_the_method_is_asked_for() -> None:
+    asked = [WeightOnlyConfig.override_quantization_method({}, user) for user in ("weightonly", "gptq", None)]
+    assert asked == ["weightonly", None, None]
+
+
+def test_layers_have_the_names_of_vllms_model() -> None:
+    config = WeightOnlyConfig()
+    config.shapes = {"model.up": SHAPE, "lm_head": SHAPE}
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert list(config.shapes) == ["language_model.model.up", "lm_head"]
+
+
+def test_zero_points_as_the_shape_says() -> None:
+    """A reader drops zero points that are all 0; vLLM loads them where the folder may have others."""
+    q, scales = torch.zeros(64, 32, dtype=torch.int8), torch.ones(2, 32)
+    some = dataclasses.replace(SHAPE, symmetric=None)
+    assert torch.equal(loadable(IntWeight(q, 4, scales, None, None), some)["zeros"], torch.zeros(32, 2))
+    assert "zeros" not in loadable(IntWeight(q, 4, scales, None, None), SHAPE)
+    with pytest.raises(ValueError, match="zeros: expected none, as the config says symmetric, got zero points"):
+        loadable(IntWeight(q, 4, scales, scales, None), SHAPE)
 
 
 def test_without_the_load_format(tmp_path: Path, generator: torch.Generator) -> None:
