@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import mutate
@@ -31,6 +32,7 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
             mutate.mutated(Mutation("a.py: fault", "a.py", old, "x = 2", ("a",)), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["test_planted.py", "test_vllm_planted.py"])
 @pytest.mark.parametrize(
     ("change", "result"),
     [
@@ -41,15 +43,19 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["harmless", "fault", "no code", "endless"],
 )
-def test_what_becomes_of_a_fault(change: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_becomes_of_a_fault(
+    change: str, result: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process's Python, and in that of vLLM."""
+    monkeypatch.setattr(mutate, "VLLM_PYTHON", Path(sys.executable))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     tree = tmp_path / "tree"
     (tree / "tests").mkdir(parents=True)
     (tree / "planted_code.py").write_text(f"def more(x):\n    {change}\n")
     test = "from planted_code import more\n\n\ndef test_more():\n    assert more(1) == 2\n"
-    (tree / "tests" / "test_planted.py").write_text(test)
+    (tree / "tests" / name).write_text(test)
     seconds = 5 if result == "timeout" else 120
-    assert mutate.run_tests(tree, ["tests/test_planted.py"], tmp_path / "log", seconds) == result
+    assert mutate.run_tests(tree, [f"tests/{name}"], tmp_path / "log", seconds) == result
 
 
 def test_no_tests_are_no_answer(tmp_path: Path) -> None:
