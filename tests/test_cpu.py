@@ -266,6 +266,22 @@ def test_a_forked_child_computes(best: library.Backend) -> None:
     subprocess.run([sys.executable, "-c", _FORKED], cwd="/", env=environment, check=True, timeout=600)
 
 
+@layouts
+@pytest.mark.parametrize("wide", ["x", "scales", "zeros", "bias", "out"])
+def test_each_operand_has_rows_of_its_own(
+    backend: library.Backend, wide: str, layout: str, generator: torch.Generator
+) -> None:
+    case = Case.make(256, 72, "int4", torch.float32, generator, groups=4, zeros=True, exact=True, layout=layout)
+    for m in (1, 5, 40):
+        x = torch.randint(-2, 3, (m, 256), generator=generator).float()
+        tensors = {"x": x, "scales": case.scales, "zeros": case.zeros, "bias": torch.ones(72), "out": torch.ones(m, 72)}
+        frame = torch.full((*tensors[wide].shape[:-1], tensors[wide].shape[-1] + 9), float("nan"))
+        tensors[wide] = frame[..., 4:-5].copy_(tensors[wide])
+        x, scales, zeros, bias, out = tensors.values()
+        native.gemm(backend, x, case.qweight, scales, zeros, bias, None, out)
+        assert torch.equal(out, (x.double() @ case.w64 + 1).float())
+
+
 # --- through gemm --------------------------------------------------------------------------------------------
 
 

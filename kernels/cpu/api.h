@@ -6,7 +6,7 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface.
-#define WEIGHTONLY_CPU_ABI_VERSION 2
+#define WEIGHTONLY_CPU_ABI_VERSION 3
 
 WEIGHTONLY_API int wo_cpu_abi_version();
 WEIGHTONLY_API int wo_cpu_params_bytes();

@@ -104,8 +104,8 @@ inline bool few_rows(GemmParams const& p, int first, int rows) {
     float* zeros = p.zeros == nullptr ? nullptr : scales + p.groups * kPanel;
     uint32_t const* words = panels_at(p, begin, (end - begin + 1) / 2 * 2, scratch);
     for (int panel = begin; panel < end; ++panel) {
-      load_panel(p, p.scales, panel, scales);
-      if (zeros != nullptr) load_panel(p, p.zeros, panel, zeros);
+      load_panel(p, p.scales, p.ld_scales, panel, scales);
+      if (zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, panel, zeros);
       float sums[kMaxTileRows * kPanel];
       multiply(p, words, x, scales, zeros, x_sums, sums);
       for (int m = 0; m < rows; ++m) store_row(p, first + m, panel, sums + m * kPanel);

@@ -105,8 +105,8 @@ inline bool many_rows(GemmParams const& p, int first, int rows) {
     }
     float* zeros = scales + count * of_scales;
     for (int i = 0; i < count; ++i) {
-      load_panel(p, p.scales, begin + i, scales + i * of_scales);
-      if (p.zeros != nullptr) load_panel(p, p.zeros, begin + i, zeros + i * of_scales);
+      load_panel(p, p.scales, p.ld_scales, begin + i, scales + i * of_scales);
+      if (p.zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, begin + i, zeros + i * of_scales);
     }
     uint32_t const* words = panels_at(p, begin, (count + 1) / 2 * 2, scratch);
     for (int k = 0; k < depth_of_all; k += kBlockRows) {

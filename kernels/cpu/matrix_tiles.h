@@ -249,8 +249,8 @@ inline bool rows_in_tiles(GemmParams const& p, int first, int rows) {
     for (auto& table : tables) table = bf16_table(rest);
     float* zeros = scales + width * of_scales;
     for (int i = 0; i < width; ++i) {
-      load_panel(p, p.scales, begin + i, scales + i * of_scales);
-      if (p.zeros != nullptr) load_panel(p, p.zeros, begin + i, zeros + i * of_scales);
+      load_panel(p, p.scales, p.ld_scales, begin + i, scales + i * of_scales);
+      if (p.zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, begin + i, zeros + i * of_scales);
     }
     uint32_t const* words = panels_at(p, begin, (width + 1) / 2 * 2, scratch);
     alignas(64) float tiles[4 * 256];

@@ -16,13 +16,13 @@ inline int panels_of_ticket(GemmParams const& p, int most) {
   return most;
 }
 
-/// Scales or zeros of a panel as floats [groups][32], zeros beyond column n.
-inline void load_panel(GemmParams const& p, void const* source, int panel, float* out) {
+/// Scales or zeros of a panel as floats [groups][32], zeros beyond column n. stride: elements between groups.
+inline void load_panel(GemmParams const& p, void const* source, int64_t stride, int panel, float* out) {
   for (int g = 0; g < p.groups; ++g) {
     for (int half = 0; half < 2; ++half) {
       int const column = panel * kPanel + half * kLanes;
       int const count = column >= p.n ? 0 : least(kLanes, p.n - column);
-      store(out + g * kPanel + half * kLanes, load_any(source, g * p.ld_scales + column, p.type, count));
+      store(out + g * kPanel + half * kLanes, load_any(source, g * stride + column, p.type, count));
     }
   }
 }

@@ -21,14 +21,14 @@ struct GemmParams {
   void const* x;        // [m, k] of type `type`, rows `ldx` elements apart
   uint8_t const* weight;
   void const* scales;   // [groups, n] of type `type`, rows `ld_scales` elements apart
-  void const* zeros;    // like scales, or null
+  void const* zeros;    // [groups, n] of type `type`, rows `ld_zeros` elements apart, or null
   void const* bias;     // [n] of type `type`, or null
   void* y;              // [m, n] of type `y_type`, rows `ldy` elements apart
   float const* codebook;  // 16 numbers: those of kCode4, of kInt4 -8 .. 7
   // null: the weight has layout "cpu". Else it has another one, in blocks of 64 x 64: where each element of a block of
   // "cpu" is among those of `segments` pieces of `segment_bytes`, `segment_stride` bytes apart (weightonly/cpu/blocks.py).
   uint16_t const* block_order;
-  int64_t ldx, ld_scales, ldy;
+  int64_t ldx, ld_scales, ld_zeros, ldy;
   int64_t block_stride_k, block_stride_n, segment_stride;  // bytes from a block to the next one along k and n
   int32_t segments, segment_bytes;
   int32_t m, n, k;

@@ -68,6 +68,7 @@ def gemm(
         codebook=codebook.data_ptr(),
         ldx=rows.stride(0),
         ld_scales=scales.stride(0),
+        ld_zeros=0 if zeros is None else zeros.stride(0),
         ldy=y.stride(0) if y.dim() == 2 else n,
         m=m,
         n=n,
