@@ -59,7 +59,9 @@ def _compile(compiler: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     variants = _VARIANTS if platform.machine() == "x86_64" else {"generic": ()}
-    commands = [[*compiler, *_FLAGS, "-c", f"{SOURCES / 'api.cpp'}", "-o", f"{folder / 'api.o'}"]]
+    commands = [
+        [*compiler, *_FLAGS, "-c", f"{SOURCES / name}.cpp", "-o", f"{folder / name}.o"] for name in ("api", "threads")
+    ]
     for name, flags in variants.items():
         variant = [f"-DWEIGHTONLY_VARIANT={name}", *flags]
         source, made = f"{SOURCES / 'variant.cpp'}", f"{folder / name}.o"
