@@ -147,13 +147,24 @@ def test_an_error_is_that_of_its_thread(best: library.Backend) -> None:
     assert found[0][0] == 2 and call.error() == "n must be 1 to 2^31 - 4096, got -5"
 
 
-def test_python_says_what_was_refused(best: library.Backend) -> None:
-    """A tensor at an odd address: PyTorch makes such ones of memory that is not its own."""
-    call = Call(best)
-    memory = bytearray(6 * 128 * 4 + 1)
-    x = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=6 * 128).view(6, 128)
-    with pytest.raises(ValueError, match=r"^gemm: x must be a 4-byte aligned address, got \d+$"):
-        native.gemm(best, x, call.qweight, call.operands[1])
+def at_an_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """As PyTorch makes tensors of memory that is not its own."""
+    memory = bytearray(tensor.numel() * tensor.element_size() + 1)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, offset=1, count=tensor.numel()).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+@pytest.mark.parametrize("layout", ["cpu", "tiled"])
+def test_operands_at_odd_addresses_are_copied(backend: library.Backend, layout: str) -> None:
+    call = Call(backend, layout=layout)
+    x, scales, zeros, bias, y = call.operands
+    w = call.qweight
+    expected = native.gemm(backend, x, w, scales, zeros, bias)
+    packed = wo.PackedWeight(at_an_odd_address(w.data), w.k, w.n, w.format, w.layout)
+    x, scales, zeros, bias = map(at_an_odd_address, (x, scales, zeros, bias))
+    assert torch.equal(native.gemm(backend, x, packed, scales, zeros, bias), expected)
+    with pytest.raises(ValueError, match=r"^gemm: y must be a 4-byte aligned address, got \d+$"):
+        native.gemm(backend, x, packed, scales, zeros, bias, out=at_an_odd_address(y))
 
 
 def test_a_row_of_its_own_needs_no_distance(backend: library.Backend) -> None:

@@ -7,6 +7,7 @@ import torch
 from ..activations import activation_of
 from ..codebooks import codebook_on
 from ..layout import CPU, TILE
+from ..operands import aligned
 from ..packed import PackedWeight
 from ..packing import relayout
 from .blocks import blocks_of
@@ -45,12 +46,13 @@ def gemm(
         qweight = relayout(qweight, CPU)  # int8 of GPUs before sm90, padded to 32 columns
     rows, scales = _rows(x.detach().reshape(m, k)), _rows(scales)
     zeros = None if zeros is None else _rows(zeros)
-    bias = None if bias is None else bias.contiguous()
+    bias = None if bias is None else aligned(bias, bias.element_size())
+    weight = aligned(qweight.data, 4)
     codebook = None if qweight.code is None else codebook_on(qweight.code, _CPU, torch.float32)
     groups = scales.shape[0]
     params = Params(
         x=rows.data_ptr(),
-        weight=qweight.data.data_ptr(),
+        weight=weight.data_ptr(),
         scales=scales.data_ptr(),
         zeros=None if zeros is None else zeros.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -85,6 +87,11 @@ def gemm(
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] whose rows are contiguous inside and do not overlap."""
+    """[rows, columns] whose rows are contiguous inside, do not overlap, and begin at a multiple of an element."""
     apart = matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1
-    return matrix if apart and (matrix.stride(1) == 1 or matrix.shape[1] == 1) else matrix.contiguous()
+    is_dense = apart and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
+    return (
+        matrix
+        if is_dense and matrix.data_ptr() % matrix.element_size() == 0
+        else aligned(matrix, matrix.element_size())
+    )
