@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
 def test_mutation_applies(mutation: Mutation) -> None:
     """Once, to compilable code, with tests that exist: a change of the code changes its mutations."""
-    content = mutate.mutated(mutation)
-    assert ast.dump(ast.parse(content)) != ast.dump(ast.parse((ROOT / mutation.file).read_text()))
+    content, before = mutate.mutated(mutation), (ROOT / mutation.file).read_text()
+    assert content != before if mutation.file.startswith(mutate.CPU_SOURCES) else dump(content) != dump(before)
     assert [path for path in mutate.test_files(mutation) if not (ROOT / path).is_file()] == []
+
+
+def dump(content: str) -> str:
+    return ast.dump(ast.parse(content))
 
 
 def test_names_are_unique() -> None:
