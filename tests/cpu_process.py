@@ -6,8 +6,10 @@ import ctypes
 import itertools
 import mmap
 import os
+import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ def child_computes(depth: int) -> bool:
     """Whether a child made by fork computes, and its child, ..., `depth` of them."""
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # for one that waits forever
         os._exit(0 if product() and product() and (depth == 1 or child_computes(depth - 1)) else 1)
     return os.waitpid(child, 0)[1] == 0
 
@@ -114,20 +117,26 @@ class Recorder:
 
 
 def without_memory() -> None:
-    """With failing_allocations.cpp: each allocation of a call fails once, which is an error; without, it is right."""
+    """With failing_allocations.cpp: each allocation of a call fails once, which is an error; the next one is right."""
     from cpu_cases import Case, backends
 
     from weightonly.cpu import library, native
 
     call, count = ctypes.CDLL(None).call_with_a_failure, ctypes.c_long()
 
-    def attempt(function: ctypes.c_void_p, params: ctypes.Structure, which: int) -> int:
-        """In a thread of its own, which has no memory of earlier calls."""
+    def attempt(function: Any, params: ctypes.Structure, which: int) -> int:
+        """The status, in a thread of its own: it has no memory of earlier calls."""
         found: list[int] = []
-        arguments = (function, ctypes.byref(params), ctypes.c_long(which), ctypes.byref(count))
-        thread = threading.Thread(target=lambda: found.append(call(*arguments)))
+
+        def run() -> None:
+            address = ctypes.cast(function, ctypes.c_void_p)
+            found.append(call(address, ctypes.byref(params), ctypes.c_long(which), ctypes.byref(count)))
+            found.append(function(params))
+
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
+        assert found[1] == (2 if found[0] == 2 else 0)
         return found[0]
 
     torch.set_num_threads(1)
@@ -139,12 +148,13 @@ def without_memory() -> None:
         stand_in = library.Backend(recorder, backend.level, "")
         with pytest.raises(MemoryError, match=f"^gemm: no memory for {m} rows of K = 256 and their sums$"):
             native.gemm(stand_in, x, case.qweight, case.scales, case.zeros, out=out)
-        function = ctypes.cast(backend.library.wo_cpu_gemm, ctypes.c_void_p)
         which = 0
-        while attempt(function, recorder.params, which) != 0:
+        while attempt(backend.library.wo_cpu_gemm, recorder.params, which) != 0:
             assert which < count.value, (layout, m, backend.level, "no allocation failed")
             which += 1
         assert which == count.value > 2 and torch.equal(out, (x.double() @ case.w64).float()), (layout, m, which)
+        recorder.params.m = 0
+        assert attempt(backend.library.wo_cpu_gemm, recorder.params, 0) == 2, "no memory for the message"
 
 
 class Stack(ctypes.Structure):

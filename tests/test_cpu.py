@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,6 +157,8 @@ def test_x_and_out_of_any_strides(generator: torch.Generator) -> None:
     assert torch.equal(wo.gemm(x, case.qweight, case.scales), expected)
     one = x[:, :1].expand(2, 3, 96)  # rows that are one row in memory
     assert torch.equal(wo.gemm(one, case.qweight, case.scales), expected[:, :1].expand(2, 3, 40))
+    row = x[0, :1].expand(3, 96)
+    assert torch.equal(wo.gemm(row, case.qweight, case.scales), expected[0, :1].expand(3, 40))
     flipped = torch.ones(96, 3).t()
     assert torch.equal(wo.gemm(flipped, case.qweight, case.scales), (flipped.double() @ case.w64).float())
     wide = torch.full((3, 100), float("nan"))
@@ -199,6 +203,36 @@ def test_without_the_library_pytorch_computes(tmp_path: Path) -> None:
     assert "cannot be loaded" in library.choose("auto", tmp_path / "libweightonly_cpu.so").reason
     with pytest.raises(ValueError, match=r"^WEIGHTONLY_CPU: expected auto, pytorch, generic, .*got 'fast'"):
         library.choose("fast", library._PATH)
+
+
+class Stub:
+    """A library of a CPU that has AVX2."""
+
+    def __init__(self, version: int = library._ABI_VERSION, size: int = ctypes.sizeof(library.Params)) -> None:
+        self.wo_cpu_gemm = self.wo_cpu_kernel = self.wo_cpu_error = Mock()
+        self.wo_cpu_abi_version, self.wo_cpu_params_bytes = lambda: version, lambda: size
+        self.wo_cpu_level = lambda: library.LEVELS.index("avx2")
+
+
+def test_the_cpu_limits_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "libweightonly_cpu.so"
+    path.touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Stub())
+    assert library.choose("auto", path).name == "native (avx2)"
+    assert library.choose("generic", path).name == "native (generic)"
+    with pytest.raises(RuntimeError, match=r"^WEIGHTONLY_CPU=avx512: expected at most avx2, which this CPU has$"):
+        library.choose("avx512", path)
+
+
+@pytest.mark.parametrize("stub", [Stub(version=2), Stub(size=8), object()], ids=["version", "size", "no library"])
+def test_a_library_of_another_version_is_left_alone(
+    stub: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libweightonly_cpu.so"
+    path.touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: stub)
+    found = library.choose("auto", path)
+    assert found.library is None and found.reason == f"{path.name} is of another version of weightonly: install again"
 
 
 def test_pytorch_computes_the_same(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

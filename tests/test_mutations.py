@@ -10,6 +10,7 @@ import pytest
 from mutations import ALL, Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
+ABORT = "__import__('os').abort()"
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
@@ -41,19 +42,23 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
         ("return x + 1", "survived"),
         ("return x - 1", "killed"),
         ("return x +", "killed"),
+        (ABORT, "killed"),
         ("while True: pass", "timeout"),
     ],
-    ids=["harmless", "fault", "no code", "endless"],
+    ids=["harmless", "fault", "no code", "the end of the process", "endless"],
 )
 def test_what_becomes_of_a_fault(change: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is noticed by a test is noticed by name, even if the process ended."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    tree = tmp_path / "tree"
+    tree, log = tmp_path / "tree", tmp_path / "log"
     (tree / "tests").mkdir(parents=True)
     (tree / "planted_code.py").write_text(f"def more(x):\n    {change}\n")
     test = "from planted_code import more\n\n\ndef test_more():\n    assert more(1) == 2\n"
     (tree / "tests" / "test_planted.py").write_text(test)
     seconds = 5 if result == "timeout" else 120
-    assert mutate.run_tests(tree, ["tests/test_planted.py"], tmp_path / "log", seconds) == result
+    assert mutate.run_tests(tree, ["tests/test_planted.py"], log, seconds) == result
+    if change in ("return x - 1", ABORT):
+        assert mutate.test_of(mutate.first_failure(log)) == "tests/test_planted.py::test_more"
 
 
 def test_no_tests_are_no_answer(tmp_path: Path) -> None:
