@@ -39,6 +39,9 @@ from mutations import ALL, Mutation
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+CPU_SOURCES = "kernels/cpu/"
+"""Files of the library for CPUs, which is built with each fault: one that cannot be compiled is broken, not noticed."""
+
 KILLED, SURVIVED, TIMEOUT, BROKEN, OUTDATED = "killed", "survived", "timeout", "broken", "outdated"
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -89,6 +92,14 @@ def copy_tree(target: Path) -> None:
 
 def needs_vllm(tests: Sequence[str]) -> bool:
     return any(test.startswith("tests/test_vllm_") for test in tests)
+
+
+def build_cpu(tree: Path) -> str:
+    """Brings the library for CPUs of a tree up to date, if need be. Returns why that did not work, if so."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "kernels"), "WEIGHTONLY_CPU_FLAGS": "-O1"}
+    command = [sys.executable, "-m", "weightonly_build", "cpu"]
+    built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    return built.stderr if built.returncode else ""
 
 
 def run_tests(tree: Path, tests: Sequence[str], log: Path, seconds: float) -> str:
@@ -149,7 +160,10 @@ def _pytest(tree: str, tests: list[str], log: str) -> None:
 
 
 def first_failure(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if crashed := re.search(r'Fatal Python error(?s:.*?)/(tests/test_\w+\.py)", line \d+ in (test_\w+)', text):
+        return f"FAILED {crashed[1]}::{crashed[2]} - the process ended"
+    lines = text.splitlines()
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
 
 
@@ -205,6 +219,8 @@ def main() -> int:
         todo = [m for m in keys if not m.equivalent and f"{m.name} {keys[m]}" not in known]
         if todo:
             copy_tree(tree)
+        if any("/cpu/" in mutation.file for mutation in todo) and (problem := build_cpu(tree)):
+            parser.error(problem)
         for mutation, key in keys.items():
             if mutation not in todo:
                 results[mutation.name] = (
@@ -212,6 +228,8 @@ def main() -> int:
                 )
         for _, group in itertools.groupby(todo, lambda mutation: mutation.file):
             made_of = [_run(m, keys[m], tree, options.timeout, noticed_by.get(m.name, "")) for m in group]
+            if made_of[0]["name"].startswith(CPU_SOURCES):
+                build_cpu(tree)
             tests = {test_of(record["by"]) for record in made_of if record["result"] == KILLED}
             failing = fail_without_a_fault(tree, sorted(tests - {""}), options.timeout) | {""}
             for record in made_of:
@@ -230,8 +248,11 @@ def _run(mutation: Mutation, key: str, tree: Path, seconds: float, first: str) -
     before, started = place.read_bytes(), time.monotonic()
     place.write_text(mutated(mutation), encoding="utf-8")
     try:
-        result = run_tests(tree, [first], log, seconds) if first else SURVIVED
-        if result != KILLED:
+        problem = build_cpu(tree) if mutation.file.startswith(CPU_SOURCES) else ""
+        if problem:
+            log.write_text(f"ERROR {problem}", encoding="utf-8")
+        result = BROKEN if problem else run_tests(tree, [first], log, seconds) if first else SURVIVED
+        if result not in (KILLED, BROKEN):
             result = run_tests(tree, test_files(mutation), log, seconds)
     finally:
         place.write_bytes(before)
