@@ -246,7 +246,7 @@ class Family:
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the choices of tokens by itself
-    gates                  grouped: it can apply what experts compute between their products
+    in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     header                 of the kernel, below kernels/gemm
     """
 
@@ -265,7 +265,7 @@ class Family:
     verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
-    gates: ClassVar[bool] = False
+    in_layers: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     # --- its configurations ---
@@ -381,6 +381,10 @@ class Family:
     def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
         """Of a family of grouped products: the time of one, on average. problem.m: the rows of all experts."""
         raise NotImplementedError
+
+    def gates(self, config: KernelConfig) -> bool:
+        """Whether a kernel of grouped products computes gated ones."""
+        return False
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         """Whether h200.py has the constants of a kernel. One that is not measured yet is compiled, but not chosen."""

@@ -28,7 +28,7 @@ class GroupedDecodeSm90(DecodeSm90):
     header = "sm90_decode/grouped.cuh"
     grouped = True
     sorts = True
-    gates = True
+    in_layers = True
     smem_grows = False
 
     def configs(self) -> Iterable[KernelConfig]:
@@ -40,6 +40,9 @@ class GroupedDecodeSm90(DecodeSm90):
                 of_16 = tuple(f for f in formats if (f == "code4") == (warps_k == 8))
                 if of_16:
                     yield config.for_groups_of_16(formats=of_16)
+
+    def gates(self, config: KernelConfig) -> bool:
+        return True
 
     def ctas(self, config: KernelConfig) -> int:
         """CTAs that share an SM: eight warps."""

@@ -18,7 +18,7 @@ _RECORD_BYTES = 44  # struct GroupedWork
 
 # As in gemm_sm90: tokens, warpgroups along N and K, stages for int4, codes and int8. The MMA of a tile is as wide as
 # its rows need, so that there are few shapes: many columns for few rows, more rows for more.
-_SHAPES = ((32, 4, 1, 6, 4, 4), (64, 4, 1, 4, 4, 3), (128, 2, 1, 4, 4, 3), (256, 2, 1, 5, 4, 4))
+_SHAPES = ((32, 4, 1, 6, 0, 0), (32, 3, 1, 0, 5, 5), (64, 4, 1, 4, 4, 3), (128, 2, 1, 4, 4, 3), (256, 2, 1, 5, 4, 4))
 
 
 class GroupedSm90(GemmSm90):
@@ -27,9 +27,13 @@ class GroupedSm90(GemmSm90):
     shapes = _SHAPES
     of_16 = ((64, 4, 1),)
     grouped = True
-    gates = True
+    in_layers = True
     takes_tail = False
     verified = True
+
+    def gates(self, config: KernelConfig) -> bool:
+        """Its columns are those of gates, and of what they are multiplied with."""
+        return config.block_n // 64 % 2 == 0
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
         return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # MMAs of every multiple of 8 tokens

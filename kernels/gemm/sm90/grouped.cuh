@@ -172,6 +172,7 @@ cudaError_t launch_grouped_sm90(GroupedGemmParams const& call, cudaStream_t stre
   using Traits = sm90::GroupedTraits<Config>;
   constexpr bool kNeedsZeros = Traits::kHasZeros || WeightFormat<typename Traits::Weight>::kIsCodebook;
   if (kNeedsZeros && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
+  if (call.is_gated && !Traits::kGates) return cudaErrorInvalidValue;
   // With few tokens int4 leaves registers for the accumulators of a k_tile beside those of the tile.
   constexpr bool kIsInt4 = std::is_same_v<typename Traits::Weight, cutlass::uint4b_t>;
   if constexpr (kIsInt4 && Traits::kHasScales && Traits::kLeastGroup == 32 && Traits::kTileM <= 32) {

@@ -57,12 +57,13 @@ struct GroupedTraits : Traits<Config> {
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
   static constexpr bool kMayMulticastX = false;
-  static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the tile's columns
+  /// Whether it computes gated products: the columns are two halves then.
+  static constexpr bool kGates = Base::kWarpgroupsN % 2 == 0;
+  static constexpr int kHalfPanels = kGates ? Base::kWarpgroupsN / 2 : Base::kWarpgroupsN;  // of a half, or of all
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
   static constexpr int kWidthStep = cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
   static constexpr int kWidths = Base::kTileM / kWidthStep;
-  static_assert(Base::kWarpgroupsK == 1 && Base::kWarpgroupsN % 2 == 0 && kWidthStep % 8 == 0 &&
-                (kWidths == 4 || kWidths == 8));
+  static_assert(Base::kWarpgroupsK == 1 && kWidthStep % 8 == 0 && (kWidths == 2 || kWidths == 4 || kWidths == 8));
 
   static constexpr bool kHasWidths = true;
   static constexpr bool kScalesPartials = kScalesPartials_;
@@ -83,18 +84,20 @@ struct GroupedTraits : Traits<Config> {
       issue(tiled_mma, part);
     };
     // Bit by bit: a switch would become an indirect branch, which ptxas takes for a divergent one.
+    auto const issue_two = [&](auto below) {
+      constexpr int kBelow = decltype(below)::value;
+      width & 1 ? issue_width(cute::Int<kBelow + 2>{}) : issue_width(cute::Int<kBelow + 1>{});
+    };
     auto const issue_four = [&](auto below) {
       constexpr int kBelow = decltype(below)::value;
-      if (width & 2) {
-        width & 1 ? issue_width(cute::Int<kBelow + 4>{}) : issue_width(cute::Int<kBelow + 3>{});
-      } else {
-        width & 1 ? issue_width(cute::Int<kBelow + 2>{}) : issue_width(cute::Int<kBelow + 1>{});
-      }
+      width & 2 ? issue_two(cute::Int<kBelow + 2>{}) : issue_two(below);
     };
     if constexpr (kWidths == 8) {
       width & 4 ? issue_four(cute::Int<4>{}) : issue_four(cute::Int<0>{});
-    } else {
+    } else if constexpr (kWidths == 4) {
       issue_four(cute::Int<0>{});
+    } else {
+      issue_two(cute::Int<0>{});
     }
   }
 

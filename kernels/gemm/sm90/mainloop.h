@@ -238,7 +238,9 @@ struct Mainloop {
       convert<1, false>(reader, words, w0, same);
       reader.read_words(words, 1);
       add_previous(k_tile == work.k_tile_begin);
-      issue<true>(reader, w0, x, x_stage, partial);
+      // Not by the first wgmma: where widths branch ptxas would give its accumulators other registers in each.
+      clear(partial);
+      issue<false>(reader, w0, x, x_stage, partial);
       set_scales(scales, pair);
       convert<1, false>(reader, words, w1, same);
       issue<false>(reader, w1, x, advanced(x_stage, reader.k_block_x), partial);
