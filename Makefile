@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-sglang | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
+# make demo | test | test-gpu | test-vllm | test-sglang | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
 PYTHON ?= python3# the interpreter that the environment is made from, and that `make binding` compiles for
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ HASHED := --require-hashes --only-binary=:all: -r kernels/weightonly_build/requi
 BUILD = PYTHONPATH=kernels $(PY) -m weightonly_build
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-vllm test-sglang lint docs mypy kernels binding wheel clean
+.PHONY: demo test test-gpu test-vllm test-sglang lint docs mypy kernels binding wheel clean
 
 demo: $(VENV)/demo.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
@@ -20,6 +20,13 @@ test: $(VENV)/test.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
 	$(BUILD) auto
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The tests of mark gpu alone. Their time is that of the CPU, which makes what they compare: many processes share the GPU.
+TEST_PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 5 ? 1 : cores < 16 ? cores - 4 : 12)))
+test-gpu: $(VENV)/test.stamp
+	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
+	$(BUILD) auto
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 # The plug-in in vLLM's own layers, on the CPU, with each of VLLM_VERSIONS: 4 GB in .venv-vllm. vLLM's wheel comes without
 # its CUDA libraries, which layers on the CPU do not need, and beside the PyTorch of tests/vllm_requirements.txt.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .configs import GROUPED_CONFIGS, KernelConfig
 from .families.grouped_decode_sm90 import MAX_ROW_TILES, GroupedDecodeSm90
-from .families.grouped_sm90 import MAX_EXPERTS, MAX_TILES
+from .families.grouped_sm90 import MAX_TILES
 from .problem import Problem
 
 
@@ -35,8 +35,8 @@ def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype:
         return f"{config} is two launches, but grouped products take one"
     if (reason := config.rules.why_not(config, problem, dtype)) is not None:
         return reason
-    if experts > MAX_EXPERTS:
-        return f"{config} computes at most {MAX_EXPERTS} experts, but qweight has {experts}"
+    if experts > config.rules.max_experts:
+        return f"{config} computes at most {config.rules.max_experts} experts, but qweight has {experts}"
     if config.rules.name == GroupedDecodeSm90.name:
         row_tiles = most_row_tiles(problem.m, experts, config.block_m)
         if row_tiles > MAX_ROW_TILES:

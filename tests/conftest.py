@@ -19,6 +19,7 @@ os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say 
 
 _SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"
 _SEED = int(os.environ.get(_SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
+os.environ[_SEED_VARIABLE] = str(_SEED)  # for the processes of pytest-xdist
 
 
 def pytest_report_header() -> str:

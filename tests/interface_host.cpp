@@ -25,10 +25,10 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 }
 
 using weightonly::GroupedEntry;
-GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false};
-GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false};
-GroupedEntry const listing = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true};
-GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &listing};
+GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false, true};
+GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false, false};
+GroupedEntry const sorting = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true, true};
+GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &sorting};
 
 }  // namespace
 

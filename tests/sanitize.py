@@ -22,13 +22,15 @@ import torch
 
 import weightonly as wo
 from weightonly.device import device_arch, sm_count
-from weightonly.experts import Gate, Product
+from weightonly.experts import Product
+from weightonly.gate import Gate
 from weightonly.grouped import GroupedArgs, grouped
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.machine import resident_clusters
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, sort_by_expert
+from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
 from weightonly.plan import grouped as grouped_plans
 from weightonly.plan.choose import choose
@@ -140,30 +142,34 @@ def converts(dtype: torch.dtype, generator: torch.Generator) -> bool:
 
 @dataclass(frozen=True)
 class GroupedLaunch:
-    """One product of experts with ragged rows, N and K, some without rows. is_layer: both products, for few tokens."""
+    """One product of experts with ragged rows, N and K, some without rows; or a layer of so many tokens."""
 
     config: KernelConfig
     types: TypeConfig
-    is_layer: bool
+    tokens: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.config}_{self.types.name}{', a layer' if self.is_layer else ''}"
+        layer = "" if self.tokens is None else f", a layer of {self.tokens} tokens"
+        return f"{self.config}_{self.types.name}{layer}"
 
 
 def grouped_launches() -> list[GroupedLaunch]:
+    """Layers of as few tokens as kernels sort themselves, and of more."""
     return [
-        GroupedLaunch(config, types, is_layer)
+        GroupedLaunch(config, types, tokens)
         for config in wo.grouped_kernels()
         for types in kernel_types(config)
         if is_compiled(config, types)
-        for is_layer in (False, True)[: 1 + config.rules.lists_rows]
+        for tokens in (None, *((9, 140) if config.rules.in_layers else ()))
     ]
 
 
-def experts_of(k: int, n: int, one: GroupedLaunch, generator: torch.Generator) -> tuple[Product, torch.Tensor]:
+def experts_of(
+    k: int, n: int, one: GroupedLaunch, generator: torch.Generator, scale: float = 0.5
+) -> tuple[Product, torch.Tensor]:
     """Five experts on the GPU, and their weights [5, K, N]."""
     types, dtype = one.types, DTYPES[one.types.dtype]
-    groups = 1 if types.scale_mode == "channel" else k // 64
+    groups = 1 if types.scale_mode == "channel" else k // (16 if one.config.groups_of_16 else 64)
     limit = 128 if types.format == "int8" else 8
     q = torch.randint(-limit, limit, (5, k, n), generator=generator, dtype=torch.int8)
     zeros = torch.randint(-2, 3, (5, groups, n), generator=generator).float()
@@ -176,26 +182,30 @@ def experts_of(k: int, n: int, one: GroupedLaunch, generator: torch.Generator) -
     else:
         qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout)
     given = zeros.to(dtype).cuda() if types.scale_mode == "group_zeros" else None
-    scales = torch.full((5, groups, n), 0.5, dtype=dtype, device="cuda")
-    return Product(qweight.to("cuda"), scales, given), w * 0.5
+    scales = torch.full((5, groups, n), scale, dtype=dtype, device="cuda")
+    return Product(qweight.to("cuda"), scales, given), w * scale
 
 
 def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
     """Launches it; whether the product is the exact one, or the layer is as its two products make it."""
     dtype = DTYPES[one.types.dtype]
-    if one.is_layer:
-        first, _ = experts_of(320, 256, one, generator)
-        second, _ = experts_of(128, 192, one, generator)
-        x = torch.randint(-1, 2, (9, 320), generator=generator).to(dtype).cuda()
-        ids = torch.randint(-1, 6, (9, 3), generator=generator).cuda()
-        weights = torch.rand(9, 3, generator=generator).cuda()
+    cache.clear()  # plans do not tell kernels apart that `select_grouped` gives below
+    if one.tokens is not None:
+        # Every step is exact but for its rounding.
+        gate = Gate("relu", limit=2.0) if one.config.rules.gates(one.config) else Gate("relu", has_gate=False)
+        scale = 2.0**-9 if one.types.format == "int8" else 2.0**-5  # results are far from the limits of fp16
+        first, _ = experts_of(320, 256 if gate.has_gate else 128, one, generator, scale)
+        second, _ = experts_of(128, 192, one, generator, scale)
+        x = torch.randint(-1, 2, (one.tokens, 320), generator=generator).to(dtype).cuda()
+        ids = torch.randint(-1, 6, (one.tokens, 3), generator=generator).cuda()
+        weights = torch.rand(one.tokens, 3, generator=generator).cuda()
         torch.cuda.synchronize()
-        layer_plans.select_grouped = grouped_plans.select_grouped = lambda problem, experts: one.config
-        type(one.config.rules).lists_verified = True
-        y = layer_plans.decode_layer(x, ids, weights, first, Gate("silu"), second)
+        layer_plans.select_grouped = grouped_plans.select_grouped = lambda problem, experts, is_gated=False: one.config
+        y = layer_plans.layer(x, ids, weights, first, gate, second)
         rows, offs, places = sort_by_expert(x, ids, 5)
-        between = Gate("silu")(first(rows, offs))
-        return y is not None and torch.equal(y, combine(second(between, offs), weights, ids, offs, places, dtype))
+        expected = combine(second(gate(first(rows, offs)), offs), weights, ids, offs, places, dtype)
+        assert expected.isfinite().all() and expected.any()
+        return y is not None and torch.equal(y, expected)
     k, n, counts = 320, 200, [9, 0, 130, 1, 0]
     product, w = experts_of(k, n, one, generator)
     x = torch.randint(-1, 2, (143, k), generator=generator).float()  # the last three rows are of no expert

@@ -7,6 +7,7 @@ nothing; all functions are tested from the kernels library where that is built.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ def struct_of(header: str, name: str) -> type[ctypes.Structure]:
 
 GemmParams = struct_of("cutlass_ext/gemm_params.h", "GemmParams")
 _TYPES["GemmParams"] = GemmParams
+_TYPES["Gate"] = struct_of("cutlass_ext/grouped_params.h", "Gate")
 GroupedGemmParams = struct_of("cutlass_ext/grouped_params.h", "GroupedGemmParams")
 STRUCTS = [
     GemmParams,
@@ -39,12 +41,12 @@ STRUCTS = [
     struct_of("kernels/convert/conversions.h", "Blocks4bitParams"),
     struct_of("kernels/convert/dequantize.h", "DequantizeParams"),
     GroupedGemmParams,
-    *(struct_of("kernels/experts/experts.h", name) for name in ("RouteParams", "GateParams", "CombineParams")),
+    *(struct_of("kernels/experts/experts.h", name) for name in ("RouteParams", "GatherParams", "CombineParams")),
 ]
 """In the order of wo_struct_bytes."""
 
 GEMV, GEMM, DECODE, OF_16 = range(4)
-TILED, INTERLEAVED, LISTING = range(3)
+TILED, INTERLEAVED, SORTING = range(3)
 """Kernels of tests/interface_host.cpp, and its grouped ones."""
 
 
@@ -171,13 +173,17 @@ def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], 
     assert gemm(host, kernel, params(**changed)) == (0, "")
 
 
-def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int, str]:
+def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: Any) -> tuple[int, str]:
     names = {field[0] for field in GroupedGemmParams._fields_} - {"gemm"}
     fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in names if name in changed}
+    fields["gate"] = _TYPES["Gate"](*fields.get("gate", (0, 1.0, math.inf, 0.0)))
     given = GroupedGemmParams(gemm=params(**changed), **fields)
     message = ctypes.create_string_buffer(512)
     status = library.wo_grouped_gemm(kernel, ctypes.byref(given), 0, None, message, len(message))
     return status, message.value.decode()
+
+
+GATED = {"is_gated": 1, "n": 256, "n_padded": 256, "ld_scales": 256, "ldy": 128, "gate": (3, 1.0, math.inf, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -185,12 +191,23 @@ def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int,
     [
         ({"offs": 0}, "offs must be an address of 32-bit integers, got 0"),
         ({"offs": 4098}, "offs must be"),
-        ({"experts": 0}, "experts must be 1 to 512, got 0"),
-        ({"experts": 513}, "experts must be 1 to 512, got 513"),
-        ({"activation": 3}, "activation must be 0 unless the product is gated, got 3"),
-        ({"offs": 0, "ids": 4096}, "ids must be 0 for this kernel, got 1"),
-        ({"offs": 0, "list": 4096}, "list must be 0 for this kernel, got 1"),
-        ({"is_gated": 1}, "is_gated must be 0 for this kernel, got 1"),
+        ({"experts": 0}, "experts must be 1 to 1024, got 0"),
+        ({"experts": 1025}, "experts must be 1 to 1024, got 1025"),
+        ({"activation": 3}, "activation must be 0, got 3"),
+        ({"offs": 0, "ids": 4096}, "ids must be null for this kernel, got 4096"),
+        ({"is_in_layer": 2}, "is_in_layer must be 0 or 1, got 2"),
+        ({"gate": (-1, 1.0, math.inf, 0.0)}, "gate.function must be 0 to 6, got -1"),
+        ({"gate": (7, 1.0, math.inf, 0.0)}, "gate.function must be 0 to 6, got 7"),
+        ({"gate": (3, 0.0, math.inf, 0.0)}, "gate must be of an alpha that is not 0 and a limit above 0"),
+        ({"gate": (3, 1.0, 0.0, 0.0)}, "gate must be of an alpha"),
+        ({"gate": (3, 1.0, math.nan, 0.0)}, "gate must be of an alpha"),
+        (GATED | {"gate": (0, 0.0, math.inf, 0.0)}, "gate must be of an alpha"),
+        (GATED | {"is_gated": 2}, "is_gated must be 0 or 1, got 2"),
+        (GATED | {"n": 192, "n_padded": 192}, "n must be a multiple of 128 of a gated product, and n_padded, got 192"),
+        (GATED | {"n": 128}, "n must be a multiple of 128 of a gated product, and n_padded, got 128"),
+        (GATED | {"ldy": 56, "m": 2}, "ldy must be at least n"),
+        (GATED | {"ldy": 132}, "ldy must be a multiple of 8 of a gated product, got 132"),
+        (GATED | {"y": 4104}, "y must be a 16-byte aligned address of a gated product, got 4104"),
         ({"split_k": 2}, "split_k must be at most"),
         ({"x": 8}, "x must be a 16-byte aligned address, got 8"),
         ({"m": 1 << 30, "n_padded": 1 << 10, "ld_scales": 1 << 10}, "m must be such that there are at most 2^30 tiles"),
@@ -202,7 +219,7 @@ def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: int) -> tuple[int,
     ids=str,
 )
 def test_what_is_wrong_with_a_grouped_product_is_refused(
-    changed: dict[str, int], reason: str, host: ctypes.CDLL
+    changed: dict[str, Any], reason: str, host: ctypes.CDLL
 ) -> None:
     before = host.launches_so_far()
     status, text = grouped(host, **changed)
@@ -215,6 +232,10 @@ def test_what_is_wrong_with_a_grouped_product_is_refused(
     [
         ({"split_k": 2, "partials": 0}, "partials must be"),
         ({"split_k": 2}, "split_k must be 1, got 2"),
+        (GATED, "gate must be 0 for this kernel, got 1"),
+        ({"gate": (1, 1.0, math.inf, 0.0)}, "gate must be 0 for this kernel, got 1"),
+        ({"is_in_layer": 1}, "is_in_layer must be 0 for this kernel, got 1"),
+        ({"offs": 0, "ids": 4096}, "ids must be null for this kernel, got 4096"),
         ({"clusters": 0}, "clusters must be 1 to 65535, got 0"),
         ({"clusters": 65536}, "clusters must be"),
         ({"n_padded": 144, "ld_scales": 144}, "n_padded must be a multiple of 32"),
@@ -223,7 +244,7 @@ def test_what_is_wrong_with_a_grouped_product_is_refused(
     ids=str,
 )
 def test_what_is_wrong_with_interleaved_experts_is_refused(
-    changed: dict[str, int], reason: str, host: ctypes.CDLL
+    changed: dict[str, Any], reason: str, host: ctypes.CDLL
 ) -> None:
     before = host.launches_so_far()
     status, text = grouped(host, INTERLEAVED, **changed)
@@ -231,44 +252,47 @@ def test_what_is_wrong_with_interleaved_experts_is_refused(
     assert host.launches_so_far() == before
 
 
-CHOICES = {"offs": 0, "ids": 4096, "list": 4096, "places": 4096, "top_k": 2, "m": 4}
+CHOICES = {"offs": 0, "ids": 4096, "places": 4096, "rows": 4096, "top_k": 2, "m": 4}
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"offs": 4096}, "offs must be null where there are ids, got 4096"),
-        ({"ids": 0, "list": 0}, "offs must be an address of 32-bit integers, got 0"),
-        ({"ids": 4098}, "ids must be an address"),
-        ({"list": 0}, "list must be an 8-byte aligned address, got 0"),
-        ({"list": 4100}, "list must be an 8-byte aligned address, got 4100"),
-        ({"ids": 0, "list": 4100}, "list must be an 8-byte aligned address, got 4100"),
-        ({"places": 0}, "places must be an address of 32-bit integers, got 0"),
-        ({"places": 4097}, "places must be"),
+        ({"ids": 0}, "offs must be an address of 32-bit integers, got 0"),
+        ({"ids": 4098}, "ids must be an address of 32-bit or 64-bit integers, got 4098"),
+        ({"ids": 4100, "is_int64": 1}, "ids must be an address of 32-bit or 64-bit integers, got 4100"),
+        ({"places": 0}, "rows must be null where places are, got 4096"),
+        ({"rows": 0}, "rows must be null where places are, got 0"),
+        ({"places": 4097}, "places must be null or an address of 32-bit integers, got 4097"),
+        ({"rows": 4097}, "rows must be null or an address of a 32-bit integer, got 4097"),
         ({"is_int64": 2}, "is_int64 must be 0 or 1, got 2"),
         ({"top_k": 0}, "top_k must be a divisor of m, got 0"),
         ({"top_k": 3}, "top_k must be a divisor of m, got 3"),
         ({"m": 130}, "m must be at most 128 where there are ids, got 130"),
-        ({"is_gated": 2, "n": 128, "n_padded": 128}, "is_gated must be 0 or 1, got 2"),
         ({"is_gated": 1, "n": 192, "n_padded": 192}, "n must be a multiple of 128 of a gated product"),
-        ({"is_gated": 1, "n": 128, "n_padded": 192}, "n must be a multiple of 128 of a gated product"),
-        ({"is_gated": 1, "n": 128, "n_padded": 128, "ldy": 56}, "ldy must be at least n"),
-        ({"activation": 1}, "activation must be 0 unless the product is gated, got 1"),
-        ({"ids": 0, "list": 0, "offs": 4096, "m": 8200}, "m must be such that there are at most 1024 tiles of 8 rows"),
+        ({"ids": 0, "offs": 4096, "m": 8200}, "m must be such that there are at most 1024 tiles of 8 rows"),
     ],
     ids=str,
 )
-def test_what_is_wrong_with_choices_is_refused(changed: dict[str, int], reason: str, host: ctypes.CDLL) -> None:
+def test_what_is_wrong_with_choices_is_refused(changed: dict[str, Any], reason: str, host: ctypes.CDLL) -> None:
     before = host.launches_so_far()
-    status, text = grouped(host, LISTING, **CHOICES | {"ld_scales": 256} | changed)
+    status, text = grouped(host, SORTING, **CHOICES | {"ld_scales": 256} | changed)
     assert status == 1 and text.startswith(f"grouped_decode_sm90_f16_int4_group: {reason}"), text
     assert host.launches_so_far() == before
 
 
-def test_kernels_of_decode_take_choices_and_lists_and_gated_products(host: ctypes.CDLL) -> None:
-    gated = {"is_gated": 1, "n": 256, "n_padded": 256, "ld_scales": 256, "ldy": 128, "activation": 3}
-    for changed in (CHOICES, CHOICES | gated, CHOICES | {"ids": 0}, {"m": 8}, CHOICES | {"m": 128, "is_int64": 1}):
-        assert grouped(host, LISTING, **changed) == (0, "")
+@pytest.mark.parametrize("changed", [{}, GATED, {"gate": (6, 4.0, 7.0, 0.5)}, {"is_in_layer": 1, "m": 8200}], ids=str)
+def test_kernels_that_gate_take_what_is_right(changed: dict[str, Any], host: ctypes.CDLL) -> None:
+    assert grouped(host, TILED, **changed) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, GATED, {"places": 0, "rows": 0, "is_in_layer": 1}, {"m": 128, "is_int64": 1, "ids": 4104}], ids=str
+)
+def test_kernels_that_sort_take_choices(changed: dict[str, Any], host: ctypes.CDLL) -> None:
+    assert grouped(host, SORTING, **CHOICES | changed) == (0, "")
+    assert grouped(host, SORTING, m=8, **{name: GATED[name] for name in changed if name in GATED}) == (0, "")
 
 
 def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL) -> None:
@@ -285,7 +309,7 @@ def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     assert host.wo_grouped_kernel_name(2) == b"grouped_decode_sm90_f16_int4_group"
     assert host.wo_grouped_kernel_name(3) is None
     before = host.launches_so_far()
-    assert grouped(host, experts=512, m=1 << 20) == (0, "")
+    assert grouped(host, experts=1024, m=1 << 20) == (0, "")
     assert host.launches_so_far() == before + 1
     assert grouped(host, kernel=3) == (1, "kernel must be 0 to 2, got 3")
 
@@ -359,7 +383,7 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
         "wo_dequantize_4bit",
         "wo_dequantize",
         "wo_route",
-        "wo_gate",
+        "wo_gather",
         "wo_combine",
     ],
 )
@@ -374,6 +398,70 @@ def test_every_function_of_the_library_refuses_null_and_zeros(function: str) -> 
     nothing = ctypes.create_string_buffer(max(map(ctypes.sizeof, STRUCTS)))
     assert call(*first, nothing, 0, None, message, 512) == 1
     assert b" must be " in message.value
+
+
+AROUND_EXPERTS: dict[str, dict[str, int]] = {
+    "route": {"ids": 4096, "offs": 4096, "places": 4096, "choices": 8, "experts": 4},
+    "gather": {"x": 4096, "sorted": 4096, "offs": 4096, "places": 4096}
+    | {"ldx": 72, "tokens": 4, "top_k": 2, "experts": 4, "columns": 64},
+    "combine": {"rows": 4096, "weights": 4096, "places": 4096, "rows_end": 4096, "y": 4096}
+    | {"tokens": 4, "top_k": 2, "columns": 64},
+}
+"""What wo_route, wo_gather and wo_combine take."""
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "reason"),
+    [
+        ("route", {"ids": 4098}, "ids must be a 4-byte aligned address, got 4098"),
+        ("route", {"ids": 4100, "is_int64": 1}, "ids must be an 8-byte aligned address, got 4100"),
+        ("route", {"is_int64": 2}, "is_int64 must be 0 or 1, got 2"),
+        ("route", {"offs": 0}, "offs must be a 4-byte aligned address, got 0"),
+        ("route", {"places": 4097}, "places must be a 4-byte aligned address, got 4097"),
+        ("route", {"experts": 1025}, "experts must be 1 to 1024, got 1025"),
+        ("route", {"choices": 0}, "choices must be 1 to 2097152, got 0"),
+        ("route", {"choices": (1 << 21) + 1}, "choices must be 1 to 2097152, got 2097153"),
+        ("route", {"pdl_mode": 3}, "pdl_mode must be 0 to 2, got 3"),
+        ("gather", {"x": 4104}, "x must be a 16-byte aligned address, got 4104"),
+        ("gather", {"sorted": 0}, "sorted must be a 16-byte aligned address, got 0"),
+        ("gather", {"offs": 4097}, "offs must be"),
+        ("gather", {"places": 0}, "places must be"),
+        ("gather", {"columns": 60}, "columns must be a multiple of 8, got 60"),
+        ("gather", {"columns": 0}, "columns must be a multiple of 8, got 0"),
+        ("gather", {"experts": 0}, "experts must be 1 to 1024, got 0"),
+        ("gather", {"top_k": 0}, "top_k must be 1 to 2097152, got 0"),
+        ("gather", {"tokens": 1 << 20, "top_k": 3}, "tokens must be such that tokens . top_k is 1 to 2097152"),
+        ("gather", {"ldx": 68}, "ldx must be a multiple of 8, got 68"),
+        ("gather", {"ldx": 56}, "ldx must be at least columns, got 56"),
+        ("combine", {"rows": 4104}, "rows must be a 16-byte aligned address"),
+        ("combine", {"y": 0}, "y must be a 16-byte aligned address"),
+        ("combine", {"weights": 4098}, "weights must be a 4-byte aligned address"),
+        ("combine", {"places": 4098}, "places must be"),
+        ("combine", {"rows_end": 0}, "rows_end must be a 4-byte aligned address, got 0"),
+        ("combine", {"columns": 4}, "columns must be a multiple of 8, got 4"),
+        ("combine", {"type": 2}, "type must be 0 .fp16. or 1 .bf16., got 2"),
+        ("combine", {"tokens": 0}, "tokens must be"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_around_experts_is_refused(function: str, changed: dict[str, int], reason: str) -> None:
+    call: Callable[..., int] = getattr(ctypes.CDLL(str(built_library())), f"wo_{function}")
+    struct = next(struct for struct in STRUCTS if struct.__name__ == f"{function.capitalize()}Params")
+    message = ctypes.create_string_buffer(512)
+    given = struct(**AROUND_EXPERTS[function] | changed)
+    assert call(ctypes.byref(given), 0, None, message, len(message)) == 1
+    text = message.value.decode()
+    assert re.match(f"{function}: {reason}", text), text
+
+
+@pytest.mark.parametrize("function", AROUND_EXPERTS)
+def test_what_is_right_around_experts_comes_to_the_device(function: str) -> None:
+    """Device 99 is none: nothing before it was wrong."""
+    call: Callable[..., int] = getattr(ctypes.CDLL(str(built_library())), f"wo_{function}")
+    struct = next(struct for struct in STRUCTS if struct.__name__ == f"{function.capitalize()}Params")
+    message = ctypes.create_string_buffer(512)
+    assert call(ctypes.byref(struct(**AROUND_EXPERTS[function])), 99, None, message, len(message)) == 1
+    assert b" on device 99: " in message.value
 
 
 def test_the_module_compares_itself_with_the_library_when_it_is_imported() -> None:

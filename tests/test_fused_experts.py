@@ -23,12 +23,23 @@ def expected(
     act: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """[M, H] in the dtype of the weights, term by term."""
+    return expected_between(x, w13, w2, ids, weights, lambda z: act(z.chunk(2)[0]) * z.chunk(2)[1])
+
+
+def expected_between(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    between: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The same with any function of the first product's columns."""
     y = torch.zeros_like(x, dtype=w13.dtype)
     for m, chosen in enumerate(ids.tolist()):
         for j, e in enumerate(chosen):
             if 0 <= e < len(w13):
-                gate, up = (x[m].to(w13.dtype) @ w13[e]).chunk(2)
-                y[m] += weights[m, j] * ((act(gate) * up) @ w2[e])
+                y[m] += weights[m, j] * (between(x[m].to(w13.dtype) @ w13[e]) @ w2[e])
     return y
 
 
@@ -75,6 +86,54 @@ def test_error_beside_dense_experts(format: str, layout: str, generator: torch.G
     exact = expected(x, dense[0].double(), dense[1].double(), ids, probabilities.double(), silu)
     peer = expected(x, dense[0], dense[1], ids, probabilities.bfloat16(), silu)
     assert (y.double() - exact).norm() <= 2 * (peer.double() - exact).norm()
+
+
+def swigluoai(z: torch.Tensor) -> torch.Tensor:
+    gate, up = z[: len(z) // 2].clamp(max=7), z[len(z) // 2 :].clamp(-7, 7)
+    return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+def situ(z: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.tanh(z[:I] / 2) / (1 + torch.exp(-z[:I])) * 3 * torch.tanh(z[I:] / 3)
+
+
+@pytest.mark.parametrize(
+    ("activation", "has_gate", "between"),
+    [
+        ("swigluoai", True, swigluoai),
+        ("relu2", True, lambda z: z[:I].clamp(min=0) ** 2 * z[I:]),
+        (wo.Gate(None, limit=0.5), True, lambda z: z[:I].clamp(max=0.5) * z[I:].clamp(-0.5, 0.5)),
+        (wo.Gate("situ", alpha=2, limit=3), True, situ),
+        (wo.Gate("relu2", has_gate=False), False, lambda z: z.clamp(min=0) ** 2),
+        ("silu", False, lambda z: z / (1 + torch.exp(-z))),
+        (None, False, lambda z: z),
+    ],
+    ids=["swigluoai", "relu2", "a limit", "situ", "relu2 without gate", "silu without gate", "nothing"],
+)
+def test_gates(
+    activation: str | wo.Gate | None,
+    has_gate: bool,
+    between: Callable[[torch.Tensor], torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    """In fp32 beside fp64."""
+    columns = 2 * I if has_gate else I
+    first, second = exact_stack(E, H, columns, generator), exact_stack(E, I, H, generator)
+    x, weights = torch.randn(5, H, generator=generator) / 16, torch.rand(5, 2, generator=generator)
+    ids = choice(5, 2, generator)
+    w13, w2 = (first.qweight, first.scales, first.zeros), (second.qweight, second.scales, second.zeros)
+    y = wo.fused_experts(x, w13, w2, ids, weights, activation)
+    assert_near(y, expected_between(x, first.w64, second.w64, ids, weights.double(), between))
+
+
+def test_rows_of_no_expert_are_zeros_and_do_not_leak(good: dict[str, Any]) -> None:
+    """Rows that pad a batch may hold anything."""
+    whole = wo.fused_experts(**good)
+    x, ids = good["x"].clone(), good["topk_ids"].clone()
+    x[1], x[3], ids[1], ids[3] = torch.nan, torch.inf, -1, E
+    y = wo.fused_experts(**good | {"x": x, "topk_ids": ids})
+    assert not y[[1, 3]].any()
+    assert_near(y[[0, 2, 4]], whole[[0, 2, 4]])
 
 
 @pytest.fixture
@@ -183,7 +242,12 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
     ),
     "a tensor": ("w2", lambda a: (a["w2"][0].data, *a["w2"][1:]), TypeError, "w2: expected stacked .*got Tensor"),
     "swapped": ("w13", lambda a: a["w2"], ValueError, "w13: expected K = 128, the columns of x, got 64"),
-    "no up": ("w13", lambda a: (a["w13"][0].slice_n(0, 64), *a["w13"][1:]), ValueError, "w13: expected N = 128, gate"),
+    "columns of w13": (
+        "w13",
+        lambda a: (wo.preprocess(torch.zeros(E, H, 192).char()), torch.ones(E, 1, 192)),
+        ValueError,
+        "w13: expected N = 128, gate and up for K = 64 of w2, got 192",
+    ),
     "H of w2": (
         "w2",
         lambda a: (a["w2"][0].slice_n(0, 64), *a["w2"][1:]),
@@ -224,6 +288,12 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "topk_weights: expected shape",
     ),
     "activation": ("activation", lambda a: "swiglu", ValueError, "activation: expected one of None, 'identity'"),
+    "no gate": (
+        "activation",
+        lambda a: wo.Gate("relu2", has_gate=False),
+        ValueError,
+        r"activation: Gate\(.* is for a first product of I columns, w13 has others",
+    ),
 }
 
 

@@ -70,12 +70,12 @@ def test_a_kernel_names_its_launch_and_its_limits() -> None:
         assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
 
 
-def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters_and_whether_it_lists_rows() -> None:
+def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters_and_whether_it_sorts_and_gates() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels(unverified=True)}
     for symbol, facts in (
-        ("grouped_sm90_16x128x256_w16x64_s7_f16_int4_group", "1, false"),
-        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true"),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false"),
+        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "1, false, true"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false, false"),
     ):
         assert re.search(
             rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16Int4Group>, {facts}}};", unit[symbol]
@@ -93,11 +93,13 @@ def test_a_unit_has_the_kernels_of_one_configuration() -> None:
 
 
 def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
-    tokens = {48: 0, 64: 0, 96: 0}
+    """Of 48 tokens, and where the MMA of a tile is as wide as its rows need."""
+    asks: dict[tuple[str, int], set[bool]] = {}
     for kernel in generate.all_kernels():
-        if kernel.config.family == "gemm_sm90" and kernel.config.block_m in tokens:
-            tokens[kernel.config.block_m] += "EXTENDED_MMA_SHAPES" in generate.unit_text([kernel])
-    assert tokens[48] > 0 and tokens[64] == tokens[96] == 0
+        asked = "EXTENDED_MMA_SHAPES" in generate.unit_text([kernel])
+        asks.setdefault((kernel.config.family, kernel.config.block_m), set()).add(asked)
+    assert {tokens: asks["gemm_sm90", tokens] for tokens in (48, 64, 96)} == {48: {True}, 64: {False}, 96: {False}}
+    assert all(asks["grouped_sm90", tokens] == {True} for tokens in (64, 128, 256))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_build_has_kernels_of_groups_of_16(tmp_path: Path, unverified: bool) -
     finally:
         flags.update(before)
     families = {k.config.family for k in kernels if k.config.groups_of_16}
-    expected = {"decode_sm90", "gemm_sm90", "gemv", "decode_sm80", "gemm_sm80"}
+    expected = {"decode_sm90", "gemm_sm90", "gemv", "decode_sm80", "gemm_sm80", "grouped_decode_sm90", "grouped_sm90"}
     assert families == (expected if unverified else set())
     (line,) = (line for line in (tmp_path / "units.cmake").read_text().splitlines() if "convert/dequantize.cu" in line)
     assert ("-DWEIGHTONLY_GROUPS_OF_16" in line) == unverified

@@ -13,6 +13,7 @@ from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig
 from weightonly.heuristics.constants import GroupedTimes
 from weightonly.heuristics.families import grouped_decode_sm90, grouped_sm90, hopper_grouped
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_ROW_TILES
+from weightonly.heuristics.families.grouped_sm80 import MAX_EXPERTS as MAX_INTERLEAVED
 from weightonly.heuristics.families.grouped_sm80 import GroupedSm80
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
 from weightonly.heuristics.families.hopper_grouped import grouped_us
@@ -21,6 +22,9 @@ from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
 from weightonly.heuristics.routing import tiles_along_m, with_rows
 
 FORMATS = ["int4", "int8", "code4"]
+
+
+INTERLEAVED = next(c for c in GROUPED_CONFIGS if c.family == GroupedSm80.name)
 
 
 def problem(rows: int, n: int = 4096, k: int = 4096, format: str = "int4", group_size: int = 128) -> Problem:
@@ -38,16 +42,22 @@ def test_grouped_kernels_are_a_list_of_their_own() -> None:
 
 def tile_of(config: KernelConfig) -> tuple[str, int, int, int]:
     """What formats have in common: a warp of decode has as many bytes of each, and so another k."""
-    k = config.block_k * (2 if config.rules.lists_rows and config.formats == ("int8",) else 1)
+    k = config.block_k * (2 if config.rules.sorts and config.formats == ("int8",) else 1)
     return config.family, config.block_m, config.block_n, k
 
 
 def test_each_tile_has_every_format_once() -> None:
     """Formats differ in their stages alone."""
-    tiles = {tile_of(c) for c in GROUPED_CONFIGS}
-    for tile in tiles:
-        found = [f for c in GROUPED_CONFIGS if tile_of(c) == tile for f in c.formats]
+    configs = [c for c in GROUPED_CONFIGS if not c.groups_of_16]
+    for tile in {tile_of(c) for c in configs}:
+        found = [f for c in configs if tile_of(c) == tile for f in c.formats]
         assert sorted(found) == sorted(FORMATS)
+
+
+def test_each_family_of_hopper_has_groups_of_16_of_every_format() -> None:
+    for family in ("grouped_decode_sm90", "grouped_sm90"):
+        configs = [c for c in GROUPED_CONFIGS if c.groups_of_16 and c.family == family]
+        assert sorted(f for c in configs for f in c.formats) == sorted(FORMATS)
 
 
 def test_shared_memory_of_all_kernels_fits() -> None:
@@ -59,7 +69,7 @@ def test_shared_memory_of_all_kernels_fits() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("group_size", [32, 64, 128, 4096])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 4096])
 def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
     """Every size has a configuration that computes it: of few rows for few, of many for many."""
     chosen = {}
@@ -67,9 +77,10 @@ def test_tiles_grow_with_the_rows(group_size: int, format: str) -> None:
         asked = problem(rows, format=format, group_size=group_size)
         config = select_grouped(asked, 64)
         assert config is not None and why_not_grouped(config, asked, 64) is None and format in config.formats
+        assert config.groups_of_16 == (group_size == 16) and config.rules.gates
         chosen[rows] = config
-    assert all(chosen[rows].rules.lists_rows for rows in (1, 8, 64))
-    assert chosen[1 << 16].block_m >= 96 and chosen[1024].block_m <= 64
+    assert chosen[1].rules.sorts and chosen[1024].block_m <= 64 <= chosen[1 << 16].block_m
+    assert group_size == 16 or chosen[1 << 16].block_m > 64
 
 
 def test_the_choice_is_the_quickest_by_its_cost() -> None:
@@ -77,7 +88,7 @@ def test_the_choice_is_the_quickest_by_its_cost() -> None:
         asked = problem(rows, n, k)
         legal = [c for c in GROUPED_CONFIGS if c.layout == "tiled" and why_not_grouped(c, asked, experts) is None]
         times_us = {c: c.rules.grouped_us(c, asked, experts) for c in legal}
-        assert len(times_us) > 5 and select_grouped(asked, experts) is min(times_us, key=times_us.__getitem__)
+        assert len(times_us) >= 5 and select_grouped(asked, experts) is min(times_us, key=times_us.__getitem__)
 
 
 def test_a_kernel_without_constants_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +103,7 @@ def test_a_kernel_without_constants_is_not_chosen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_bytes_and_more_rows_take_longer() -> None:
-    config = next(c for c in GROUPED_CONFIGS if c.rules.lists_rows and "int4" in c.formats)
+    config = next(c for c in GROUPED_CONFIGS if c.rules.sorts and "int4" in c.formats)
 
     def us(rows: int, experts: int, n: int = 4096) -> float:
         return float(config.rules.grouped_us(config, problem(rows, n), experts))
@@ -140,7 +151,7 @@ def test_tiles_along_m_as_a_sum(rows: int, experts: int, tile_m: int) -> None:
 
 
 def test_the_cost_of_waves_and_of_bytes() -> None:
-    config = next(c for c in GROUPED_CONFIGS if c.rules.lists_rows and c.formats == ("int8",) and c.block_k == 256)
+    config = next(c for c in GROUPED_CONFIGS if c.rules.sorts and c.formats == ("int8",) and c.block_k == 256)
     asked, k_us = problem(264, 64, 1024, "int8"), 3.0
     by_waves = grouped_us(config, asked, (264, 0), GroupedTimes(2.0, k_us, 0.5, 0.0))
     assert by_waves == 2.0 + 2 * (k_us + 0.5), "two CTAs on each of 132 SMs, one wave"
@@ -154,9 +165,9 @@ def test_the_cost_of_waves_and_of_bytes() -> None:
 
 
 def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "GROUPED_CONFIGS", tuple(c for c in GROUPED_CONFIGS if c.block_m <= 16))
+    monkeypatch.setattr(grouped, "GROUPED_CONFIGS", tuple(c for c in GROUPED_CONFIGS if c.block_m <= 64))
     config = select_grouped(problem(1 << 16), 8)
-    assert config is not None and config.block_m == 16
+    assert config is not None and config.block_m == 64
 
 
 def test_what_no_grouped_kernel_computes() -> None:
@@ -169,9 +180,13 @@ def test_what_no_grouped_kernel_computes() -> None:
 
 def test_as_many_experts_and_tiles_as_a_kernel_counts() -> None:
     """At the limit, and one beyond it. Every expert but one may end inside of a tile of 8 rows."""
-    config = tiled(16, 128)
-    assert why_not_grouped(config, problem(8), MAX_EXPERTS) is None
-    assert why_not_grouped(config, problem(8), MAX_EXPERTS + 1) is not None
+    for config, asked, most in (
+        (tiled(8, 64), problem(8), MAX_EXPERTS),
+        (INTERLEAVED, interleaved(8), MAX_INTERLEAVED),
+        (tiled(128, 128), problem(8), MAX_EXPERTS),
+    ):
+        assert why_not_grouped(config, asked, most) is None
+        assert f"at most {most} experts" in str(why_not_grouped(config, asked, most + 1))
     columns = 1 << 10  # tiles of 64 along N
     for experts in (1, 5):
         rows = 8 * (MAX_TILES // columns - experts - 1)
@@ -196,27 +211,24 @@ def tiled(tile_m: int, tile_n: int, format: str = "int4") -> KernelConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("tile_m", "tile_n", "computes"),
-    [(8, 64, True), (16, 128, False), (32, 192, True), (64, 128, True), (128, 128, True)],
-)
-def test_groups_of_32(tile_m: int, tile_n: int, computes: bool) -> None:
-    """Sixteen warps of small tiles have no code for them."""
-    config = tiled(tile_m, tile_n)
-    reason = why_not_grouped(config, problem(8, group_size=32), 8)
-    assert reason is None if computes else "those of scales are of 32" in str(reason)
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups_of_16_have_kernels_of_their_own(format: str) -> None:
+    asked, other = problem(8, format=format, group_size=16), problem(8, format=format, group_size=32)
+    for config in (c for c in GROUPED_CONFIGS if c.layout == "tiled" and format in c.formats):
+        computes = why_not_grouped(config, asked, 8) is None, why_not_grouped(config, other, 8) is None
+        assert computes == (config.groups_of_16, not config.groups_of_16), config
 
 
 def test_why_not() -> None:
-    config, few = tiled(16, 128), tiled(8, 64)
+    config, few = tiled(64, 256), tiled(8, 64)
     dense = next(c for c in CONFIGS if c.family == "gemm_sm90" and "int4" in c.formats)
     assert why_not_grouped(config, problem(8), 8) is None
     for other, asked, experts, reason in (
         (dense, problem(8), 8, "computes single products"),
         (config.with_tail(dense), problem(8), 8, "two launches"),
-        (config, problem(8), MAX_EXPERTS + 1, "at most 512 experts, but qweight has 513"),
+        (config, problem(8), MAX_EXPERTS + 1, "at most 1024 experts, but qweight has 1025"),
         (config, problem(8, format="int8"), 8, "but qweight is int8"),
-        (config, problem(8, group_size=32), 8, "those of scales are of 32"),
+        (config, problem(8, group_size=16), 8, "those of scales are of 16"),
         (config, problem(1 << 30, 1 << 12), 8, "at most 1073741824 tiles"),
         (config.with_split_k(2), problem(8), 8, "expected split_k of 1 to 1"),
         (few, problem(8 * MAX_ROW_TILES + 1), 1, "lists at most 1024 tiles along M, but there may be 1025"),
@@ -245,7 +257,7 @@ def test_interleaved_kernels_fit_on_every_gpu() -> None:
             for format in config.formats:
                 for group_size in (32, 4096):
                     asked = interleaved(512, format, arch, group_size=group_size)
-                    assert why_not_grouped(config, asked, MAX_EXPERTS) is None
+                    assert why_not_grouped(config, asked, MAX_INTERLEAVED) is None
         assert all(config.rules.is_calibrated(config, format) for format in config.formats)
 
 
@@ -273,7 +285,7 @@ def test_interleaved_choice_is_the_quickest_by_its_cost() -> None:
 @pytest.mark.usefixtures("with_interleaved")
 def test_what_no_interleaved_kernel_computes() -> None:
     assert select_grouped(interleaved(8, arch=75), 8) is None
-    assert select_grouped(interleaved(8), MAX_EXPERTS + 1) is None
+    assert select_grouped(interleaved(8), MAX_INTERLEAVED + 1) is None
     assert select_grouped(interleaved(1 << 30, n=1 << 12), 8) is None
     on_hopper = select_grouped(Problem(8, 512, 512, "int4", 128, 90, 132, "tiled"), 8)
     assert on_hopper is not None and on_hopper.layout == "tiled"

@@ -18,7 +18,7 @@ COUNTS = {
     "all in the last": [0] * 511 + [70],
     "all in the first": [70] + [0] * 511,
     "none": [0] * 40,
-    "a row each": [1] * 512,
+    "a row each": [1] * 1024,
     "full tiles": [64, 128, 0, 8],
     "many tiles": [3000, 7, 1200],
     "33 experts": list(range(33)),
@@ -71,7 +71,7 @@ def test_tiles(case: str, n_tiles: int, tile_m: int, host: ctypes.CDLL) -> None:
 def test_random_routing(host: ctypes.CDLL) -> None:
     numbers = random.Random(3)
     for _ in range(300):
-        experts, tile_m, n_tiles = numbers.randint(1, 512), numbers.choice([8, 16, 32, 128]), numbers.randint(1, 9)
+        experts, tile_m, n_tiles = numbers.randint(1, 1024), numbers.choice([8, 16, 32, 128]), numbers.randint(1, 9)
         counts = [numbers.choice([0, 0, 1, 2, 9, 40, 300]) for _ in range(experts)]
         offs = list(itertools.accumulate(counts))
         found = tiles_of(host, offs, offs[-1], tile_m, n_tiles)

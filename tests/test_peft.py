@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import hf_version  # noqa: F401
 import pytest
 import torch
@@ -264,6 +263,7 @@ def test_the_trainer(checkpointing: bool, tmp_path: Path) -> None:
 
 def bnb_model() -> Any:
     """The model with bitsandbytes' Linear4bit in place of the layers that quantize_model takes."""
+    bnb = pytest.importorskip("bitsandbytes")
     model = llama()
     for name, child in list(model.named_modules()):
         if type(child) is torch.nn.Linear and name != "lm_head":

@@ -1,4 +1,4 @@
-"""The plan of a layer of experts for few tokens: what it hands to kernels, for which a stand-in computes."""
+"""The plan of a layer of experts on Hopper: what it hands to kernels, for which a stand-in computes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import torch
 from stand_in import SM_COUNT, STREAM, declared
 
 import weightonly as wo
-from weightonly.experts import Gate, Product
+from weightonly.experts import Product
+from weightonly.gate import Gate
+from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import GROUPED_CONFIGS
-from weightonly.heuristics.families.grouped_decode_sm90 import GroupedDecodeSm90
+from weightonly.ops import around_experts
+from weightonly.ops.around_experts import MAX_CHOICES
 from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
 
-EXPERTS, HIDDEN, INNER = 5, 64, 128
-CONFIG = next(c for c in GROUPED_CONFIGS if c.rules.lists_rows and "int4" in c.formats)
+EXPERTS, HIDDEN, INNER, GROUPS = 5, 64, 128, 2
+
+
+def config_of(family: str) -> KernelConfig:
+    return next(c for c in GROUPED_CONFIGS if c.family == family and "int4" in c.formats and not c.groups_of_16)
+
+
+SORTS, GATES, NEITHER = (config_of(f"grouped_{name}") for name in ("decode_sm90", "sm90", "sm80"))
 
 
 def at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -28,14 +37,34 @@ def at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.frombuffer(content, dtype=dtype, count=count).view(shape)
 
 
+def gated(z: torch.Tensor, numbers: tuple[int, float, float, float], is_gated: bool) -> torch.Tensor:
+    """What struct Gate of grouped_params.h says."""
+    number, alpha, limit, shift = numbers
+    act = [
+        lambda v: v,
+        torch.relu,
+        torch.nn.functional.gelu,
+        lambda v: v * torch.sigmoid(alpha * v),
+        lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+        lambda v: torch.relu(v) ** 2,
+        lambda v: alpha * torch.tanh(v / alpha) * torch.sigmoid(v),
+    ][number]
+    if not is_gated:
+        return act(z)
+    gate, up = z.chunk(2, dim=1)
+    if number == 6:
+        return act(gate) * ((up if limit == torch.inf else limit * torch.tanh(up / limit)) + shift)
+    return act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + shift)
+
+
 class Kernels:
-    """Computes the two products and the sum of a layer, with the weights that are packed at an address."""
+    """Computes what the kernels of a layer do, from what is at the addresses. Memory that they do not write is NaN."""
 
     def __init__(self, weights: dict[int, torch.Tensor]) -> None:
-        self.weights = weights  # address of packed weights -> w [E, K, N]
+        self.weights = weights  # address of packed weights -> q [E, K, N]
         self.launches: list[str] = []
         self.sizes: list[dict[str, Any]] = []
-        self.rows: list[tuple[int, int]] = []  # of the list of tiles that was written last: expert, choice
+        self.experts_of_rows: list[int] = []  # as the kernel in front sorted them
         kernels = self
 
         class GroupedPlan:
@@ -45,44 +74,82 @@ class Kernels:
                 kernels.sizes.append(sizes)
 
             def launch_choices(self, *arguments: int) -> None:
-                given = dict(zip(declared()["GroupedPlan.launch_choices"], arguments, strict=True))
-                kernels.multiply(self.sizes, given)
+                p = dict(zip(declared()["GroupedPlan.launch_choices"], arguments, strict=True))
+                kernels.launches.append("sort, multiply")
+                rows = kernels.sort(p["ids"], self.sizes["m"], self.sizes["experts"], self.sizes["is_int64"])
+                tokens = list(range(len(rows)))
+                if p["places"]:
+                    assert not self.sizes["is_in_layer"]
+                    tokens = [choice // self.sizes["top_k"] for _, choice in rows]
+                    kernels.place(rows, at(p["places"], torch.int32, self.sizes["m"]))
+                    at(p["rows"], torch.int32, 1)[0] = len(rows)
+                else:
+                    assert self.sizes["is_in_layer"] and not p["rows"]
+                kernels.multiply(self.sizes, p, [e for e, _ in rows], tokens)
+
+            def launch(self, *arguments: int) -> None:
+                p = dict(zip(declared()["GroupedPlan.launch"], arguments, strict=True))
+                kernels.launches.append("multiply")
+                assert self.sizes["is_in_layer"]
+                offs = at(p["offs"], torch.int32, self.sizes["experts"])
+                experts = torch.arange(len(offs)).repeat_interleave(offs.diff(prepend=offs.new_zeros(1))).tolist()
+                kernels.multiply(self.sizes, p, experts, list(range(len(experts))))
 
         self.GroupedPlan = GroupedPlan
 
-    def multiply(self, sizes: dict[str, Any], p: dict[str, int]) -> None:
-        m, k, n = sizes["m"], sizes["k"], sizes["n"]
-        assert p["stream"] == STREAM and p["ldx"] == k
-        if p["ids"]:
-            self.launches.append("sort, multiply, gate")
-            ids = at(p["ids"], torch.int64 if sizes["is_int64"] else torch.int32, m).tolist()
-            here = [(e, choice) for choice, e in enumerate(ids) if 0 <= e < sizes["experts"]]
-            others = [choice for choice, e in enumerate(ids) if not 0 <= e < sizes["experts"]]
-            self.rows = sorted(here)
-            for row, choice in enumerate([choice for _, choice in self.rows] + others):
-                at(p["places"], torch.int32, m)[choice] = row
-            at(p["list"], torch.int32, 2 + 2 * m)[1] = len(here)
-            source = [choice // sizes["top_k"] for _, choice in self.rows]
-        else:
-            self.launches.append("multiply")
-            source = list(range(len(self.rows)))
-        x = at(p["x"], torch.float16, max(source) + 1, k).float()
-        w = self.weights[p["weight"]]
-        z = torch.stack([x[row] @ w[e] for row, (e, _) in zip(source, self.rows, strict=True)])
+    @staticmethod
+    def sort(ids: int, choices: int, experts: int, is_int64: bool) -> list[tuple[int, int]]:
+        """Expert and number of each choice of an expert."""
+        given = at(ids, torch.int64 if is_int64 else torch.int32, choices).tolist()
+        return sorted((e, choice) for choice, e in enumerate(given) if 0 <= e < experts)
+
+    @staticmethod
+    def place(rows: list[tuple[int, int]], places: torch.Tensor) -> None:
+        here = [choice for _, choice in rows]
+        places[here + sorted(set(range(len(places))) - set(here))] = torch.arange(len(places), dtype=torch.int32)
+
+    def multiply(self, sizes: dict[str, Any], p: dict[str, int], experts: list[int], source: list[int]) -> None:
+        k, n = sizes["k"], sizes["n"]
+        assert p["stream"] == STREAM and sizes["group_size"] * GROUPS == k == sizes["k_padded"]
+        x = at(p["x"], torch.float16, (max(source) + 1) * p["ldx"])[: max(source) * p["ldx"] + k]
+        x = x.as_strided((max(source) + 1, k), (p["ldx"], 1))[source].float()
+        scales, zeros = (at(p[name], torch.float16, EXPERTS, GROUPS, n).float() for name in ("scales", "zeros"))
+        w = self.weights[p["weight"]] - zeros.repeat_interleave(sizes["group_size"], 1)
+        w = w * scales.repeat_interleave(sizes["group_size"], 1)
+        z = torch.stack([row @ w[e] for row, e in zip(x, experts, strict=True)])
         if p["bias"]:
-            z += at(p["bias"], torch.float16, sizes["experts"], n).float()[[e for e, _ in self.rows]]
-        if sizes.get("is_gated"):
-            gate, up = z.half().float().chunk(2, dim=1)
-            assert sizes["activation"] == 3, "silu"
-            z = torch.nn.functional.silu(gate) * up
-        assert p["ldy"] == z.shape[1]
-        at(p["y"], torch.float16, m, z.shape[1])[: len(self.rows)] = z.half()
+            z += at(p["bias"], torch.float16, EXPERTS, n).float()[experts]
+        z = gated(z.half().float(), sizes.get("gate", (0, 1.0, torch.inf, 0.0)), sizes.get("is_gated", False)).half()
+        y = at(p["y"], torch.float16, sizes["m"], p["ldy"])
+        assert y.shape[1] == z.shape[1]
+        y[:] = torch.nan
+        y[: len(z)] = z
+
+    def route(self, *arguments: int) -> None:
+        p = dict(zip(declared()["route"], arguments, strict=True))
+        self.launches.append("route")
+        rows = self.sort(p["ids"], p["choices"], p["experts"], bool(p["is_int64"]))
+        self.place(rows, at(p["places"], torch.int32, p["choices"]))
+        counts = torch.bincount(torch.tensor([e for e, _ in rows], dtype=torch.int64), minlength=p["experts"])
+        at(p["offs"], torch.int32, p["experts"])[:] = counts.cumsum(0)
+
+    def gather(self, *arguments: int) -> None:
+        p = dict(zip(declared()["gather"], arguments, strict=True))
+        self.launches.append("gather")
+        tokens, top_k, columns = p["tokens"], p["top_k"], p["columns"]
+        x = at(p["x"], torch.float16, (tokens - 1) * p["ldx"] + columns).as_strided((tokens, columns), (p["ldx"], 1))
+        rows, end = (
+            at(p["sorted"], torch.float16, tokens * top_k, columns),
+            at(p["offs"], torch.int32, p["experts"])[-1],
+        )
+        rows[at(p["places"], torch.int32, tokens, top_k).long()] = x[:, None].expand(-1, top_k, -1)
+        rows[int(end) :] = torch.nan
 
     def combine(self, *arguments: int) -> None:
         p = dict(zip(declared()["combine"], arguments, strict=True))
         self.launches.append("add")
         tokens, top_k, columns = p["tokens"], p["top_k"], p["columns"]
-        end = int(at(p["offs"], torch.int32, 1))
+        end = int(at(p["rows_end"], torch.int32, 1))
         rows = at(p["rows"], torch.float16, tokens * top_k, columns).float()
         places = at(p["places"], torch.int32, tokens, top_k).long()
         weights = at(p["weights"], torch.float32, tokens, top_k) * (places < end)
@@ -94,21 +161,30 @@ Layer = tuple[Product, Product, Kernels]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Layer]]:
+def chosen() -> list[KernelConfig | None]:
+    """Of the first product and the second one."""
+    return [SORTS, SORTS]
+
+
+@pytest.fixture
+def make(
+    chosen: list[KernelConfig | None], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Layer]]:
     """Products of a layer, for which an H200's kernels stand in."""
 
-    def made(generator: torch.Generator, bias: bool = False) -> Layer:
-        products, dense = [], {}
-        for k, n in ((HIDDEN, 2 * INNER), (INNER, HIDDEN)):
+    def made(has_gate: bool = True, bias: bool = False, inner: int = INNER) -> Layer:
+        products, packed = [], {}
+        for k, n in ((HIDDEN, 2 * inner if has_gate else inner), (inner, HIDDEN)):
             q = torch.randint(-8, 8, (EXPERTS, k, n), generator=generator, dtype=torch.int8)
-            scales = torch.full((EXPERTS, 1, n), 2.0**-6).half()
+            scales = torch.full((EXPERTS, GROUPS, n), 2.0**-6).half()
+            zeros = torch.randint(-2, 3, (EXPERTS, GROUPS, n), generator=generator).half()
             given = torch.randn(EXPERTS, n, generator=generator).half() if bias else None
-            products.append(Product(wo.preprocess(q, bits=4, layout="tiled"), scales, None, given))
-            dense[products[-1].qweight.data.data_ptr()] = q.float() * 2.0**-6
-        kernels = Kernels(dense)
+            products.append(Product(wo.preprocess(q, bits=4, layout="tiled"), scales, zeros, given))
+            packed[products[-1].qweight.data.data_ptr()] = q.float()
+        kernels = Kernels(packed)
         for name, value in (
             ("_C", kernels),
-            ("select_grouped", lambda problem, experts: CONFIG),
+            ("select_grouped", lambda problem, experts, is_gated=False: chosen[problem.k == inner]),
             ("device_arch", lambda device: 90),
             ("sm_count", lambda device: SM_COUNT),
             ("runs_on", lambda config, arch: True),
@@ -117,7 +193,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Layer]]:
             ("_current_stream", lambda device: STREAM),
         ):
             monkeypatch.setattr(layer_plans, name, value)
-        monkeypatch.setattr(GroupedDecodeSm90, "lists_verified", True)
+        monkeypatch.setattr(around_experts, "_C", kernels)
+        monkeypatch.setattr(around_experts, "_current_stream", lambda device: STREAM)
         cache.clear()
         return products[0], products[1], kernels
 
@@ -133,55 +210,130 @@ class Numbers(dict[str, int]):
 def choices(
     tokens: int, top_k: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(tokens, HIDDEN, generator=generator).half()
+    """x, whose rows have a distance of their own; ids, of which one at least is of an expert; weights."""
+    x = torch.randn(tokens, HIDDEN + 8, generator=generator).half()[:, :HIDDEN]
     ids = torch.randint(-1, EXPERTS + 1, (tokens, top_k), generator=generator).to(dtype)
+    ids[0, 0] = 0
     return x, ids, torch.rand(tokens, top_k, generator=generator).half()
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def of_cpu(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: Layer, gate: Gate) -> torch.Tensor:
+    w13, w2 = ((p.qweight, p.scales, p.zeros, p.bias) for p in layer[:2])
+    return wo.fused_experts(x, w13, w2, ids, weights, gate)
+
+
+THREE, FIVE = ["sort, multiply", "sort, multiply", "add"], ["route", "gather", "multiply", "multiply", "add"]
+GATES_OF_LAYERS = [
+    Gate("silu"),
+    Gate.of("swigluoai"),
+    Gate("situ", alpha=3.0, limit=2.0),
+    Gate("relu2", has_gate=False),
+]
+
+
+@pytest.mark.parametrize("gate", GATES_OF_LAYERS, ids=["silu", "swigluoai", "situ", "relu2 alone"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 1), (16, 8)], ids=str)
-def test_three_launches_give_what_the_cpu_gives(
-    tokens: int, top_k: int, dtype: torch.dtype, bias: bool, make: Callable[..., Layer], generator: torch.Generator
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "launches"),
+    [(1, 2, THREE), (3, 1, THREE), (16, 8, THREE), (17, 8, FIVE), (129, 1, FIVE)],
+    ids=["1 x 2", "3 x 1", "16 x 8", "17 x 8", "129 x 1"],
+)
+def test_a_layer_gives_what_the_cpu_gives(
+    tokens: int,
+    top_k: int,
+    launches: list[str],
+    dtype: torch.dtype,
+    gate: Gate,
+    make: Callable[..., Layer],
+    generator: torch.Generator,
 ) -> None:
-    first, second, kernels = make(generator, bias)
+    first, second, kernels = layer = make(gate.has_gate, bias=tokens > 1)
     x, ids, weights = choices(tokens, top_k, dtype, generator)
-    ids[0, 0] = 0  # one at least
-    w13, w2 = ((p.qweight, p.scales, p.zeros, p.bias) for p in (first, second))
-    wanted = wo.fused_experts(x, w13, w2, ids, weights, "silu")
+    wanted = of_cpu(x, ids, weights, layer, gate)
     for _ in range(2):  # the second time by the plan that is kept
-        y = layer_plans.decode_layer(x, ids, weights, first, Gate("silu"), second)
+        y = layer_plans.layer(x, ids, weights, first, gate, second)
         assert y is not None
-        torch.testing.assert_close(y, wanted, rtol=1e-2, atol=4e-3)
-    assert kernels.launches == 2 * ["sort, multiply, gate", "multiply", "add"]
-    assert len(kernels.sizes) == 2
+        torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2)
+    assert kernels.launches == 2 * launches
+    assert [sizes.get("gate") for sizes in kernels.sizes] == [gate.numbers, None], "one plan, the gate in front"
+
+
+def test_a_kernel_that_does_not_sort_makes_it_five_launches(
+    make: Callable[..., Layer], chosen: list[KernelConfig | None], generator: torch.Generator
+) -> None:
+    for chosen[:] in ([GATES, SORTS], [SORTS, GATES], [GATES, GATES]):
+        first, second, kernels = layer = make()
+        given = choices(4, 2, torch.int64, generator)
+        y = layer_plans.layer(*given, first, Gate("silu"), second)
+        assert y is not None and kernels.launches == FIVE
+        torch.testing.assert_close(y, of_cpu(*given, layer, Gate("silu")), rtol=1e-2, atol=1e-2)
+
+
+def test_layers_of_one_kind_share_a_plan_and_gates_do_not(
+    make: Callable[..., Layer], generator: torch.Generator
+) -> None:
+    first, second, kernels = layer = make()
+    given = choices(4, 2, torch.int64, generator)
+    for gate in (Gate("silu"), Gate("silu", limit=0.5), Gate("silu", alpha=2.0), Gate("silu", shift=1.0), Gate("silu")):
+        y = layer_plans.layer(*given, first, gate, second)
+        assert y is not None
+        torch.testing.assert_close(y, of_cpu(*given, layer, gate), rtol=1e-2, atol=1e-2)
+    assert len(kernels.sizes) == 2 * 4
 
 
 def test_what_takes_other_launches(
-    make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Layer], chosen: list[KernelConfig | None], generator: torch.Generator
 ) -> None:
-    first, second, kernels = make(generator)
+    first, second, kernels = make()
     x, ids, weights = choices(16, 8, torch.int64, generator)
 
     def takes(x: torch.Tensor = x, ids: torch.Tensor = ids, first: Product = first, second: Product = second) -> bool:
-        return layer_plans.decode_layer(x, ids, weights[: len(ids)], first, Gate("silu"), second) is not None
+        return layer_plans.layer(x, ids, weights[: len(ids)], first, Gate("silu"), second) is not None
 
     assert takes()
     perm = torch.arange(HIDDEN).repeat(EXPERTS, 1)
-    strided = torch.randn(16, 2 * HIDDEN, generator=generator).half()[:, :HIDDEN]
+    strided = torch.randn(16, 2 * HIDDEN, generator=generator).half()[:, ::2]
     shifted = torch.randn(16 * HIDDEN + 1, generator=generator).half()[1:].view(16, HIDDEN)
-    for tokens in (17, 0):  # 136 choices, none
-        other_x, other_ids, _ = choices(tokens, 8, torch.int64, generator)
-        assert not takes(other_x, other_ids)
-    assert not takes(first=Product(first.qweight, first.scales, perm=perm)), "act-order"
+    assert not takes(x[:0], ids[:0]), "no choices"
+    assert not takes(ids=torch.zeros(1, 1, dtype=torch.int64).expand(MAX_CHOICES + 1, 1)), "more than are sorted"
+    assert not takes(first=Product(first.qweight, first.scales, first.zeros, perm=perm)), "act-order"
     assert not takes(x=strided) and not takes(x=shifted), "rows that vectors do not read"
     assert not takes(x=x.float()), "dtypes without kernels"
+    assert not takes(second=Product(second.qweight, second.scales.bfloat16())), "scales of another dtype"
     sparse = second.scales.repeat_interleave(2, 2)[:, :, ::2]
     between = torch.cat([second.scales.flatten(), second.scales.flatten()])[1 : 1 + second.scales.numel()]
-    assert not takes(second=Product(second.qweight, sparse))
-    assert not takes(second=Product(second.qweight, between.view_as(second.scales))), "an address that is no vector's"
-    assert takes()
-    count = len(kernels.launches)
-    monkeypatch.setattr(GroupedDecodeSm90, "lists_verified", False)
-    cache.clear()
-    assert not takes() and len(kernels.launches) == count, "kernels that no GPU has run so"
+    assert not takes(second=Product(second.qweight, sparse, second.zeros))
+    assert not takes(second=Product(second.qweight, between.view_as(second.scales), second.zeros)), (
+        "no vector's address"
+    )
+    assert takes() and len(kernels.launches) == 2 * len(THREE)
+    for chosen[:] in ([SORTS, NEITHER], [NEITHER, SORTS], [None, SORTS], [SORTS, None]):
+        cache.clear()
+        assert not takes(), "a product without a kernel that gates"
+    assert len(kernels.launches) == 2 * len(THREE)
+
+
+@pytest.mark.parametrize(
+    ("has_gate", "inner", "takes"), [(True, 96, False), (True, 256, True), (False, 96, False), (False, 256, True)]
+)
+def test_columns_that_kernels_gate(
+    has_gate: bool, inner: int, takes: bool, make: Callable[..., Layer], generator: torch.Generator
+) -> None:
+    """Gates are 64 columns at a time; without any, scales that end within 64 columns would need a copy."""
+    first, second, _ = make(has_gate, inner=inner)
+    gate = Gate("relu", has_gate=has_gate)
+    y = layer_plans.layer(*choices(2, 2, torch.int64, generator), first, gate, second)
+    assert (y is not None) == takes
+
+
+def test_the_rows_of_a_problem_are_choices(
+    make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = make()
+    asked: list[tuple[Problem, int]] = []
+    monkeypatch.setattr(layer_plans, "select_grouped", lambda *given: asked.append(given))
+    given = choices(3, 2, torch.int64, generator)
+    assert layer_plans.layer(*given, first, Gate("silu"), second) is None
+    ((problem, experts),) = asked
+    assert (problem.m, problem.n, problem.k, experts) == (6, 2 * INNER, HIDDEN, EXPERTS)
+    assert (problem.group_size, problem.zeros) == (HIDDEN // GROUPS, True)

@@ -7,7 +7,7 @@ import argparse
 import pytest
 import sanitize
 
-from weightonly.heuristics.configs import CONFIGS, kernel_types
+from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
 
 
 @pytest.fixture
@@ -24,6 +24,15 @@ def test_every_kernel_is_launched_with_every_type(all_compiled: None) -> None:
     assert launched == {(config.kernel, types) for config in CONFIGS for types in kernel_types(config)}
     splits = {one.config.kernel for one in found if one.config.split_k == 2}
     assert splits == {config.kernel for config in CONFIGS if config.max_split_k > 1}
+
+
+def test_every_grouped_kernel_is_launched_in_layers_too(all_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightonly.grouped_kernels", lambda: list(GROUPED_CONFIGS))
+    found = {(one.config.kernel, one.types, one.tokens) for one in sanitize.grouped_launches()}
+    for config in GROUPED_CONFIGS:
+        for types in kernel_types(config):
+            tokens = {tokens for kernel, kind, tokens in found if (kernel, kind) == (config.kernel, types)}
+            assert tokens == ({None, 9, 140} if config.rules.in_layers else {None})
 
 
 def test_parts_are_named_by_number_and_count() -> None:

@@ -1,8 +1,7 @@
-"""Shared memory of the Hopper and the grouped kernels: formulas of the heuristic in Python, beside those in C++."""
+"""Shared memory and limits of the Hopper and the grouped kernels: those of the heuristic in Python, beside C++."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -12,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from weightonly.gate import Gate
+from weightonly.heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_ROW_TILES, MAX_SORTED_CHOICES
+from weightonly.heuristics.families.grouped_sm80 import MAX_EXPERTS as MAX_INTERLEAVED
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
 from weightonly.heuristics.problem import Problem
+from weightonly.ops.around_experts import MAX_CHOICES
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "kernels"))
@@ -25,8 +28,9 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 8: 15}
 """split_k -> clusters of so many CTAs that are resident on an H200."""
 
 HEAD = """\
+#include "kernels/experts/experts.h"
 #include "kernels/gemm/sm80_grouped.cuh"
-#include "kernels/gemm/sm90/grouped_scheduler.h"
+#include "kernels/gemm/sm90/grouped_traits.h"
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
@@ -68,7 +72,8 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
         # Python counts zeros for every kernel, C++ for those that have some.
         compare = "==" if kernel.types.scale_mode == "group_zeros" else "<="
         bytes = config.rules.smem_bytes(config, next(problems(kernel)))
-        yield f"static_assert(GroupedTiles<{name}>::smem_bytes(kMaxGroupedExperts) {compare} {bytes});"
+        yield f"static_assert(GroupedTiles<{name}>::smem_bytes({MAX_INTERLEAVED}) {compare} {bytes});"
+        yield f"static_assert(GroupedTiles<{name}>::kMaxExperts == {MAX_INTERLEAVED});"
         return
     for split_k, clusters in CLUSTERS.items():
         if split_k > kernel.config.max_split_k:
@@ -79,9 +84,6 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
             if config.family == "grouped_sm90":
                 traits = f"sm90::GroupedTraits<{name}>"
                 yield f"static_assert({traits}::smem_bytes({MAX_EXPERTS}) == {expected});"
-                yield f"static_assert({traits}::kMaxExperts == {MAX_EXPERTS});"
-                small = config.rules.why_never(config, dataclasses.replace(p, group_size=32)) is None
-                yield f"static_assert({traits}::kMayHaveGroupsOf32 == {str(small).lower()});"
                 break  # the same for every problem
             if config.family == "gemm_sm90":
                 yield f"static_assert(sm90::Traits<{name}>::smem_bytes({split_k}) == {expected});"
@@ -125,6 +127,19 @@ def test_python_and_cpp_agree(tmp_path: Path) -> None:
         count += len(found)
     assert count > 500, "every configuration is compared"
     result = compiles(tmp_path, "\n".join([*lines, "}"]))
+    assert result.returncode == 0, result.stderr[:3000]
+
+
+GATES = {"identity": "Identity", "relu": "Relu", "gelu": "Gelu", "silu": "Silu", "gelu_tanh": "GeluTanh"}
+GATES |= {"relu2": "ReluSquared", "situ": "Situ"}
+
+
+def test_limits_and_numbers_of_gates_agree(tmp_path: Path) -> None:
+    limits = {"kMaxGroupedExperts": MAX_EXPERTS, "kMaxRowTiles": MAX_ROW_TILES, "kMaxSortedChoices": MAX_SORTED_CHOICES}
+    limits |= {"kGatedColumns": GATED_COLUMNS, "kMaxChoices": MAX_CHOICES, "kGateFunctions": len(GATES)}
+    limits |= {f"int(GateFunction::k{name})": Gate(activation).numbers[0] for activation, name in GATES.items()}
+    lines = [f"static_assert({name} == {number});" for name, number in limits.items()]
+    result = compiles(tmp_path, "\n".join([HEAD, *lines, "}"]))
     assert result.returncode == 0, result.stderr[:3000]
 
 

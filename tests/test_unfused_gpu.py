@@ -55,7 +55,7 @@ def test_many_slices_in_groups_of_16(
             Case(1024, 1000, "int4", dtype, 16, zeros=True),
             Case(976, 257, "int8", dtype, 16),
             Case(80, 65, "int4", dtype, 16),
-            Case(1040, 328, "code4", dtype, 16),
+            Case(1008, 328, "code4", dtype, 16),
         ):
             require(config, case)
             check_exact(m, case, config, generator)

@@ -75,13 +75,13 @@ class Gate:
         Raises TypeError and ValueError naming the argument, and where it has a gate and the experts none, or the other
         way round.
         """
+        if isinstance(activation, str) and activation in _NAMED:
+            activation = cls(**_NAMED[activation])
         if isinstance(activation, Gate):
             if activation.has_gate != has_gate:
                 columns = "2 I columns, gate and up" if activation.has_gate else "I columns"
                 raise ValueError(f"activation: {activation} is for a first product of {columns}, w13 has others")
             return activation
-        if isinstance(activation, str) and activation in _NAMED:
-            return cls(**_NAMED[activation], has_gate=has_gate)
         if activation is not None and not (isinstance(activation, str) and activation in _FUNCTIONS):
             names = ", ".join(repr(name) for name in (None, *_FUNCTIONS, *_NAMED))
             raise ValueError(f"activation: expected one of {names}, or a Gate, got {activation!r}")

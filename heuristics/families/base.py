@@ -247,6 +247,7 @@ class Family:
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the choices of tokens by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
+    max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
     """
 
@@ -266,6 +267,7 @@ class Family:
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False
+    max_experts: ClassVar[int] = 0
     header: ClassVar[str] = ""
 
     # --- its configurations ---

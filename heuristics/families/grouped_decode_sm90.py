@@ -9,6 +9,7 @@ from ..machine import HOPPER_SMEM_BYTES
 from ..problem import Problem
 from .base import KernelConfig
 from .decode_sm90 import DecodeSm90
+from .grouped_sm90 import MAX_EXPERTS
 from .hopper_grouped import GROUPED, expected_tiles, grouped_us
 
 MAX_ROW_TILES = 1024
@@ -29,6 +30,7 @@ class GroupedDecodeSm90(DecodeSm90):
     grouped = True
     sorts = True
     in_layers = True
+    max_experts = MAX_EXPERTS
     smem_grows = False
 
     def configs(self) -> Iterable[KernelConfig]:

@@ -9,8 +9,10 @@ from ..problem import Problem
 from ..routing import tiles_along_m
 from .base import KernelConfig
 from .gemm_sm80 import GemmSm80, pipeline_bytes
-from .grouped_sm90 import MAX_EXPERTS
 from .waves import ctas_per_sm, iterations, waves_us
+
+MAX_EXPERTS = 512
+"""That the CTAs have room to count tiles of on every GPU: kMaxExperts of struct GroupedTiles."""
 
 # Of gemm_sm80: tokens, columns, stages. Those with which it is quick, and that every GPU has room for with a codebook.
 _SHAPES = ((16, 64, 4), (16, 128, 4), (32, 128, 4), (64, 128, 4), (128, 128, 3))
@@ -20,6 +22,7 @@ class GroupedSm80(GemmSm80):
     name = "grouped_sm80"
     header = "sm80_grouped.cuh"
     grouped = True
+    max_experts = MAX_EXPERTS
 
     def configs(self) -> Iterable[KernelConfig]:
         for m, n, stages in _SHAPES:

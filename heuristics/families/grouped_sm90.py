@@ -28,6 +28,7 @@ class GroupedSm90(GemmSm90):
     of_16 = ((64, 4, 1),)
     grouped = True
     in_layers = True
+    max_experts = MAX_EXPERTS
     takes_tail = False
     verified = True
 

@@ -22,6 +22,7 @@ struct GroupedTiles {
   using Element = typename Config::Element;
   using Format = WeightFormat<typename Config::Weight>;
   static constexpr int kThreads = Tile::kThreads;
+  static constexpr int kMaxExperts = 512;  // GPUs with 99 KiB of shared memory have no room for more
 
   /// | stages and codebook of a tile, in their place y | schedule |
   static constexpr int smem_bytes(int experts) { return Tile::kSmemBytes + 2 * int(sizeof(int32_t)) * experts; }
@@ -74,9 +75,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::Tile::kMinBlocks)
 template <class Config>
 cudaError_t launch_grouped_sm80(GroupedGemmParams const& p, cudaStream_t stream) {
   using Tiles = GroupedTiles<Config>;
+  if (p.experts > Tiles::kMaxExperts) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> devices_done{0};
   auto* const kernel = grouped_sm80_kernel<Tiles>;
-  constexpr int kMostSmemBytes = Tiles::smem_bytes(kMaxGroupedExperts);
+  constexpr int kMostSmemBytes = Tiles::smem_bytes(Tiles::kMaxExperts);
   if (cudaError_t const error = allow_shared_memory(kernel, kMostSmemBytes, devices_done); error != cudaSuccess) {
     return error;
   }

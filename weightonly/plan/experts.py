@@ -107,11 +107,11 @@ class LayerPlan:
         if self.sorts:
             choices = {"top_k": self.top_k, "is_int64": ids.dtype == torch.int64}
         gated = {"is_gated": gate.has_gate, "gate": gate.numbers, "is_in_layer": not self.sorts}
-        self._first = self._launches(first, *products[0], **gated, **choices)
-        self._second = self._launches(second, *products[1], is_in_layer=True, **choices)
+        self._first = self._launches(first, products[0], **gated, **choices)
+        self._second = self._launches(second, products[1], is_in_layer=True, **choices)
 
-    def _launches(self, product: Product, problem: Problem, config: KernelConfig, **fields: Any) -> tuple[Any, int]:
-        w = product.qweight
+    def _launches(self, product: Product, chosen: tuple[Problem, KernelConfig], **fields: Any) -> tuple[Any, int]:
+        w, (problem, config) = product.qweight, chosen
         plan = _C.GroupedPlan(
             kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, self.dtype).name}"],
             device=self.device,
