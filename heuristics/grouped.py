@@ -24,7 +24,7 @@ def select_grouped(problem: Problem, experts: int, is_gated: bool = False) -> Ke
         and (c.rules.gates(c) or not is_gated)
         and why_not_grouped(c, problem, experts) is None
     ]
-    return min(found, key=lambda c: c.rules.grouped_us(c, problem, experts), default=None)
+    return min(found, key=lambda c: c.rules.grouped_us(c, problem, experts, is_gated), default=None)
 
 
 def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype: str | None = None) -> str | None:

@@ -380,7 +380,7 @@ class Family:
         """CTAs of a kernel of Hopper that share an SM."""
         return 1
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         """Of a family of grouped products: the time of one, on average. problem.m: the rows of all experts."""
         raise NotImplementedError
 

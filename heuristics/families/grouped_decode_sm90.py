@@ -80,5 +80,7 @@ class GroupedDecodeSm90(DecodeSm90):
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return (config.measured.kernel, format) in GROUPED.kernels
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
-        return grouped_us(config, problem, expected_tiles(config, problem, experts))
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
+        # A CTA computes gates, then what they are multiplied with.
+        tiles = expected_tiles(config, problem, experts)
+        return grouped_us(config, problem, tiles, in_a_row=2 if is_gated else 1)

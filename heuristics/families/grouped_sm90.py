@@ -56,5 +56,5 @@ class GroupedSm90(GemmSm90):
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return (config.measured.kernel, format) in GROUPED.kernels
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         return grouped_us(config, problem, expected_tiles(config, problem, experts))
