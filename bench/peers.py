@@ -3,22 +3,42 @@
 humming   humming-kernels (PyPI): kernels compiled on this machine when a shape is first met, by nvrtc or, where the
           environment variable HUMMING_COMPILER says so, nvcc; some 10 s each on one CPU core
 marlin    the package marlin (https://github.com/IST-DASLab/marlin), built from its source
+
+and of `experts`:
+
+humming           humming-kernels' indexed kernels, which read the rows of x by the choices, as vLLM 0.33 runs them
+humming_grouped   its grouped kernels, of rows sorted by expert, as vLLM runs them where GPUs share the experts
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .experts.providers import ExpertsProvider
+from .experts.providers import register as register_experts
+from .experts.routing import Routing
+from .experts.stacks import Stack, combined, summed
 from .providers import Prepared, Provider, missing_package, nbytes, register
-from .weights import Weights
+from .weights import Weights, dtype_name
 
 
 def _without_zeros(weights: Weights, name: str) -> None:
     if weights.zeros is not None:
         raise ValueError(f"{name}: expected weights without zero points, as this provider packs none")
+
+
+def _words(q: torch.Tensor, bits: int, zero: int) -> torch.Tensor:
+    """q + zero of int8 q [k, n] in `bits` bits: int32 [n, k * bits / 32], even k in the low nibble."""
+    unsigned = (q.t().int() + zero).to(torch.uint8)  # [n, k]
+    if bits == 4:
+        unsigned = unsigned[:, 0::2] | unsigned[:, 1::2] << 4  # [n, k/2]
+    return unsigned.contiguous().view(torch.int32)
 
 
 class Humming(Provider):
@@ -48,10 +68,7 @@ class Humming(Provider):
             weight_config={"dtype": f"uint{bits}", "group_size": max(weights.group_size, 0)},
             torch_dtype=weights.dense.dtype,
         ).to(weights.q.device)
-        unsigned = (weights.q.t().int() + (1 << (bits - 1))).to(torch.uint8)  # [n, k]
-        if bits == 4:
-            unsigned = unsigned[:, 0::2] | unsigned[:, 1::2] << 4  # [n, k/2], even k in the low nibble
-        words = unsigned.contiguous().view(torch.int32)  # [n, k * bits / 32]
+        words = _words(weights.q, bits, 1 << (bits - 1))
         layer.load_from_tensors({"weight": words, "weight_scale": weights.scales.t().contiguous()})
         layer.transform()
         # (begin, end, kernel) for begin < m <= end: those of the rows that are timed are compiled side by side.
@@ -103,5 +120,163 @@ class Marlin(Provider):
         return Prepared(operand, run, nbytes(layer.B, layer.s), weights.dense)
 
 
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """torch.cat, which need not have float8_e8m0fnu."""
+    if parts[0].dtype == torch.float8_e8m0fnu:
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e8m0fnu)
+    return torch.cat([*parts])
+
+
+@dataclass
+class HummingStack:
+    """Stacked experts as humming's kernels take them. config: humming's LayerConfig."""
+
+    config: Any
+    tensors: dict[str, torch.Tensor]  # weight, weight_scale
+    locks: torch.Tensor  # zeros, which kernels that split K leave as zeros
+
+
+@functools.lru_cache(maxsize=8)  # of those that one measurement uses; a CUDA graph cannot capture their making
+def _blocks(routing: Routing, rows: int, by_choice: bool) -> Mapping[str, torch.Tensor]:
+    """The rows of each expert in blocks of `rows`, the last one filled up with T, as indexed kernels take them.
+    by_choice: as numbers of choices, else as those of sorted rows."""
+    device, counts = routing.order.device, torch.tensor(routing.counts)
+    blocks = (counts + rows - 1) // rows  # [E]
+    experts = torch.arange(len(counts)).repeat_interleave(blocks)  # [blocks]
+    first = rows * (torch.arange(len(experts)) - (blocks.cumsum(0) - blocks)[experts])  # [blocks], within its expert
+    within = first[:, None] + torch.arange(rows)  # [blocks, rows]
+    ids = (counts.cumsum(0) - counts)[experts, None] + within
+    if by_choice:
+        ids = routing.order.cpu()[ids.clamp(max=routing.rows - 1)]
+    ids[within >= counts[experts, None]] = routing.rows
+    return {
+        "sorted_ids": ids.flatten().int().to(device),
+        "expert_ids": experts.int().to(device),
+        "num_tokens_padded": torch.tensor([ids.numel()], dtype=torch.int32, device=device),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _starts(routing: Routing) -> Mapping[str, torch.Tensor]:
+    """Where the rows of each expert begin, and T, as grouped kernels take it."""
+    return {"expert_layout": torch.nn.functional.pad(routing.offs, (1, 0))}  # [E + 1]
+
+
+class HummingExperts(ExpertsProvider):
+    """humming-kernels' products of stacked experts with its own choice of kernels, on our numbers and scales. They are
+    given what they read of the routing: the others of `experts` are given the choices sorted, too."""
+
+    holds = "humming"
+    # T that kernels are compiled for at once: some 10 of a stack, side by side. Another T compiles its own.
+    rows: Sequence[int] = tuple(1 << i for i in range(16))
+    # Format -> bits, what is added to q, and what its schema says
+    _FORMATS = {  # noqa: RUF012  (a constant)
+        "int4": (4, 8, {"b_dtype": "uint4"}),
+        "int8": (8, 128, {"b_dtype": "uint8"}),
+        "mxfp4": (4, 0, {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0"}),
+    }
+
+    def __init__(self, name: str, kind: str) -> None:
+        """kind: of humming's GemmType, "indexed" or "grouped_contiguous"."""
+        self.name, self._indexed = name, kind == "indexed"
+        self._compute: dict[str, Any] = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": kind}
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype != torch.bfloat16:
+            return f"it is compared in bf16, not {dtype_name(dtype)}"
+        if device.type != "cuda":
+            return "it runs on CUDA only"
+        return missing_package("humming")
+
+    def prepare(self, stack: Stack) -> HummingStack:
+        if stack.format not in self._FORMATS:
+            raise ValueError(f"humming: expected one of {', '.join(self._FORMATS)}, got {stack.format}")
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors, prepare_layer_config
+
+        bits, zero, numbers = self._FORMATS[stack.format]
+        experts, k, n = stack.q.shape
+        dtype, device = stack.dense.dtype, stack.q.device
+        group_size = k // stack.scales.shape[1]
+        schema = HummingWeightSchema(weight_scale_group_size=group_size if group_size < k else 0, **numbers)
+        # It has quicker kernels for integers of which none is the lowest: all experts must agree on that.
+        symmetric = stack.format != "mxfp4" and not bool((stack.q == -zero).any())
+        shape: dict[str, Any] = {"shape_n": n, "shape_k": k, "torch_dtype": dtype, "device": device}
+        shape |= {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as vLLM pads
+        of_one = schema
+        parts: dict[str, list[torch.Tensor]] = {}
+        for q, scales in zip(stack.q, stack.scales, strict=True):  # one by one: humming unpacks to int32
+            tensors = {"weight": _words(q, bits, zero)[None], "weight_scale": scales.t().contiguous()[None]}
+            if stack.format == "mxfp4":
+                tensors["weight_scale"] = tensors["weight_scale"].float().to(torch.float8_e8m0fnu)  # powers of two
+            if symmetric:
+                of_one, tensors = schema.convert_symmetric_integer_weight(tensors)
+            _, tensors = prepare_and_transform_humming_tensors(tensors, weight_schema=of_one, num_experts=1, **shape)
+            for name, tensor in tensors.items():
+                parts.setdefault(name, []).append(tensor)
+        stacked = {name: _cat(part) for name, part in parts.items()}
+        config = prepare_layer_config(weight_schema=of_one, num_experts=experts, **shape)
+        locks = torch.zeros(2048, dtype=torch.int32, device=device)  # as many as humming's layer has
+        return HummingStack(config, stacked, locks)
+
+    def weight_bytes(self, operand: HummingStack) -> int:
+        return nbytes(*operand.tensors.values())
+
+    def product(self, operand: HummingStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._multiply(operand, x, routing, by_choice=False)
+
+    def layer(self, w13: HummingStack, w2: HummingStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        from humming.forward import may_process_input
+
+        top_k = routing.ids.shape[1]
+        if self._indexed:
+            gate_up = self._multiply(w13, x, routing, by_choice=True, top_k=top_k)
+        else:
+            gate_up = self._multiply(w13, x[routing.order // top_k], routing, by_choice=False)
+        activation = {"activation_type": "binary_split", "activation_impl": "(a / (1.f + expf(-a))) * b"}  # as in vLLM
+        between, _, _ = may_process_input(w2.config, gate_up, **activation)
+        y = self._multiply(w2, between, routing, by_choice=self._indexed)
+        return summed(y, routing) if self._indexed else combined(y, routing)
+
+    def _multiply(
+        self, stack: HummingStack, x: torch.Tensor, routing: Routing, *, by_choice: bool, top_k: int = 1
+    ) -> torch.Tensor:
+        """[T, N]. by_choice: its rows are in the order of the choices, and so are those of x, of which top_k read one;
+        else they are sorted by expert."""
+        from humming.forward import humming_forward
+
+        kernels = self._kernels(stack.config, routing.rows)
+        if self._indexed:
+            own = next(config for begin, end, config in kernels if begin < routing.rows <= end)
+            given = _blocks(routing, own["block_shape"][0], by_choice)
+        else:
+            given = _starts(routing)
+        y: torch.Tensor = humming_forward(
+            stack.config,
+            inputs=x,
+            locks=stack.locks,
+            top_k=top_k,
+            compute_config=json.dumps(self._compute),
+            tuning_config=json.dumps(kernels),
+            **stack.tensors,
+            **given,
+        )
+        return y
+
+    def _kernels(self, layer_config: Any, rows: int) -> list[tuple[int, int, dict[str, Any]]]:
+        """(begin, end, kernel) for begin < T <= end."""
+        from humming.tune import get_heuristics_config
+
+        kernels: list[tuple[int, int, dict[str, Any]]] = []
+        begin = 0  # humming looks T = 1 up, too
+        for end in sorted(self.rows) if rows in self.rows else [rows]:
+            config = get_heuristics_config(layer_config, end, **self._compute)
+            kernels.append((begin, end, config))
+            begin = end
+        return kernels
+
+
 for _provider in (Humming(), Marlin()):
     register(_provider)
+for _experts in (HummingExperts("humming", "indexed"), HummingExperts("humming_grouped", "grouped_contiguous")):
+    register_experts(_experts)

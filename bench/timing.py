@@ -185,16 +185,19 @@ class CallTimer:
         self.on_gpu = device.type == "cuda"
         self._samples_us: list[float] = []
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._quick_us = 0.0  # of a call, the first measurement
         self._launches = 0  # calls of a replay
         self._replay_us = 0.0  # of a replay, a first estimate
 
     def prepare(self) -> float:
-        """Captures; returns a first quick measurement, us per call."""
+        """Captures, the first time; returns a first quick measurement, us per call."""
         if not self.on_gpu:
             self._calls[0]()
             start = time.perf_counter()
             self._calls[0]()
             return self._agree((time.perf_counter() - start) * 1e6)
+        if self._graph is not None:
+            return self._quick_us
         calls = self._calls
         with torch.cuda.device(self._device):
             _release_old_graphs()
@@ -204,7 +207,7 @@ class CallTimer:
             once_us = quick_us * len(calls)
             repeats = max(1, min(math.ceil(_GRAPH_US / once_us), _GRAPH_LAUNCHES // len(calls)))
             self._graph = once if repeats == 1 else _capture(calls, repeats, stream)
-        self._launches, self._replay_us = len(calls) * repeats, once_us * repeats
+        self._quick_us, self._launches, self._replay_us = quick_us, len(calls) * repeats, once_us * repeats
         return quick_us
 
     def round(self, budget_ms: float, settle_ms: float = 0.0) -> None:

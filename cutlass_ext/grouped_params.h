@@ -67,8 +67,8 @@ struct GroupedGemmParams {
   int32_t is_gated;     // whether y[t, i] = act(z[t, i]) * z[t, n / 2 + i], z being the product; else y = act(z)
   int32_t top_k;        // choices of a token, with ids
   int32_t is_int64;     // whether ids are
-  /// Whether it is a later product of a layer: the kernel in front writes x alone, and all else was there when that
-  /// kernel started. So this one starts to load before that one has ended. It does not write rows of no expert.
+  /// Whether it is a later product of a layer: the kernel in front writes x alone, and all else is there when that one
+  /// lets this one start. So this one loads before that one has ended. It does not write rows of no expert.
   int32_t is_in_layer;
 };
 

@@ -11,14 +11,20 @@ from .families.grouped_sm90 import MAX_TILES
 from .problem import Problem
 
 
-def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
-    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch."""
+def select_grouped(problem: Problem, experts: int, is_gated: bool = False) -> KernelConfig | None:
+    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch.
+
+    is_gated: it applies a gate to the halves of its columns.
+    """
     found = [
         c
         for c in GROUPED_CONFIGS
-        if c.is_verified and c.rules.is_calibrated(c, problem.format) and why_not_grouped(c, problem, experts) is None
+        if c.is_verified
+        and c.rules.is_calibrated(c, problem.format)
+        and (c.rules.gates(c) or not is_gated)
+        and why_not_grouped(c, problem, experts) is None
     ]
-    return min(found, key=lambda c: c.rules.grouped_us(c, problem, experts), default=None)
+    return min(found, key=lambda c: c.rules.grouped_us(c, problem, experts, is_gated), default=None)
 
 
 def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype: str | None = None) -> str | None:

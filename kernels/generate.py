@@ -112,7 +112,7 @@ class Kernel:
         family = self.config.rules
         max_cluster = self.config.max_split_k if family.shares_cluster else 0
         if family.grouped:
-            flags = (str(flag).lower() for flag in (family.sorts, family.gates))
+            flags = (str(flag).lower() for flag in (family.sorts, family.gates(self.config), family.in_layers))
             return f", {max_cluster}, {', '.join(flags)}"
         return f", {self.config.max_m}, {max_cluster}"
 

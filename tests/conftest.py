@@ -13,6 +13,8 @@ import torch
 if TYPE_CHECKING:
     from stand_in import Module
 
+    from weightonly.cpu.library import Backend
+
 os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
 _SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"
@@ -63,6 +65,30 @@ def cuda_device() -> torch.device:
     if not cuda_built():
         pytest.skip("the CUDA kernels are not built")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=("generic", "avx2", "avx512", "amx"))
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The native kernels of CPUs at one level; skips those that this CPU lacks, and all where they were not built."""
+    from weightonly.cpu import library
+
+    found, problem = library._load(library._PATH)
+    if found is None:
+        pytest.skip(problem)
+    if library.LEVELS.index(request.param) > found.wo_cpu_level():
+        pytest.skip(f"this CPU lacks {request.param}")
+    return library.choose(request.param, library._PATH)
+
+
+@pytest.fixture
+def best() -> Backend:
+    """The native kernels of CPUs as `gemm` uses them."""
+    from weightonly.cpu import library
+
+    found = library.choose("auto", library._PATH)
+    if found.library is None:
+        pytest.skip(found.reason)
+    return found
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ A fault that the tests notice is killed; one that they do not survives, and need
 see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
 changed runs again, with the test first that noticed the fault the last time. A test that fails without the fault, too,
 makes the result "broken", which is tried again.
+
+Tests of the plug-in for vLLM run in `.venv-vllm` (`make test-vllm` makes it); without it, its mutations are left out.
 """
 
 from __future__ import annotations
@@ -37,9 +39,16 @@ from mutations import ALL, Mutation
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+CPU_SOURCES = "kernels/cpu/"
+"""Files of the library for CPUs, which is built with each fault: one that cannot be compiled is broken, not noticed."""
+
 KILLED, SURVIVED, TIMEOUT, BROKEN, OUTDATED = "killed", "survived", "timeout", "broken", "outdated"
 
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+
 _SEED = "7"  # of random tests: a run can be repeated
+_HF = ("transformers.models.llama.modeling_llama", "transformers.integrations", "peft")
+_PYTEST_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider")
 
 
 def mutated(mutation: Mutation, root: Path = ROOT) -> str:
@@ -81,8 +90,22 @@ def copy_tree(target: Path) -> None:
         (target.parent / "shared").symlink_to(beside)
 
 
+def needs_vllm(tests: Sequence[str]) -> bool:
+    return any(test.startswith("tests/test_vllm_") for test in tests)
+
+
+def build_cpu(tree: Path) -> str:
+    """Brings the library for CPUs of a tree up to date, if need be. Returns why that did not work, if so."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "kernels"), "WEIGHTONLY_CPU_FLAGS": "-O1"}
+    command = [sys.executable, "-m", "weightonly_build", "cpu"]
+    built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    return built.stderr if built.returncode else ""
+
+
 def run_tests(tree: Path, tests: Sequence[str], log: Path, seconds: float) -> str:
     """Runs pytest in a tree, up to the first failure, in a process of its own."""
+    if needs_vllm(tests):
+        return _run_with_vllm(tree, tests, log, seconds)
     process = _processes().Process(target=_pytest, args=(str(tree), list(tests), str(log)))
     process.start()
     process.join(seconds)
@@ -91,14 +114,33 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, seconds: float) -> st
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
         return TIMEOUT
+    return _result(status)
+
+
+def _result(status: int) -> str:
     return {0: SURVIVED, 1: KILLED, 2: KILLED}.get(status, KILLED if status < 0 else BROKEN)
+
+
+def _run_with_vllm(tree: Path, tests: Sequence[str], log: Path, seconds: float) -> str:
+    command = [str(VLLM_PYTHON), "-m", "pytest", *_PYTEST_ARGUMENTS, *tests]
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return _result(process.wait(seconds))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return TIMEOUT
 
 
 @functools.cache
 def _processes() -> multiprocessing.context.ForkServerContext:
-    """Forks of a process that has PyTorch: most tests take less time than importing it."""
+    """Forks of a process that has PyTorch and transformers: most tests take less time than importing them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
+    context.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch", *_HF])
     return context
 
 
@@ -114,11 +156,14 @@ def _pytest(tree: str, tests: list[str], log: str) -> None:
     hypothesis.settings.register_profile("mutate", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutate")
     sys.path[:] = [tree, *(folder for folder in sys.path if folder not in ("", str(HERE)))]
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    sys.exit(pytest.main([*_PYTEST_ARGUMENTS, *tests]))
 
 
 def first_failure(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if crashed := re.search(r'Fatal Python error(?s:.*?)/(tests/test_\w+\.py)", line \d+ in (test_\w+)', text):
+        return f"FAILED {crashed[1]}::{crashed[2]} - the process ended"
+    lines = text.splitlines()
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
 
 
@@ -148,6 +193,9 @@ def main() -> int:
     if options.list:
         print(*(mutation.name for mutation in chosen), sep="\n")
         return 0
+    if not VLLM_PYTHON.exists() and any(needs_vllm(test_files(mutation)) for mutation in chosen):
+        print(f"left out: the mutations of weightonly/vllm, which need {VLLM_PYTHON}")
+        chosen = [mutation for mutation in chosen if not needs_vllm(test_files(mutation))]
     if not chosen:
         parser.error(f"--only: expected a part of a name, got {options.only!r}")
     known: dict[str, dict[str, str]] = {}
@@ -171,6 +219,8 @@ def main() -> int:
         todo = [m for m in keys if not m.equivalent and f"{m.name} {keys[m]}" not in known]
         if todo:
             copy_tree(tree)
+        if any("/cpu/" in mutation.file for mutation in todo) and (problem := build_cpu(tree)):
+            parser.error(problem)
         for mutation, key in keys.items():
             if mutation not in todo:
                 results[mutation.name] = (
@@ -178,6 +228,8 @@ def main() -> int:
                 )
         for _, group in itertools.groupby(todo, lambda mutation: mutation.file):
             made_of = [_run(m, keys[m], tree, options.timeout, noticed_by.get(m.name, "")) for m in group]
+            if made_of[0]["name"].startswith(CPU_SOURCES):
+                build_cpu(tree)
             tests = {test_of(record["by"]) for record in made_of if record["result"] == KILLED}
             failing = fail_without_a_fault(tree, sorted(tests - {""}), options.timeout) | {""}
             for record in made_of:
@@ -196,8 +248,11 @@ def _run(mutation: Mutation, key: str, tree: Path, seconds: float, first: str) -
     before, started = place.read_bytes(), time.monotonic()
     place.write_text(mutated(mutation), encoding="utf-8")
     try:
-        result = run_tests(tree, [first], log, seconds) if first else SURVIVED
-        if result != KILLED:
+        problem = build_cpu(tree) if mutation.file.startswith(CPU_SOURCES) else ""
+        if problem:
+            log.write_text(f"ERROR {problem}", encoding="utf-8")
+        result = BROKEN if problem else run_tests(tree, [first], log, seconds) if first else SURVIVED
+        if result not in (KILLED, BROKEN):
             result = run_tests(tree, test_files(mutation), log, seconds)
     finally:
         place.write_bytes(before)

@@ -241,6 +241,43 @@ def cut_twice(mesh: DeviceMesh) -> None:
     assert columns_of(N, None, 1, 0) == [(0, N)]
 
 
+def wrong_styles(mesh: DeviceMesh) -> None:
+    """Arguments that contradict each other, and modules that a style does not take."""
+    with pytest.raises(ValueError, match=r"output_layouts: expected Shard.* got S\(-1\) with use_local_output=False"):
+        ColwiseParallel(parts=(N,), use_local_output=False)
+    for slices in (0, True, 1.5):
+        with pytest.raises(ValueError, match=f"slices: expected an int of at least 1, got {slices}"):
+            RowwiseParallel(slices=slices)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"output_layouts: expected Replicate\(\) for slices, got S\(1\)"):
+        RowwiseParallel(slices=2, output_layouts=Shard(1))
+    with pytest.raises(ValueError, match="slices: expected 1 for a Linear, got 2"):
+        RowwiseParallel(slices=2)._apply(torch.nn.Linear(64, 64), mesh)
+    square = DeviceMesh("cpu", torch.arange(mesh.size()).view(-1, 1))
+    with pytest.raises(ValueError, match="device_mesh: expected one dimension, got 2"):
+        ColwiseParallel()._apply(linear(), square)
+    layer = linear()
+    RowwiseParallel()._apply(layer, mesh)
+    assert isinstance(layer, RowwiseLinear)
+    with pytest.raises(ValueError, match=r"qweight: expected \[.*\], got \[3, 4\]"):
+        layer.cut("qweight", torch.zeros(3, 4, dtype=torch.uint8))
+
+
+def first_ranks(mesh: DeviceMesh) -> float:
+    """The order of rows, a buffer, is that of the first rank, too; with src_data_rank=None each has its own tensors."""
+    layer, own = act_order(), linear()
+    with torch.no_grad():
+        expected = layer(tokens())
+        if mesh.get_local_rank():
+            layer.perm.zero_()  # type: ignore[union-attr]
+        own.scales.data.mul_(mesh.get_local_rank() + 1)
+        mine_alone = mine(own(tokens()), mesh)
+        parallelize_module(layer, mesh, ColwiseParallel())
+        parallelize_module(own, mesh, ColwiseParallel(), src_data_rank=None)
+        bias = mine(linear().bias, mesh)  # type: ignore[arg-type]
+        assert torch.equal(own.bias, bias)  # type: ignore[arg-type]
+        return max(error(layer(tokens()), mine(expected, mesh)), error(own(tokens()), mine_alone))
+
+
 def gathered(mesh: DeviceMesh) -> None:
     """`gather` gives the layer from before it was cut, bit for bit; so does a checkpoint of all ranks' state dicts."""
     styles: tuple[Callable[[], Any], ...] = (
@@ -290,9 +327,11 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "a plan for a model": model,
     "sequence parallel": sequence_parallel,
     "cut twice": cut_twice,
+    "wrong styles": wrong_styles,
+    "tensors of the first rank": first_ranks,
     "gathered again": gathered,
 }
 
-_SLOW = ("same numbers", "fused", "sequence", "every layout", "gathered")
+_SLOW = ("same numbers", "wrong styles", "tensors of", "fused", "sequence", "every layout", "gathered")
 _ALIKE = ("zeros", "interleaved")
 RANKS = {name: (2, 4) if name.startswith(_SLOW) or name.endswith(_ALIKE) else (1, 2, 4, 8) for name in CASES}

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from parallel_linear import KINDS, PLAN, Block, act_order, error, linear, mine, tokens
 from torch.distributed import checkpoint
@@ -82,6 +83,65 @@ def expert_layouts(mesh: DeviceMesh) -> float:
             parallelize_module(layer, mesh, style(use_local_output=False))
             errors.append(error(layer(*routed()).full_tensor(), expected))
     return max(errors)
+
+
+def experts_of_transformers(mesh: DeviceMesh) -> float:
+    """gpt-oss alternates gate and up, Nemotron has no gate; on 4 ranks the last has no experts."""
+    import expert_models
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    from weightonly.nn.recipe import Recipe
+
+    nemotron = NemotronHConfig(hidden_size=64, moe_intermediate_size=96, n_routed_experts=5)
+    torch.manual_seed(4)
+    without_gate = NemotronHExperts(nemotron)
+    for parameter in without_gate.parameters():
+        parameter.data.normal_()
+    errors = []
+    for module in (expert_models.make("gpt-oss").model.layers[0].mlp.experts, without_gate):
+        whole = wo.nn.Experts.from_module(module, Recipe("int8", -1, True, torch.float32, 90))
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(M, 64, generator=generator)
+        weights, ids = torch.randn(M, 5, generator=generator).softmax(-1).topk(TOP_K)
+        with torch.no_grad():
+            expected = whole(x, ids, weights)
+            for style in (ExpertParallel, ExpertTensorParallel):
+                layer = copy.deepcopy(whole)
+                parallelize_module(layer, mesh, style())
+                errors.append(error(layer(x, ids, weights), expected))
+    return max(errors)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    """Modules and cuts that the styles of experts do not take."""
+    layer = experts()
+    with pytest.raises(TypeError, match=r"module: expected weightonly\.nn\.Experts, got Linear"):
+        ExpertParallel()._apply(linear(), mesh)
+    down = layer.down_proj
+    perm = torch.arange(INNER, dtype=torch.int32).flip(0).expand(E, -1).contiguous()
+    weight = wo.PackedWeight(down.packed.data, **down.packed.fields | {"has_perm": True})
+    ordered = wo.nn.GroupedLinear.from_quantized(weight, down.scales, perm=perm)
+    with pytest.raises(ValueError, match="module: expected down_proj without act-order"):
+        ExpertTensorParallel()._apply(wo.nn.Experts(layer.gate_up_proj, ordered, layer.between), mesh)
+    first = wo.nn.GroupedLinear(E, H, 192, bias=False, group_size=64)
+    second = wo.nn.GroupedLinear(E, 96, H, bias=False, group_size=32)
+    if mesh.size() == 4:  # 24 rows
+        with pytest.raises(ValueError, match="in_features: expected a K that 4 ranks can cut") as failure:
+            ExpertTensorParallel()._apply(wo.nn.Experts(first, second, layer.between), mesh)
+        assert "got 96" in str(failure.value)
+    parallelize_module(layer, mesh, ExpertParallel())
+    with pytest.raises(ValueError, match="module: expected experts that are not cut yet, got ParallelExperts"):
+        ExpertParallel()._apply(layer, mesh)
+
+
+def experts_of_the_first_rank(mesh: DeviceMesh) -> float:
+    whole, layer = experts(), experts()
+    if mesh.get_local_rank():
+        layer.down_proj.scales.data.zero_()
+    parallelize_module(layer, mesh, ExpertParallel())
+    with torch.no_grad():
+        return error(layer(*routed()), whole(*routed()))
 
 
 def grad(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -250,6 +310,9 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
         for format, arch, bias in (("int4", 90, True), ("int8", 80, False), ("nf4", 90, False))
     },
     "experts, layouts of x and y": expert_layouts,
+    **({"experts of transformers": experts_of_transformers} if find_spec("transformers") else {}),
+    "experts that are refused": refused,
+    "experts of the first rank": experts_of_the_first_rank,
     "gradients": gradients,
     "gradients, sequence parallel": sequence_gradients,
     "torch.compile": compiled,
@@ -257,5 +320,5 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **({"LoRA": lora} if find_spec("peft") else {}),
     "sums in slices": slices,
 }
-_FEW = ("expert parallel, int4", "tensor parallel experts, int4", "gradients", "torch.distributed", "sums")
+_FEW = ("experts", "expert parallel, int4", "tensor parallel experts, int4", "gradients", "torch.distributed", "sums")
 RANKS = {name: (2, 4) if name.startswith(_FEW) else (2,) for name in CASES}

@@ -25,7 +25,7 @@ TIMEOUT_S = 900
 
 
 def run(module: str, ranks: Sequence[int], folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of a module's cases on 2 ranks, on 4, and so on; for tests."""
+    """The results of a module's cases on 2 ranks, on 4, and so on, up to a number where one fails; for tests."""
     out = folder / f"{module}.json"
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = os.environ | one_thread | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
@@ -35,7 +35,9 @@ def run(module: str, ranks: Sequence[int], folder: Path) -> dict[str, dict[str, 
     command = [sys.executable, __file__, module, str(out), *map(str, ranks)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return dict(json.loads(out.read_text()))
+    found = json.loads(out.read_text())
+    missing = f"not run: a case failed on {list(found)[-1]} ranks"
+    return {str(number): found.get(str(number)) or dict.fromkeys(names(module, number), missing) for number in ranks}
 
 
 def has_loopback() -> bool:
@@ -84,7 +86,7 @@ def _rank(module: str, rank: int, ranks: int, folder: Path) -> None:
             print(f"{time.monotonic() - start:.2f} s until {name}", flush=True)
         try:
             results[name] = cases[name](mesh)
-        except Exception:
+        except BaseException:  # that of pytest.raises, too
             results[name] = f"rank {rank}: {traceback.format_exc()}"
             break  # the others may wait for this rank: their cases are over, too
     (folder / f"{rank}.json").write_text(json.dumps(results))
@@ -127,4 +129,9 @@ def _results(module: str, ranks: int) -> dict[str, Any]:
 if __name__ == "__main__":
     importlib.import_module(sys.argv[1])
     importlib.import_module("torch._dynamo")  # DTensor does, in each rank, where it is not there yet
-    Path(sys.argv[2]).write_text(json.dumps({ranks: _results(sys.argv[1], int(ranks)) for ranks in sys.argv[3:]}))
+    results_of: dict[str, Any] = {}
+    for number in sys.argv[3:]:
+        results_of[number] = _results(sys.argv[1], int(number))
+        if any(isinstance(result, str) for result in results_of[number].values()):
+            break
+    Path(sys.argv[2]).write_text(json.dumps(results_of))

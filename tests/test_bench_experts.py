@@ -185,6 +185,27 @@ def test_what_is_wrong_is_not_timed_and_is_tried_again(
     assert (read(tmp_path / "results.csv", "experts", COLUMNS).rows["note"] == "").all()
 
 
+@pytest.mark.parametrize("fails", ["prepare", "timed"])
+def test_one_that_fails_leaves_the_others(
+    tmp_path: Path, providers: dict[str, ExpertsProvider], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """In packing, or in the calls after the two that are checked, as what a CUDA graph cannot capture."""
+    broken, calls = Broken(), iter(range(100))
+    broken.holds, broken.wrong = "its own", False
+
+    def fail(*arguments: Any) -> Any:
+        if fails == "prepare" or next(calls) >= 2:
+            raise RuntimeError("no kernel")
+        return Grouped.product(broken, *arguments)
+
+    monkeypatch.setattr(broken, "prepare" if fails == "prepare" else "product", fail)
+    register(broken)
+    arguments = command(tmp_path, "--providers", "broken,ours", "--measures", "w13", "--routings", "even")
+    assert main([*arguments, "--batch", "6"]) == 1
+    notes = read(tmp_path / "results.csv", "experts", COLUMNS).rows.set_index("provider")["note"]
+    assert notes["ours"] == "" and notes["broken"] == "failed: RuntimeError: no kernel"
+
+
 def test_copies_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import ctypes
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from cpu_cases import Case, check
 
 import weightonly as wo
 from weightonly import __main__ as command
@@ -18,121 +17,11 @@ from weightonly import reference
 from weightonly.cpu import library, native
 from weightonly.plan.cpu import CpuPlan
 
-ROOT = Path(__file__).parents[1]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ROWS = [1, 3, 5, 13, 16, 17, 40]
-ACTIVATIONS = {
-    None: lambda y: y,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
-
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 formats = pytest.mark.parametrize("format", ["int4", "int8", "nf4", "fp4", "code4"])
 layouts = pytest.mark.parametrize("layout", ["cpu", "tiled", "interleaved", "row_major"])
-
-
-@pytest.fixture(params=library.LEVELS)
-def backend(request: pytest.FixtureRequest) -> library.Backend:
-    """The native kernels at one level; skips those that this CPU lacks, and all where they were not built."""
-    found, problem = library._load(library._PATH)
-    if found is None:
-        pytest.skip(problem)
-    if library.LEVELS.index(request.param) > found.wo_cpu_level():
-        pytest.skip(f"this CPU lacks {request.param}")
-    return library.choose(request.param, library._PATH)
-
-
-@pytest.fixture
-def best() -> library.Backend:
-    """The native kernels as `gemm` uses them."""
-    found = library.choose("auto", library._PATH)
-    if found.library is None:
-        pytest.skip(found.reason)
-    return found
-
-
-@dataclass
-class Case:
-    """A weight with its operands, and the weight in fp64."""
-
-    qweight: wo.PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    w64: torch.Tensor
-
-    @classmethod
-    def make(
-        cls,
-        k: int,
-        n: int,
-        format: str,
-        dtype: torch.dtype,
-        g: torch.Generator,
-        *,
-        groups: int = 1,
-        zeros: bool = False,
-        exact: bool = False,
-        layout: str = "cpu",
-    ) -> Case:
-        """exact: scales are powers of two, zeros and codebooks small integers: every product and sum is exact."""
-        limit = 128 if format == "int8" else 8
-        q = torch.randint(-limit, limit, (k, n), generator=g, dtype=torch.int8)
-        code, values = None, q.double()
-        if not format.startswith("int"):
-            q = q + 8
-            code = torch.randn(16, generator=g) if format == "code4" else None
-            if exact:
-                format, code = "code4", (torch.randperm(16, generator=g) - 8).float()
-        qweight = wo.preprocess(q, 8 if format == "int8" else 4, layout=layout, format=format, code=code)
-        if qweight.code is not None:
-            values = torch.tensor(qweight.code, dtype=torch.float64)[q.int()]
-        shape = (groups, n)
-        if exact:
-            scales = torch.exp2(torch.randint(-2, 2, shape, generator=g).double()).to(dtype)
-            z = torch.randint(-4, 5, shape, generator=g).to(dtype)
-        else:
-            scales = (torch.rand(shape, generator=g) + 0.5).to(dtype)
-            z = (torch.rand(shape, generator=g) * 8 - 4).to(dtype)
-        offset = z.double() if zeros else torch.zeros(shape, dtype=torch.float64)
-        w64 = (values.view(groups, -1, n) - offset[:, None]) * scales.double()[:, None]
-        return cls(qweight, scales, z if zeros else None, w64.view(k, n))
-
-
-def run(
-    backend: library.Backend,
-    x: torch.Tensor,
-    case: Case,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """The product into a NaN-filled tensor inside of a guard band, which must come back untouched."""
-    m, n = x.shape[0], case.qweight.n
-    frame = torch.full((m + 2, n + 16), float("nan"), dtype=x.dtype)
-    out = frame[1 : m + 1, 8 : n + 8]
-    assert native.gemm(backend, x, case.qweight, case.scales, case.zeros, bias, activation, out) is out
-    guard = torch.ones_like(frame, dtype=torch.bool)
-    guard[1 : m + 1, 8 : n + 8] = False
-    assert frame[guard].isnan().all(), "wrote outside of out"
-    assert not out.isnan().any(), "left elements unwritten"
-    return out
-
-
-def check(backend: library.Backend, m: int, case: Case, dtype: torch.dtype, g: torch.Generator, exact: bool) -> None:
-    k, n = case.w64.shape
-    x = torch.randint(-2, 3, (m, k), generator=g).to(dtype) if exact else torch.randn(m, k, generator=g).to(dtype)
-    bias = torch.randint(-4, 5, (n,), generator=g).to(dtype) if exact else torch.randn(n, generator=g).to(dtype)
-    y = run(backend, x, case, bias)
-    expected = x.double() @ case.w64 + bias.double()
-    if exact:
-        assert torch.equal(y, expected.to(dtype))
-        return
-    # As in test_reference.py: an fp32 sum of products without an error, and one rounding.
-    magnitude = x.double().abs() @ case.w64.abs() + bias.double().abs()
-    tolerance = 1.2 * magnitude * max(k, 128) * 2**-24 + expected.abs() * torch.finfo(dtype).eps * 0.51
-    tolerance += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    assert ((y.double() - expected).abs() <= tolerance).all()
 
 
 @dtypes
@@ -167,17 +56,6 @@ def test_many_rows_and_long_columns(backend: library.Backend, dtype: torch.dtype
     for k, groups in ((1536, 1), (1920, 3), (1344, 7)):
         case = Case.make(k, 48, "int4", dtype, generator, groups=groups, zeros=True, exact=True)
         check(backend, 530, case, dtype, generator, exact=True)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@dtypes
-def test_activations(
-    backend: library.Backend, dtype: torch.dtype, activation: str | None, generator: torch.Generator
-) -> None:
-    case = Case.make(128, 70, "int4", dtype, generator, exact=True)
-    x = torch.randint(-2, 3, (6, 128), generator=generator).to(dtype)
-    expected = ACTIVATIONS[activation]((x.double() @ case.w64).float()).to(dtype)
-    assert torch.equal(run(backend, x, case, activation=activation), expected)
 
 
 @dtypes
@@ -244,26 +122,20 @@ def test_calls_from_several_threads(best: library.Backend, generator: torch.Gene
     assert not wrong
 
 
-_FORKED = """
-import os, sys
-import torch
-import weightonly as wo
-
-qweight = wo.preprocess(torch.ones(256, 4096, dtype=torch.int8), layout="cpu")
-x, scales = torch.ones(8, 256), torch.ones(1, 4096)
-torch.set_num_threads(2)
-expected = wo.gemm(x, qweight, scales)
-torch.ones(1000, 1000) @ torch.ones(1000, 1000)
-child = os.fork()
-if child == 0:
-    os._exit(0 if torch.equal(wo.gemm(x, qweight, scales), expected) else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_forked_child_computes(best: library.Backend) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", _FORKED], cwd="/", env=environment, check=True, timeout=600)
+@layouts
+@pytest.mark.parametrize("wide", ["x", "scales", "zeros", "bias", "out"])
+def test_each_operand_has_rows_of_its_own(
+    backend: library.Backend, wide: str, layout: str, generator: torch.Generator
+) -> None:
+    case = Case.make(256, 72, "int4", torch.float32, generator, groups=4, zeros=True, exact=True, layout=layout)
+    for m in (1, 5, 40):
+        x = torch.randint(-2, 3, (m, 256), generator=generator).float()
+        tensors = {"x": x, "scales": case.scales, "zeros": case.zeros, "bias": torch.ones(72), "out": torch.ones(m, 72)}
+        frame = torch.full((*tensors[wide].shape[:-1], tensors[wide].shape[-1] + 9), float("nan"))
+        tensors[wide] = frame[..., 4:-5].copy_(tensors[wide])
+        x, scales, zeros, bias, out = tensors.values()
+        native.gemm(backend, x, case.qweight, scales, zeros, bias, None, out)
+        assert torch.equal(out, (x.double() @ case.w64 + 1).float())
 
 
 # --- through gemm --------------------------------------------------------------------------------------------
@@ -285,6 +157,8 @@ def test_x_and_out_of_any_strides(generator: torch.Generator) -> None:
     assert torch.equal(wo.gemm(x, case.qweight, case.scales), expected)
     one = x[:, :1].expand(2, 3, 96)  # rows that are one row in memory
     assert torch.equal(wo.gemm(one, case.qweight, case.scales), expected[:, :1].expand(2, 3, 40))
+    row = x[0, :1].expand(3, 96)
+    assert torch.equal(wo.gemm(row, case.qweight, case.scales), expected[0, :1].expand(3, 40))
     flipped = torch.ones(96, 3).t()
     assert torch.equal(wo.gemm(flipped, case.qweight, case.scales), (flipped.double() @ case.w64).float())
     wide = torch.full((3, 100), float("nan"))
@@ -300,8 +174,8 @@ def test_buffers_are_on_the_cpu_whatever_the_default_device(generator: torch.Gen
     case = Case.make(192, 50, "int8", torch.bfloat16, generator, exact=True, layout="interleaved")
     x = torch.randint(-2, 3, (4, 192), generator=generator).to(torch.bfloat16)
     with torch.device("meta"):
-        y = wo.gemm(x, case.qweight, case.scales, activation="silu")
-    assert torch.equal(y, torch.nn.functional.silu((x.double() @ case.w64).float()).to(torch.bfloat16))
+        y = wo.gemm(x, case.qweight, case.scales, activation="relu")
+    assert torch.equal(y, (x.double() @ case.w64).relu().to(torch.bfloat16))
 
 
 def test_under_torch_compile(generator: torch.Generator) -> None:
@@ -329,6 +203,36 @@ def test_without_the_library_pytorch_computes(tmp_path: Path) -> None:
     assert "cannot be loaded" in library.choose("auto", tmp_path / "libweightonly_cpu.so").reason
     with pytest.raises(ValueError, match=r"^WEIGHTONLY_CPU: expected auto, pytorch, generic, .*got 'fast'"):
         library.choose("fast", library._PATH)
+
+
+class Stub:
+    """A library of a CPU that has AVX2."""
+
+    def __init__(self, version: int = library._ABI_VERSION, size: int = ctypes.sizeof(library.Params)) -> None:
+        self.wo_cpu_gemm = self.wo_cpu_kernel = self.wo_cpu_error = Mock()
+        self.wo_cpu_abi_version, self.wo_cpu_params_bytes = lambda: version, lambda: size
+        self.wo_cpu_level = lambda: library.LEVELS.index("avx2")
+
+
+def test_the_cpu_limits_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "libweightonly_cpu.so"
+    path.touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Stub())
+    assert library.choose("auto", path).name == "native (avx2)"
+    assert library.choose("generic", path).name == "native (generic)"
+    with pytest.raises(RuntimeError, match=r"^WEIGHTONLY_CPU=avx512: expected at most avx2, which this CPU has$"):
+        library.choose("avx512", path)
+
+
+@pytest.mark.parametrize("stub", [Stub(version=2), Stub(size=8), object()], ids=["version", "size", "no library"])
+def test_a_library_of_another_version_is_left_alone(
+    stub: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libweightonly_cpu.so"
+    path.touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: stub)
+    found = library.choose("auto", path)
+    assert found.library is None and found.reason == f"{path.name} is of another version of weightonly: install again"
 
 
 def test_pytorch_computes_the_same(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

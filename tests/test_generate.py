@@ -70,15 +70,18 @@ def test_a_kernel_names_its_launch_and_its_limits() -> None:
         assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
 
 
-def test_a_grouped_kernel_says_whether_its_ctas_may_form_clusters_and_whether_it_sorts_and_gates() -> None:
+def test_a_grouped_kernel_says_what_it_takes() -> None:
+    """CTAs of a cluster, whether it sorts, computes gated products, and may be in a layer."""
     unit = {k.symbol: k.text() for k in generate.all_kernels(unverified=True)}
     for symbol, facts in (
-        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "1, false, true"),
-        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true, true"),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false, false"),
+        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "1, false, true, true"),
+        ("grouped_sm90_32x192x128_w32x64_s5_f16_code4_group", "1, false, false, true"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true, true, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false, false, false"),
     ):
+        types = "Code4Group" if "code4" in symbol else "Int4Group"
         assert re.search(
-            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16Int4Group>, {facts}}};", unit[symbol]
+            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16{types}>, {facts}}};", unit[symbol]
         )
 
 

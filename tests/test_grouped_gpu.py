@@ -327,7 +327,7 @@ def test_each_expert_by_gemm_agrees(layout: str) -> None:
     assert (y - one_by_one).float().norm() <= 2e-3 * y.float().norm()
 
 
-LAYER_KERNELS = [(c, t) for c, t in KERNELS if c.rules.gates]
+LAYER_KERNELS = [(c, t) for c, t in KERNELS if c.rules.in_layers]
 GATES = [Gate("silu"), Gate(None), Gate("gelu"), Gate("relu"), Gate("gelu_tanh"), Gate("relu2"), Gate("situ")]
 GATES += [Gate("silu", limit=0.5), Gate.of("swigluoai"), Gate("situ", alpha=2.0, limit=3.0)]
 GATES += [Gate("relu2", has_gate=False)]
@@ -339,13 +339,15 @@ def test_a_layer_is_its_products(config: KernelConfig, types: TypeConfig, monkey
     functions of gates, which PyTorch rounds in other places. Choices of no expert, int32 and int64, biases."""
     need(config, types)
     group_size = 16 if config.groups_of_16 else 64
-    monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts: config)
+    monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts, is_gated=False: config)
     monkeypatch.setattr(grouped_plans, "select_grouped", lambda problem, experts: config)
     cache.clear()
     dtype, hidden, inner = DTYPES[types.dtype], 320, 192
     for i, (tokens, top_k, experts) in enumerate([(1, 8, 64), (2, 1, 5), (16, 8, 16), (21, 6, 256), (300, 4, 3)]):
         g = torch.Generator().manual_seed(tokens)
         gate = GATES[(i + len(config.kernel)) % len(GATES)]
+        if not config.rules.gates(config):
+            gate = Gate(gate.activation, alpha=gate.alpha, has_gate=False)
         columns = 2 * inner if gate.has_gate else inner
         w13 = weights(experts, hidden, columns, types, g, group_size, exact=False)
         w2 = weights(experts, inner, hidden, types, g, group_size, exact=False)
@@ -409,7 +411,7 @@ def test_layers_share_memory_with_others() -> None:
             assert torch.equal(y, forward(x, ids, probabilities))
 
 
-@pytest.mark.parametrize("config", [c for c, t in KERNELS if t == INT4 and c.rules.gates], ids=str)
+@pytest.mark.parametrize("config", [c for c, t in KERNELS if t == INT4 and c.rules.in_layers], ids=str)
 def test_rows_are_what_they_are_alone(config: KernelConfig) -> None:
     """A row's result depends on no other row: kernels sum in the order of K, wherever a tile comes."""
     need(config, INT4)

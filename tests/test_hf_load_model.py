@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import weightonly as wo
 from weightonly import __main__ as command
 from weightonly.formats import QuantizedLayer, convert
-from weightonly.hf import WeightOnlyConfig, load_model
+from weightonly.hf import WeightOnlyConfig, load_model, run
 
 CHECKPOINTS = Path(os.environ.get("WEIGHTONLY_CHECKPOINTS", Path(__file__).parents[2] / "shared/checkpoints"))
 """Folders that real quantizers wrote; they are not part of the repository."""
@@ -220,15 +223,32 @@ def test_one_layer_is_unpacked_at_a_time(checkpoint: Path, monkeypatch: pytest.M
     assert max(most) == 1
 
 
-def test_trust_remote_code_is_not_set(checkpoint: Path) -> None:
-    """A config that asks for code of its own is transformers' to refuse."""
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
-    path.write_text(json.dumps(config))
+@pytest.fixture
+def own_code(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose model, config and tokenizer are code of its own, and a terminal whose user says yes to all."""
+    edit_config(
+        checkpoint, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    )
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (checkpoint / "own.py").write_text("raise SystemExit('this code ran')\n")
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load_model(checkpoint)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return checkpoint
+
+
+def test_no_code_of_a_folder_runs(own_code: Path) -> None:
+    fails(own_code, "trust_remote_code")
+
+
+def test_code_of_a_folder_runs_where_the_caller_says_so(own_code: Path) -> None:
+    with pytest.raises(SystemExit, match="this code ran"):
+        load_model(own_code, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("start", ["--prompt", "--tokens"])
+def test_run_runs_no_code_of_a_folder(start: str, own_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", str(own_code), start, "1", "--device", "cpu"]) == 1
+    assert "trust_remote_code" in capsys.readouterr().err
 
 
 # --- records ------------------------------------------------------------------------------------------------
@@ -393,6 +413,21 @@ def test_run_writes_text(packed: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     expected = load_model(packed).generate(torch.tensor([[3, 5, 8]]), max_new_tokens=4, do_sample=False)
     assert text.startswith(transformers.AutoTokenizer.from_pretrained(packed).decode(expected[0]) + "\n")
+
+
+def test_run_writes_nothing_that_a_terminal_obeys(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither text of the model nor what transformers logs of its config."""
+    decoded = "a\x1b]52;c;aGk=\x07\r\u202eb\n"
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: decoded * len(tokens))
+    printer = run._Printer(tokenizer)
+    printer.put(torch.tensor([3]))
+    printer.end()
+    assert capsys.readouterr().out == r"a\x1b]52;c;aGk=\x07\r\u202eb" + "\n\n"
+    assert command.main(["run", str(packed), "--tokens", "3", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    (handler, *_) = logging.getLogger("transformers").handlers
+    text = handler.format(logging.makeLogRecord({"msg": "model type %s", "args": ("\x1b[2J\r",)}))
+    assert text.endswith(r"model type \x1b[2J\r")
+    assert r"\x1b[2J" in warnings.formatwarning("\x1b[2J", UserWarning, "a.py", 1, "")
 
 
 WRONG_RUNS = {

@@ -66,7 +66,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nf4 on sm70": ({"format": "nf4", "arch": "sm70"}, ValueError, "arch: expected .*sm90.* for nf4.*got 'sm70'"),
     "arch": ({"arch": "sm91"}, ValueError, "arch: .*'sm91'"),
     "skip": ({"modules_to_not_convert": "lm_head"}, TypeError, "modules_to_not_convert: expected a list.*'lm_head'"),
-    "unknown": ({"bits": 4}, ValueError, "quantization_config: unknown entries bits"),
+    "unknown": ({"bits": 4}, ValueError, "quantization_config: unknown entries 'bits'"),
     "method": ({"quant_method": "gptq"}, ValueError, "quant_method: expected 'weightonly', got 'gptq'"),
     "version": ({"format_version": 9}, ValueError, "format_version: expected 2 or 3, got 9"),
 }

@@ -184,7 +184,7 @@ def make(
         kernels = Kernels(packed)
         for name, value in (
             ("_C", kernels),
-            ("select_grouped", lambda problem, experts: chosen[problem.k == inner]),
+            ("select_grouped", lambda problem, experts, is_gated=False: chosen[problem.k == inner]),
             ("device_arch", lambda device: 90),
             ("sm_count", lambda device: SM_COUNT),
             ("runs_on", lambda config, arch: True),
@@ -333,10 +333,12 @@ def test_the_rows_of_a_problem_are_choices(
     make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = make()
-    asked: list[tuple[Problem, int]] = []
-    monkeypatch.setattr(layer_plans, "select_grouped", lambda *given: asked.append(given))
+    asked: list[tuple[Problem, int, bool]] = []
+    monkeypatch.setattr(
+        layer_plans, "select_grouped", lambda problem, experts, is_gated: asked.append((problem, experts, is_gated))
+    )
     given = choices(3, 2, torch.int64, generator)
     assert layer_plans.layer(*given, first, Gate("silu"), second) is None
-    ((problem, experts),) = asked
-    assert (problem.m, problem.n, problem.k, experts) == (6, 2 * INNER, HIDDEN, EXPERTS)
+    ((problem, experts, is_gated),) = asked
+    assert (problem.m, problem.n, problem.k, experts, is_gated) == (6, 2 * INNER, HIDDEN, EXPERTS, True)
     assert (problem.group_size, problem.zeros) == (HIDDEN // GROUPS, True)

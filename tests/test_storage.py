@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -12,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -286,6 +289,69 @@ def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: 
         living.wait()
         killed.stdout.close()  # type: ignore[union-attr]
         living.stdout.close()  # type: ignore[union-attr]
+
+
+SAVES = """
+import sys, torch, weightonly as wo
+for _ in range(int(sys.argv[2])):
+    wo.save(sys.argv[1], {"w": torch.full((100,), float(sys.argv[3]))})
+"""
+
+
+def test_all_writers_of_one_path_succeed(tmp_path: Path) -> None:
+    """Six threads, and two processes beside them; each takes the folders of the others for leftovers, if it can."""
+    target, errors = tmp_path / "w.safetensors", []
+
+    def write(number: int) -> None:
+        try:
+            for _ in range(60):
+                wo.save(target, {"w": torch.full((100,), float(number))})
+        except Exception as error:
+            errors.append(error)
+
+    processes = [subprocess.Popen([sys.executable, "-c", SAVES, str(target), "60", str(n)], cwd=ROOT) for n in (6, 7)]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait() for process in processes] == [0, 0] and not errors
+    loaded = wo.load(target)["w"]
+    assert isinstance(loaded, torch.Tensor) and loaded.shape == (100,)
+    assert bool((loaded == loaded[0]).all()) and loaded[0] in range(8)
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_a_folder_that_another_run_removes_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock was refused, or it went before it could be opened; the next one is taken."""
+    made: list[Path] = []
+    lock, open_ = fcntl.flock, os.open
+
+    def refuse_first(descriptor: int, how: int) -> None:
+        made.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if len(made) == 1:
+            raise BlockingIOError
+        lock(descriptor, how)
+
+    def lose_second(path: Path, flags: int) -> int:
+        if len(made) == 1:
+            made.append(Path(path))
+            os.rmdir(path)
+        return open_(path, flags)
+
+    monkeypatch.setattr(fcntl, "flock", refuse_first)
+    monkeypatch.setattr(os, "open", lose_second)
+    with storage.staged(tmp_path / "w") as folder:
+        assert folder == made[2] and len(set(made)) == 3
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    _save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["missing/w.safetensors", "file/w.safetensors"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ pytest.importorskip("vllm")
 
 import vllm_cases as cases
 import vllm_experts as moe
+from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers import quantization
-from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, MoEActivation, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
@@ -29,7 +31,7 @@ from vllm.platforms.interface import DeviceCapability
 import weightonly as wo
 from weightonly.vllm import register
 from weightonly.vllm.expert_tensors import of_rows
-from weightonly.vllm.experts import WeightOnlyExpertsMethod
+from weightonly.vllm.experts import WeightOnlyExpertsMethod, _why_not
 from weightonly.vllm.support import VARIABLE, experts_wanted
 
 HIDDEN, INNER = 128, 192
@@ -139,6 +141,10 @@ def test_experts_of_other_ranks(
             local = torch.where((ids >= begin) & (ids < end), ids - begin, -1)
             assert torch.equal(y, wo.fused_experts(x, mine13, mine2, local, weights))
             total += y.double()
+            layer = runner.routed_experts
+            y = layer.quant_method.apply(layer, x, weights, ids.where(ids != 0, -1))  # -1: to no expert
+            local = torch.where((ids > 0) & (local >= 0), local, -1)
+            assert torch.equal(y, wo.fused_experts(x, mine13, mine2, local, weights))
             begin = end
     assert begin == moe.E
     near(total, experts.dense(x, ids, weights), torch.float16)
@@ -220,6 +226,107 @@ def test_refused(
         layer = moe.build(None, {}, HIDDEN, INNER, **changes).routed_experts
         with pytest.raises(ValueError, match=f"a layer: .*{reason}"):
             WeightOnlyExpertsMethod("a layer", layer, of_rows("int4", group, group, False))
+
+
+def fake_layer(**changes: Any) -> Any:
+    """What `_why_not` looks at, of a layer that is computed."""
+    parallel = SimpleNamespace(tp_rank=0, tp_size=1, enable_eplb=False, use_all2all_kernels=False)
+    moe_config = SimpleNamespace(
+        activation=MoEActivation.SILU,
+        moe_parallel_config=parallel,
+        swiglu_limit=None,
+        is_lora_enabled=False,
+        intermediate_size_per_partition=INNER,
+        hidden_dim=HIDDEN,
+        in_dtype=torch.float16,
+    )
+    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2)
+    for name, value in changes.items():
+        holder: Any = next(each for each in (layer, moe_config, parallel) if hasattr(each, name))
+        setattr(holder, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"enable_eplb": True}, "load balancing of experts"),
+        ({"use_all2all_kernels": True}, "all-to-all kernels"),
+        ({"apply_router_weight_on_input": True}, "router weights on the input with top_k above 1"),
+    ],
+    ids=["LoRA", "EPLB", "all-to-all", "weights of two experts on the input"],
+)
+def test_what_experts_do_not_have(changes: dict[str, Any], reason: str) -> None:
+    tensors = of_rows("int4", 64, 64, False)
+    assert _why_not(fake_layer(), tensors) is None
+    assert str(_why_not(fake_layer(**changes), tensors)).startswith(f"weightonly has no experts with {reason}")
+
+
+def test_batch_invariant_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert "VLLM_BATCH_INVARIANT" in str(_why_not(fake_layer(), of_rows("int4", 64, 64, False)))
+
+
+GROUPS_OF_TWO_KINDS = {
+    "gate": {"targets": ["re:.*gate_proj"], "weights": {"num_bits": 8, "group_size": 64, "strategy": "group"}},
+    "rest": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 64, "strategy": "group"}},
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "act-order": ("gptq", {"desc_act": True}, None),
+    "act-order per channel": ("gptq", {"desc_act": True, "group_size": -1}, "int4"),
+    "bits of these experts": ("gptq", {"dynamic": {r"+:.*\.experts": {"bits": 8}}}, "int8"),
+    "order of compressed-tensors": ("compressed-tensors", {"actorder": "group"}, None),
+    "projections of two kinds": ("compressed-tensors", {"config_groups": GROUPS_OF_TWO_KINDS}, None),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whose_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not for us are left to vLLM's config, which is not asked for the others."""
+    method, changes, format = CONFIGS[name]
+    options = cases.config(method, 4, 64, False)
+    if "actorder" in changes:
+        options["config_groups"]["group_0"]["weights"] |= changes
+    else:
+        options |= changes
+    theirs = object()
+    for config in (AutoGPTQConfig, CompressedTensorsConfig):
+        monkeypatch.setattr(config, "get_quant_method", lambda self, layer, prefix: theirs)
+    moe.take_ours(monkeypatch)
+    with cases.serving():
+        layer = moe.build(None, {}, HIDDEN, INNER).routed_experts
+        try:
+            found = quantization.get_quantization_config(method).from_config(options)
+        except ValueError as error:
+            pytest.skip(f"vLLM refuses it itself: {error}")
+        chosen = found.get_quant_method(layer, "model.layers.0.mlp.experts")
+    if format is None:
+        assert chosen is theirs
+    else:
+        assert isinstance(chosen, WeightOnlyExpertsMethod) and chosen.tensors.format == format
+
+
+def test_tensors_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes than the config says, words of another loader, and experts of another rank."""
+    tensors = of_rows("int4", 64, 64, False)
+    with cases.serving():
+        method = WeightOnlyExpertsMethod("a layer", moe.build(None, {}, HIDDEN, INNER).routed_experts, tensors)
+    layer: Any = torch.nn.Module()
+    method.create_weights(layer, moe.E, HIDDEN, INNER, torch.float16)
+    wrong = {
+        "qweight": torch.zeros(INNER - 1, HIDDEN // 2, dtype=torch.uint8),
+        "scales": torch.ones(INNER, HIDDEN // 64 - 1),
+    }
+    for name, tensor in wrong.items():
+        with pytest.raises(ValueError, match=rf"a layer\.{name}: expected \[N, K\] = \[{INNER}, {HIDDEN}\]"):
+            method.load(getattr(layer, f"w13_{name}"), tensor, f"w13_{name}", "w1", 0)
+    with pytest.raises(ValueError, match=r"qweight: expected uint8 .* got torch\.int32"):
+        tensors.read["qweight"](torch.zeros(8, 8, dtype=torch.int32))
+    whole = torch.zeros(INNER, HIDDEN // 2, dtype=torch.uint8)
+    assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is True
+    monkeypatch.setattr(method, "local_expert", lambda expert: -1)
+    assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is False
 
 
 @needs_cpu_experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -17,15 +18,18 @@ pytest.importorskip("vllm")
 import formats_llama as llama
 import vllm_cases as cases
 from safetensors.torch import load_file, save_file
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm_models import built, check, load
 
 import weightonly as wo
-from weightonly.formats import open_checkpoint
+from weightonly.formats import IntWeight, open_checkpoint
+from weightonly.formats.layers import LayerShape
 from weightonly.vllm import register
-from weightonly.vllm.folders import loadable
+from weightonly.vllm.folders import WeightOnlyConfig, _one_kind, loadable
+from weightonly.vllm.linear_method import RowGroups, WeightOnlyLinearMethod
 from weightonly.vllm.support import VARIABLE
 
 Packer = Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
@@ -78,6 +82,19 @@ FOLDERS = {
 @pytest.mark.parametrize("name", FOLDERS)
 def test_model_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = write(tmp_path / name, *FOLDERS[name], generator)
+    check(load(folder), folder, generator)
+
+
+@pytest.mark.parametrize("name", ["gptq-4bit-act-order-zeros", "bnb-nf4"])
+def test_biases(name: str, tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / name, *FOLDERS[name], generator)
+    tensors = load_file(folder / "model.safetensors")
+    for layer, (_, n) in llama.LINEARS.items():
+        if "self_attn" in layer:
+            tensors[f"{layer}.bias"] = torch.randn(n, generator=generator).half()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"attention_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
     check(load(folder), folder, generator)
 
 
@@ -161,7 +178,9 @@ def test_converted_folder(name: str, arch: str, tmp_path: Path, generator: torch
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-act-order-zeros", "groups-of-64", "per-channel", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["gptq-act-order", "gptq-act-order-zeros", "groups-of-32", "groups-of-64", "per-channel", "nf4"]
+)
 def test_shards_of_k(
     name: str, ranks: int, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +192,7 @@ def test_shards_of_k(
             integers("gptq", 8, True, True, 64),
             GPTQ | {"bits": 8, "sym": False, "group_size": 64},
         ),
+        "groups-of-32": FOLDERS["gptq-4bit-zeros"],
         "groups-of-64": (integers("gptq", 4, True, False, 64), GPTQ | {"bits": 4, "sym": False, "desc_act": False}),
         "per-channel": (integers("gptq", 4, True, False, -1), GPTQ | {"bits": 4, "sym": False, "desc_act": False}),
         "nf4": FOLDERS["bnb-nf4"],
@@ -196,14 +216,13 @@ def test_shards_of_k(
     total = torch.zeros(5, n, dtype=torch.float64)
     with cases.serving():
         for rank in range(ranks):
-            total += shard_of(folder, k, n, rank, ranks, monkeypatch)(x.chunk(ranks, dim=1)[rank].contiguous()).double()
+            layer = shard_of(folder, k, n, rank, ranks, monkeypatch)
+            total += layer(x.chunk(ranks, dim=1)[rank].contiguous())[0].double()
     scale = (x.double().abs() @ dense.abs()).max()
     assert (total - x.double() @ dense).abs().max() < 2e-3 * scale
 
 
-def shard_of(
-    folder: Path, k: int, n: int, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def shard_of(folder: Path, k: int, n: int, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> RowParallelLinear:
     """One rank's row-parallel layer `down` of the folder, without the sum over ranks."""
     config = get_quantization_config("weightonly").from_config({})
     config.maybe_update_config(str(folder))
@@ -216,7 +235,50 @@ def shard_of(
     for name, tensor in loadable(weight, checkpoint.shapes["down"]).items():
         parameters[name].weight_loader(parameters[name], tensor)
     layer.quant_method.process_weights_after_loading(layer)
-    return lambda x: layer(x)[0]
+    return layer
+
+
+def layer_folder(folder: Path, k: int, n: int, g_idx: torch.Tensor, generator: torch.Generator) -> Path:
+    """A folder with one layer, `down`, whose rows are in these groups of 32."""
+    w = cases.weight(generator, k, n, bits=4, group=32, zeros=False, dtype=torch.float16)
+    w.g_idx = g_idx
+    folder.mkdir()
+    tensors = {f"down.{inside}": tensor.contiguous() for inside, tensor in cases.tensors("gptq", w).items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": GPTQ | {"bits": 4, "sym": True}}))
+    return folder
+
+
+def test_an_order_that_changes_nothing_here_is_kept(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that are loaded next may have another one, and graphs hold its address."""
+    register()
+    folder = layer_folder(tmp_path / "layer", 192, 72, (torch.arange(192) % 96 // 16).int(), generator)
+    with cases.serving():
+        layers = [shard_of(folder, 192, 72, rank, 2, monkeypatch) for rank in range(2)]
+    assert all(torch.equal(layer.perm, torch.arange(96, dtype=torch.int32)) for layer in layers)
+
+
+@pytest.mark.parametrize("k", [160, 224])
+def test_another_k(k: int, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    folder = layer_folder(tmp_path / "layer", 192, 72, (torch.arange(192) // 32).int(), generator)
+    with (
+        cases.serving(),
+        pytest.raises(ValueError, match=f"down: expected K = {k} as the model has, got 192 in the folder"),
+    ):
+        shard_of(folder, k, 72, 0, 1, monkeypatch)
+
+
+def test_layers_that_are_not_loaded() -> None:
+    """A format without rows, and groups of another number of rows."""
+    method = WeightOnlyLinearMethod("up", LayerShape("mxfp4", 64, 64, 32, symmetric=True, act_order=False))
+    with pytest.raises(ValueError, match="up: expected one of int4, int8, nf4, fp4, got mxfp4"):
+        method.create_weights(torch.nn.Module(), 64, [64], 64, 64, torch.float16, weight_loader=None)
+    groups = RowGroups(data=torch.zeros(64, dtype=torch.int32), weight_loader=None)
+    with pytest.raises(ValueError, match=r"row_groups: expected \[64\], got \[1\]"):
+        groups.load_column_parallel_weight(torch.zeros(1, dtype=torch.int32))
 
 
 def test_merged_layers_of_different_act_order(tmp_path: Path, generator: torch.Generator) -> None:
@@ -238,6 +300,57 @@ def test_refused(tmp_path: Path, generator: torch.Generator, no_groups_of_16: No
     folder = write(tmp_path / "group", packer, options | {"desc_act": False}, generator)
     with pytest.raises(ValueError, match=r"qkv_proj: group_size must be .* got 16"):
         load(folder)
+
+
+# --- which layers are quantized, and how -----------------------------------------------------------------------
+
+SHAPE = LayerShape("int4", 64, 32, 32, symmetric=True, act_order=False)
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def method_of(shapes: dict[str, LayerShape], prefix: str = "a.qkv_proj") -> Any:
+    """What the config of a folder with these layers says for a linear layer of vLLM."""
+    config = WeightOnlyConfig()
+    config.shapes, config.packed_modules_mapping = shapes, {"qkv_proj": list(QKV)}
+    return config.get_quant_method(RowParallelLinear.__new__(RowParallelLinear), prefix)
+
+
+def test_layers_that_are_merged() -> None:
+    """From three of the folder, from one that is merged there, and from none."""
+    assert method_of({f"a.{name}": SHAPE for name in QKV}).shape is SHAPE
+    assert method_of({"a.qkv_proj": SHAPE}).shape is SHAPE
+    assert type(method_of({})) is UnquantizedLinearMethod
+
+
+@pytest.mark.parametrize("other", [None, dataclasses.replace(SHAPE, group_size=64)], ids=["dense", "group size"])
+def test_parts_and_experts_of_several_kinds(other: LayerShape | None) -> None:
+    shapes = {f"a.{name}": SHAPE for name in QKV[:2]} | ({} if other is None else {"a.v_proj": other})
+    with pytest.raises(ValueError, match=r"a\.qkv_proj: expected its parts to be quantized alike, got"):
+        method_of(shapes)
+    with pytest.raises(ValueError, match=r"experts: expected its experts to be quantized alike, .* and 1\.up "):
+        _one_kind("experts", {"0.up": SHAPE, "1.up": other})
+
+
+def test_the_method_is_asked_for() -> None:
+    asked = [WeightOnlyConfig.override_quantization_method({}, user) for user in ("weightonly", "gptq", None)]
+    assert asked == ["weightonly", None, None]
+
+
+def test_layers_have_the_names_of_vllms_model() -> None:
+    config = WeightOnlyConfig()
+    config.shapes = {"model.up": SHAPE, "lm_head": SHAPE}
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert list(config.shapes) == ["language_model.model.up", "lm_head"]
+
+
+def test_zero_points_as_the_shape_says() -> None:
+    """A reader drops zero points that are all 0; vLLM loads them where the folder may have others."""
+    q, scales = torch.zeros(64, 32, dtype=torch.int8), torch.ones(2, 32)
+    some = dataclasses.replace(SHAPE, symmetric=None)
+    assert torch.equal(loadable(IntWeight(q, 4, scales, None, None), some)["zeros"], torch.zeros(32, 2))
+    assert "zeros" not in loadable(IntWeight(q, 4, scales, None, None), SHAPE)
+    with pytest.raises(ValueError, match="zeros: expected none, as the config says symmetric, got zero points"):
+        loadable(IntWeight(q, 4, scales, scales, None), SHAPE)
 
 
 def test_without_the_load_format(tmp_path: Path, generator: torch.Generator) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,13 +288,18 @@ def test_register_is_silent_on_a_cpu() -> None:
     assert before == _POSSIBLE_KERNELS
 
 
+@pytest.mark.parametrize("missing", ["name", "attribute"])
 def test_another_version_of_vllm(
-    cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    missing: str, cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that lacks what a part of the plug-in needs: the log says so, the rest works, vLLM is as before."""
     monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
-    monkeypatch.delitem(sys.modules, "weightonly.vllm.linear_kernel")
-    monkeypatch.delattr("vllm.model_executor.kernels.linear.MPLinearLayerConfig")
+    if missing == "name":
+        monkeypatch.delitem(sys.modules, "weightonly.vllm.linear_kernel")
+        monkeypatch.delattr("vllm.model_executor.kernels.linear.MPLinearLayerConfig")
+    else:
+        monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cuda=lambda: True))
+        monkeypatch.setattr("weightonly.vllm._runs_here", lambda: True)
     others = list(cuda)
     logger = logging.getLogger("vllm.weightonly")
     caplog.set_level(logging.WARNING, logger=logger.name)  # VLLM_LOGGING_LEVEL may be ERROR

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from .formats.describe import describe
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
 from .kernels import HOW_TO_BUILD, NO_MODULE, cuda_built, is_compiled, runs_on
+from .shown import shown
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "info":
             _print_info()
         elif options.command == "inspect":
-            print(describe(open_checkpoint(options.folder)))
+            _print_checkpoint(options.folder)
         elif options.command == "run":
             from .hf.run import run  # transformers: seconds to import, and no dependency of this package
 
             run(options)
         else:
             convert(options.source, options.target, options.arch, options.device, options.shard_bytes)
-            print(describe(open_checkpoint(options.target)))
+            _print_checkpoint(options.target)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(shown(f"error: {error}", keep="\n"), file=sys.stderr)
+        return 1
+    except Exception:  # such as those of transformers for a strange config, which quote it
+        print(shown(traceback.format_exc(), keep="\n"), end="", file=sys.stderr)
         return 1
     return 0
 
@@ -96,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
 def _program() -> str:
     """How this was called: by its script or by its module."""
     return "weightonly" if os.path.basename(sys.argv[0]) == "weightonly" else "python -m weightonly"
+
+
+def _print_checkpoint(folder: str) -> None:
+    print(shown(describe(open_checkpoint(folder)), keep="\n"))
 
 
 def _print_info() -> None:

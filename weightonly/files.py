@@ -14,6 +14,7 @@ import torch
 from .device import check_memory
 from .packed import PackedWeight
 from .require import require_path
+from .shown import shown
 from .storage import open_regular, parse_json, publish, staged
 
 _FILE_VERSION = "1"
@@ -77,7 +78,7 @@ def write(file: Path, entries: Entries, digests: bool = False, as_path: str | os
         save_file(tensors, file, metadata)
         file.chmod(mode)
     except (SafetensorError, OSError) as error:
-        raise OSError(f"{as_path or file}: could not be written ({error})") from error
+        raise OSError(f"{as_path or file}: could not be written ({shown(error)})") from error
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,7 +118,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> di
             packed = _packed_metadata(path, file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
-        raise ValueError(f"{path}: expected a safetensors file, got an unreadable one ({error})") from error
+        raise ValueError(f"{path}: expected a safetensors file, got an unreadable one ({shown(error)})") from error
     entries: dict[str, PackedWeight | torch.Tensor] = dict(tensors)
     for name, fields in packed.items():
         try:
@@ -125,7 +126,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> di
         except KeyError as error:
             raise ValueError(f"{path}: the metadata names a packed weight {name!r} that is not in the file") from error
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: packed weight {name!r}: {error}") from error
+            raise ValueError(f"{path}: packed weight {name!r}: {shown(error)}") from error
     return entries
 
 

@@ -23,6 +23,11 @@ from typing import Any
 MAX_JSON_BYTES = 100_000_000
 """Of a header (the safetensors package's own limit) and of a JSON file."""
 
+_MAX_MARKS = 1_000_000
+_BYTES_PER_MARK = 10
+"""Python takes 60 to 170 bytes for a value of JSON, be it two characters long. This many brackets, colons and commas
+are read from any file, and one for so many bytes: headers and indexes of checkpoints have names, and thus fewer."""
+
 _PIECE_BYTES = 1 << 20
 
 _KINDS = {
@@ -76,8 +81,11 @@ def parse_json(content: bytes, constants: bool = False) -> Any:
     """A JSON value in UTF-8 without a byte order mark, with each name once in its object.
 
     constants: whether NaN and Infinity are allowed, which JSON lacks and some config.json of transformers have.
-    Raises ValueError for anything else, and for one that is nested too deeply.
+    Raises ValueError for anything else, for one that is nested too deeply, and for more values than its bytes explain.
     """
+    marks, most = sum(map(content.count, (b"{", b"[", b":", b","))), _MAX_MARKS + len(content) // _BYTES_PER_MARK
+    if marks > most:
+        raise ValueError(f"it has {marks} brackets, colons and commas, more than the {most} of {len(content)} bytes")
     refuse = None if constants else _no_constant
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_once, parse_constant=refuse, parse_int=_whole)
@@ -88,8 +96,9 @@ def parse_json(content: bytes, constants: bool = False) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is there twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} is there twice")
     return value
 
 
@@ -154,10 +163,18 @@ def _locked_folder(target: Path) -> tuple[Path, int]:
     while True:
         folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
         folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is removed, either
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another run took it for a leftover, before the lock
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.exists():  # else another run took it for a leftover, before the lock
+        except BlockingIOError:  # another run has the lock, and removes the folder
+            os.close(lock)
+            continue
+        except OSError:
+            pass  # a file system without locks: then nothing is removed, either
+        if folder.exists():
             return folder, lock
         os.close(lock)
 

@@ -65,7 +65,7 @@ class Mixture:
         limits: Ceilings | None,
         budget_ms: float,
     ) -> None:
-        """providers: by label. Raises DoesNotFit for copies beyond the free memory."""
+        """providers: by label. What one raises when it packs is raised again for its rows alone."""
         first = cells[0]
         self.sizes, self.providers, self.device = MIXTURES[first.model], providers, device
         self.limits, self.budget_ms, self.group_size, self.format = limits, budget_ms, first.group_size, first.format
@@ -82,19 +82,23 @@ class Mixture:
             for name, skew in dict.fromkeys((cell.routing, cell.skew) for cell in cells)
         }
         self.stacks: dict[str, Stack] = {}
-        self._operands: dict[tuple[str, str], list[Any]] = {}
+        self._operands: dict[tuple[str, str], list[Any] | Exception] = {}
         fewest = {cell.routing: min(one.m for one in cells if one.routing == cell.routing) for cell in cells}
         least = min(self._routing(name, m).with_rows for name, m in fewest.items())
         for name in PRODUCTS:
             stack = Stack.random(self.sizes, name, first.format, first.group_size, dtype, device)
             for provider in providers.values():
                 if (provider.holds, name) not in self._operands:
-                    self._operands[provider.holds, name] = self._copies(provider, stack, least)
+                    try:
+                        self._operands[provider.holds, name] = self._copies(provider, stack, least)
+                    except Exception as error:
+                        self._operands[provider.holds, name] = error.with_traceback(None)  # whose frames hold tensors
             stack.q = stack.q[:0]  # packed now
             self.stacks[name] = stack
 
     def _copies(self, provider: ExpertsProvider, stack: Stack, with_rows: int) -> list[Any]:
-        """An operand, and copies of it beyond the L2 cache where so many experts are read."""
+        """An operand, and copies of it beyond the L2 cache where so many experts are read. Raises DoesNotFit for those
+        beyond the free memory."""
         operand = provider.prepare(stack)
         size_bytes = provider.weight_bytes(operand)
         count = copies_beyond_l2(self._read_bytes(size_bytes, with_rows), self.device)
@@ -123,7 +127,7 @@ class Mixture:
             "most_rows": max(routing.counts),
         }
         found: list[dict[str, Any] | Exception] = []
-        calls: dict[int, Sequence[Call]] = {}
+        timers: dict[int, CallTimer] = {}
         for place, one in enumerate(cells):
             try:
                 every = self._calls(one, x, routing)
@@ -132,17 +136,19 @@ class Mixture:
                     self._check(call(), expected)
                 row = of_cell | {"captured": self.device.type == "cuda" and not _waits(every[0])}
                 if self.device.type == "cpu" or row["captured"]:
-                    calls[place] = every
+                    timer = CallTimer(every, self.device)
+                    with overlapping(False):
+                        timer.prepare()
+                    timers[place] = timer
                 else:
                     row |= _times(time_eager(every[0], self.device, budget_ms=self.budget_ms))
                 found.append(row)
             except Exception as error:  # a library of others, or memory; the other providers may still run
                 found.append(error)
-        if calls:
-            timers = [CallTimer(of_one, self.device) for of_one in calls.values()]
+        if timers:
             with overlapping(False):
-                timings = time_in_rounds(timers, self.budget_ms)
-            for place, timing in zip(calls, timings, strict=True):
+                timings = time_in_rounds([*timers.values()], self.budget_ms)
+            for place, timing in zip(timers, timings, strict=True):
                 timed = found[place]
                 assert isinstance(timed, dict)
                 timed |= _times(timing)
@@ -163,7 +169,12 @@ class Mixture:
         """One call for each copy that this cell rotates."""
         provider = self.providers[cell.provider]
         names = PRODUCTS if cell.measure == LAYER else (cell.measure,)
-        copies = [self._operands[provider.holds, name] for name in names]
+        copies = []
+        for name in names:
+            operands = self._operands[provider.holds, name]
+            if isinstance(operands, Exception):
+                raise operands.with_traceback(None)
+            copies.append(operands)
         read = sum(self._read_bytes(provider.weight_bytes(of_one[0]), routing.with_rows) for of_one in copies)
         count = min(copies_beyond_l2(read, self.device, x.nbytes), *map(len, copies))
         if cell.measure == LAYER:

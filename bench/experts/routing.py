@@ -13,7 +13,7 @@ SKEW = 1.0
 """The expert of rank r is as likely as r ** -SKEW."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashable, so that what a library makes of one can be kept
 class Routing:
     """The choices of M tokens, and the same sorted by expert.
 

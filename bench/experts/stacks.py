@@ -75,5 +75,10 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
 
 def combined(y: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The weighted sum over the choices of each token: rows y [T, H], sorted by expert -> [M, H]."""
-    by_choice = y[routing.places].view(*routing.ids.shape, y.shape[-1])  # (M, top_k, H)
+    return summed(y[routing.places], routing)
+
+
+def summed(y: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """`combined` of rows [T, H] that are in the order of the choices."""
+    by_choice = y.view(*routing.ids.shape, y.shape[-1])  # (M, top_k, H)
     return torch.bmm(routing.weights[:, None].to(y.dtype), by_choice)[:, 0]

@@ -246,7 +246,7 @@ class Family:
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the choices of tokens by itself
-    gates                  grouped: it can apply what experts compute between their products
+    in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
     """
@@ -266,7 +266,7 @@ class Family:
     verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
-    gates: ClassVar[bool] = False
+    in_layers: ClassVar[bool] = False
     max_experts: ClassVar[int] = 0
     header: ClassVar[str] = ""
 
@@ -380,9 +380,13 @@ class Family:
         """CTAs of a kernel of Hopper that share an SM."""
         return 1
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         """Of a family of grouped products: the time of one, on average. problem.m: the rows of all experts."""
         raise NotImplementedError
+
+    def gates(self, config: KernelConfig) -> bool:
+        """Whether a kernel of grouped products computes gated ones."""
+        return False
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         """Whether h200.py has the constants of a kernel. One that is not measured yet is compiled, but not chosen."""

@@ -29,7 +29,7 @@ class GroupedDecodeSm90(DecodeSm90):
     header = "sm90_decode/grouped.cuh"
     grouped = True
     sorts = True
-    gates = True
+    in_layers = True
     max_experts = MAX_EXPERTS
     smem_grows = False
 
@@ -42,6 +42,9 @@ class GroupedDecodeSm90(DecodeSm90):
                 of_16 = tuple(f for f in formats if (f == "code4") == (warps_k == 8))
                 if of_16:
                     yield config.for_groups_of_16(formats=of_16)
+
+    def gates(self, config: KernelConfig) -> bool:
+        return True
 
     def ctas(self, config: KernelConfig) -> int:
         """CTAs that share an SM: eight warps."""
@@ -77,5 +80,7 @@ class GroupedDecodeSm90(DecodeSm90):
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return (config.measured.kernel, format) in GROUPED.kernels
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
-        return grouped_us(config, problem, expected_tiles(config, problem, experts))
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
+        # A CTA computes gates, then what they are multiplied with.
+        tiles = expected_tiles(config, problem, experts)
+        return grouped_us(config, problem, tiles, in_a_row=2 if is_gated else 1)

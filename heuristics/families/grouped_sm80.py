@@ -39,7 +39,7 @@ class GroupedSm80(GemmSm80):
         """The dense kernel with the same main loop."""
         return config.kernel.replace(self.name, GemmSm80.name)
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         """Time of all waves of CTAs. problem.m: the rows of all experts.
 
         Reading weights once is no part of it, as it is the same for every configuration.

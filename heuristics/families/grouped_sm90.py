@@ -18,7 +18,7 @@ _RECORD_BYTES = 44  # struct GroupedWork
 
 # As in gemm_sm90: tokens, warpgroups along N and K, stages for int4, codes and int8. The MMA of a tile is as wide as
 # its rows need, so that there are few shapes: many columns for few rows, more rows for more.
-_SHAPES = ((64, 4, 1, 4, 4, 3), (128, 2, 1, 4, 4, 4), (256, 2, 1, 5, 4, 5))
+_SHAPES = ((32, 4, 1, 6, 0, 0), (32, 3, 1, 0, 5, 5), (64, 4, 1, 4, 4, 3), (128, 2, 1, 4, 4, 3), (256, 2, 1, 5, 4, 4))
 
 
 class GroupedSm90(GemmSm90):
@@ -27,10 +27,14 @@ class GroupedSm90(GemmSm90):
     shapes = _SHAPES
     of_16 = ((64, 4, 1),)
     grouped = True
-    gates = True
+    in_layers = True
     max_experts = MAX_EXPERTS
     takes_tail = False
     verified = True
+
+    def gates(self, config: KernelConfig) -> bool:
+        """Its columns are those of gates, and of what they are multiplied with."""
+        return config.block_n // 64 % 2 == 0
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
         return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # MMAs of every multiple of 8 tokens
@@ -46,11 +50,11 @@ class GroupedSm90(GemmSm90):
         """Dynamic shared memory of one CTA, bytes: struct GroupedTraits of kernels/gemm/sm90, with MAX_EXPERTS."""
         c = config
         pipeline_bytes = c.stages * self.stage_bytes(c, format, per_channel, zeros) + codebook_bytes(c, format)
-        epilogue_bytes = c.block_n // 64 * 2 * 16 * (64 * 2 + 16)
+        epilogue_bytes = c.block_n // 64 * min(64, c.block_m) * (64 * 2 + 16)
         return BARRIERS_BYTES + pipeline_bytes + epilogue_bytes + (c.stages + 2) * _RECORD_BYTES + 2 * 4 * MAX_EXPERTS
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return (config.measured.kernel, format) in GROUPED.kernels
 
-    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int) -> float:
+    def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         return grouped_us(config, problem, expected_tiles(config, problem, experts))

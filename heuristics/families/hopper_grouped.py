@@ -21,14 +21,19 @@ def expected_tiles(config: KernelConfig, problem: Problem, experts: int) -> Tile
     return tiles_along_m(problem.m, experts, config.block_m), with_rows(problem.m, experts)
 
 
-def grouped_us(config: KernelConfig, problem: Problem, tiles: Tiles, times: GroupedTimes | None = None) -> float:
-    """times: of the kernel, None: those of h200.py. Raises KeyError where it is not calibrated."""
+def grouped_us(
+    config: KernelConfig, problem: Problem, tiles: Tiles, times: GroupedTimes | None = None, in_a_row: int = 1
+) -> float:
+    """times: of the kernel, None: those of h200.py. in_a_row: tiles that one CTA has to compute one after another.
+
+    Raises KeyError where the kernel is not calibrated.
+    """
     p, (row_tiles, active) = problem, tiles
     if times is None:
         times = GROUPED.kernels[config.measured.kernel, p.format]
     ctas = config.rules.ctas(config)
-    waves = row_tiles * -(-p.n // config.block_n) / (p.sm_count * ctas)
-    waves = math.ceil(waves - 0.02) if waves < _FEW_WAVES else waves + 0.5
+    waves = row_tiles * -(-p.n // config.block_n) / (p.sm_count * ctas * in_a_row)
+    waves = in_a_row * (math.ceil(waves - 0.02) if waves < _FEW_WAVES else waves + 0.5)
     k = -(-p.k_padded // config.k_tile) * config.k_tile
     k_us = k / 1024 * times.k_us * (1 + times.row * (p.m / row_tiles - 1))
     sm_us = waves * ctas * (k_us + times.end_us)

@@ -145,7 +145,8 @@ class GroupedPlan {
     params.gemm.y = reinterpret_cast<void*>(y);
     params.gemm.ldx = ldx;
     params.gemm.ldy = ldy;
-    params.gemm.pdl_mode = overlap();
+    // What a layer launches after its first kernel starts early all the same, as a tail does.
+    params.gemm.pdl_mode = params.is_in_layer ? int(PdlMode::kPrefetch) : overlap();
     Failure message;
     throw_if(wo_grouped_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)),
              message);
@@ -238,7 +239,7 @@ void gather(int device, int tokens, int top_k, int experts, int columns, uintptr
   params.top_k = top_k;
   params.experts = experts;
   params.columns = columns;
-  params.pdl_mode = overlap();
+  params.pdl_mode = int(PdlMode::kPrefetch);
   Failure message;
   throw_if(wo_gather(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
@@ -255,7 +256,7 @@ void combine(int device, int type, int tokens, int top_k, int columns, uintptr_t
   params.top_k = top_k;
   params.columns = columns;
   params.type = type;
-  params.pdl_mode = overlap();
+  params.pdl_mode = int(PdlMode::kPrefetch);
   Failure message;
   throw_if(wo_combine(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }

@@ -14,7 +14,8 @@ struct GroupedEntry {
   GroupedLaunch launch;
   int max_cluster;  // as in KernelEntry
   bool sorts;       // whether it takes ids: see GroupedGemmParams
-  bool gates;       // whether it takes a gate, and may be in a layer
+  bool gates;       // whether it computes gated products
+  bool in_layers;   // whether it applies the function of a gate, and is_in_layer
 };
 
 extern GroupedEntry const* const* const kGroupedKernels;

@@ -1,10 +1,12 @@
-// What this CPU can run, the threads, and the way from the C interface to a variant.
+// What this CPU can run, and the way from the C interface to a variant.
 
 #include "api.h"
 
-#include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "checks.h"
+#include "threads.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -12,24 +14,22 @@
 
 namespace weightonly::cpu {
 
-void run_on_threads(void (*function)(void*), void* context, int threads);
-
 namespace generic {
-bool gemm(GemmParams const&);
-Kernel kernel_of(int rows);
+Outcome gemm(GemmParams const&);
+Kernel kernel_of(int64_t rows);
 }  // namespace generic
 #if defined(__x86_64__)
 namespace avx2 {
-bool gemm(GemmParams const&);
-Kernel kernel_of(int rows);
+Outcome gemm(GemmParams const&);
+Kernel kernel_of(int64_t rows);
 }  // namespace avx2
 namespace avx512 {
-bool gemm(GemmParams const&);
-Kernel kernel_of(int rows);
+Outcome gemm(GemmParams const&);
+Kernel kernel_of(int64_t rows);
 }  // namespace avx512
 namespace amx {
-bool gemm(GemmParams const&);
-Kernel kernel_of(int rows);
+Outcome gemm(GemmParams const&);
+Kernel kernel_of(int64_t rows);
 }  // namespace amx
 #endif
 
@@ -67,8 +67,8 @@ int level() {
 }
 
 struct Variant {
-  bool (*gemm)(GemmParams const&);
-  Kernel (*kernel_of)(int rows);
+  Outcome (*gemm)(GemmParams const&);
+  Kernel (*kernel_of)(int64_t rows);
 };
 
 Variant variant_of(GemmParams const& p) {
@@ -80,23 +80,12 @@ Variant variant_of(GemmParams const& p) {
   return {generic::gemm, generic::kernel_of};
 }
 
-using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-GompParallel gomp_parallel() {
-  static auto const found = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return found;
+bool check_address(GemmParams const* params) {
+  bool const fits = params != nullptr && reinterpret_cast<uintptr_t>(params) % alignof(GemmParams) == 0;
+  return fits || refuse("params", "an 8-byte aligned address", (long long)params);
 }
 
 }  // namespace
-
-void run_on_threads(void (*function)(void*), void* context, int threads) {
-  if (auto const run = gomp_parallel()) {
-    run(function, context, unsigned(threads), 0);
-  } else {
-    function(context);
-  }
-}
-
 }  // namespace weightonly::cpu
 
 using namespace weightonly::cpu;
@@ -114,14 +103,20 @@ int wo_cpu_level() {
 }
 
 int wo_cpu_has_threads() {
-  return gomp_parallel() != nullptr;
+  return has_threads();
 }
 
 int wo_cpu_kernel(GemmParams const* params) {
+  if (!check_address(params) || !check_choice(*params)) return -1;
   return variant_of(*params).kernel_of(params->m);
 }
 
 int wo_cpu_gemm(GemmParams const* params) {
-  if (params->level > level()) return 2;
-  return variant_of(*params).gemm(*params) ? 0 : 1;
+  if (!check_address(params) || !check_params(*params, level())) return 2;
+  return variant_of(*params).gemm(*params) == Outcome::kDone ? 0 : 1;
+}
+
+char const* wo_cpu_error() {
+  char const* const message = message_of_thread();
+  return message == nullptr ? "no memory for a message" : message;
 }

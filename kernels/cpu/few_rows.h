@@ -1,7 +1,9 @@
 // Few rows of x (M up to kMaxTileRows): the weight is read once, and becomes floats in registers.
 //
 // Every lane is a column. A row of the weight costs a shift and a look-up for 16 columns, and then one FMA for each row
-// of x. Sums of a group are of unscaled weights; its scale is applied once, in fp32, when the group ends.
+// of x. Sums of a group are of weights without their scale, which is applied once, in fp32, when the group ends. Integers of
+// zero points go with the weight, so that q - z is zero where it should be, and cost nothing there; what is left of them goes
+// with the sum of x.
 #pragma once
 
 #include "operands.h"
@@ -16,13 +18,23 @@ constexpr int kAhead = 64 * kPanel;
 template <int kFormat, int kRows>
 void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, float const* scales, float const* zeros,
                     float const* x_sums, float* sums) {
-  constexpr int kSums = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // an FMA takes four cycles: so many sums in flight
+  constexpr int kInFlight = 4;  // an FMA takes four cycles, and two begin in each
+  constexpr int kSums = kRows * kRegisters < kInFlight ? kInFlight / (kRows * kRegisters) : 1;
   constexpr int kSteps = kStepRows<kFormat>;
-  Table const table = make_table(p.codebook);
+  Table const table = table_of(p);
   Floats total[kRows][2];
   for (auto& row : total) row[0] = row[1] = zero();
-  int const steps = (p.groups == 1 ? p.k_padded : p.group_size) / kSteps;
-  for (int g = 0; g < p.groups; ++g) {
+  int const steps = int(p.group_size / kSteps);
+  Offsets<kFormat> offsets[2] = {Offsets<kFormat>(zero()), Offsets<kFormat>(zero())};
+  Floats rest[2] = {zero(), zero()};  // of zero points
+  for (int64_t g = 0; g < p.groups; ++g) {
+    if (zeros != nullptr) {
+      for (int half = 0; half < 2; ++half) {
+        Floats const zero_point = load(zeros + g * kPanel + half * kLanes), whole = whole_part(kFormat, zero_point);
+        rest[half] = sub(zero_point, whole);
+        offsets[half] = Offsets<kFormat>(whole);
+      }
+    }
     Floats part[kSums][kRows][2];
     for (auto& some : part) {
       for (auto& row : some) row[0] = row[1] = zero();
@@ -32,7 +44,8 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       __builtin_prefetch(words + kAhead + kLanes);
       Words const low = load_words(words), high = load_words(words + kLanes);
       unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
-        Floats const w0 = row_of_step<kFormat, e.value>(low, table), w1 = row_of_step<kFormat, e.value>(high, table);
+        Floats const w0 = row_of_step<kFormat, e.value>(low, table, offsets[0]);
+        Floats const w1 = row_of_step<kFormat, e.value>(high, table, offsets[1]);
         for (int m = 0; m < kRows; ++m) {
           Floats const xm = broadcast(x[e.value * kRows + m]);
           auto& to = part[e.value % kSums][m];
@@ -48,9 +61,7 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       for (int m = 0; m < kRows; ++m) {
         Floats sum = part[0][m][half];
         for (int i = 1; i < kSums; ++i) sum = add(sum, part[i][m][half]);
-        if (zeros != nullptr) {
-          sum = fnma(load(zeros + g * kPanel + half * kLanes), broadcast(x_sums[g * kRows + m]), sum);
-        }
+        if (zeros != nullptr) sum = fnma(rest[half], broadcast(x_sums[g * kRows + m]), sum);
         total[m][half] = fma(scale, sum, total[m][half]);
       }
     }
@@ -77,15 +88,16 @@ inline FewRowsPanel few_rows_of(int format, int rows) {
 }
 
 /// Rows first .. first + rows - 1 of y, at most kMaxTileRows.
-inline bool few_rows(GemmParams const& p, int first, int rows) {
-  auto* x = Scratch<0>::get<float>(int64_t(p.k_padded + p.groups) * rows);
-  if (x == nullptr) return false;
-  float* x_sums = x + int64_t(p.k_padded) * rows;
-  for (int m = 0; m < rows; ++m) load_x_column(p, first + m, m, rows, x);
+inline Outcome few_rows(GemmParams const& p, int64_t first, int rows) {
+  auto* x = scratch_of<float>(kX, p.k_padded * rows);
+  auto* x_sums = scratch_of<float>(kSumsOfX, p.groups * rows);
+  if (x == nullptr || x_sums == nullptr) return Outcome::kNoMemory;
+  Floats largest = zero();
+  for (int m = 0; m < rows; ++m) load_x_column(p, first + m, m, rows, x, largest);
+  if (!is_within_range(p, largest)) return Outcome::kBeyondRange;
   for (int m = 0; p.zeros != nullptr && m < rows; ++m) {
-    for (int g = 0; g < p.groups; ++g) {
-      int const end = p.groups == 1 ? p.k : (g + 1) * p.group_size;
-      x_sums[g * rows + m] = sum_of_row(p, first + m, g * p.group_size, end);
+    for (int64_t g = 0; g < p.groups; ++g) {
+      x_sums[g * rows + m] = sum_of_row(p, first + m, g * p.group_size, (g + 1) * p.group_size);
     }
   }
   int const ticket_panels = panels_of_ticket(p, 4);
@@ -95,24 +107,24 @@ inline bool few_rows(GemmParams const& p, int first, int rows) {
   parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
     int const begin = int(ticket) * ticket_panels, end = least(begin + ticket_panels, panels);
     int64_t const bytes = p.block_order == nullptr ? 0 : ticket_panels * panel_bytes(p);
-    auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
-    auto* scales = Scratch<2>::get<float>(int64_t(2) * p.groups * kPanel);
-    if (scratch == nullptr || scales == nullptr) {
+    auto* blocks = scratch_of<uint8_t>(kWeight, bytes + 1);
+    auto* scales = scratch_of<float>(kScales, 2 * p.groups * kPanel);
+    if (blocks == nullptr || scales == nullptr) {
       ok = false;
       return;
     }
     float* zeros = p.zeros == nullptr ? nullptr : scales + p.groups * kPanel;
-    uint32_t const* words = panels_at(p, begin, (end - begin + 1) / 2 * 2, scratch);
+    uint32_t const* words = panels_at(p, begin, (end - begin + 1) / 2 * 2, blocks);
     for (int panel = begin; panel < end; ++panel) {
-      load_panel(p, p.scales, panel, scales);
-      if (zeros != nullptr) load_panel(p, p.zeros, panel, zeros);
+      load_panel(p, p.scales, p.ld_scales, panel, scales);
+      if (zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, panel, zeros);
       float sums[kMaxTileRows * kPanel];
       multiply(p, words, x, scales, zeros, x_sums, sums);
       for (int m = 0; m < rows; ++m) store_row(p, first + m, panel, sums + m * kPanel);
       words += panel_bytes(p) / 4;
     }
   });
-  return ok;
+  return ok ? Outcome::kDone : Outcome::kNoMemory;
 }
 
 }  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

@@ -2,6 +2,8 @@
 // holds, and tiles of kRows x 32 are summed in registers.
 #pragma once
 
+#include <algorithm>
+
 #include "operands.h"
 #include "parallel.h"
 
@@ -12,14 +14,14 @@ constexpr int kMostPanels = 4;  // of a ticket, 128 columns: a block of x is rea
 
 /// w [rows][32]: rows k_begin .. k_begin + rows - 1 of a panel, scaled; (q - z) * s as the equation has it.
 template <int kFormat>
-void dequantize_block(GemmParams const& p, uint32_t const* words, float const* scales, float const* zeros, int k_begin,
-                      int rows, float* w) {
+void dequantize_block(GemmParams const& p, uint32_t const* words, float const* scales, float const* zeros,
+                      int64_t k_begin, int rows, float* w) {
   constexpr int kSteps = kStepRows<kFormat>;
-  Table const table = make_table(p.codebook);
-  words += int64_t(k_begin) / kSteps * kPanel;
-  int const group_size = p.groups == 1 ? p.k_padded : p.group_size;
-  for (int k = k_begin; k < k_begin + rows;) {
-    int const g = k / group_size, end = least(k_begin + rows, (g + 1) * group_size);
+  Table const table = table_of(p);
+  Offsets<kFormat> const none(zero());
+  words += k_begin / kSteps * kPanel;
+  for (int64_t k = k_begin; k < k_begin + rows;) {
+    int64_t const g = k / p.group_size, end = std::min(k_begin + rows, (g + 1) * p.group_size);
     Floats scale[2], zero_point[2];
     for (int half = 0; half < 2; ++half) {
       scale[half] = load(scales + g * kPanel + half * kLanes);
@@ -29,7 +31,7 @@ void dequantize_block(GemmParams const& p, uint32_t const* words, float const* s
       for (int half = 0; half < 2; ++half) {
         Words const part = load_words(words + half * kLanes);
         unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
-          Floats const q = sub(row_of_step<kFormat, e.value>(part, table), zero_point[half]);
+          Floats const q = sub(row_of_step<kFormat, e.value>(part, table, none), zero_point[half]);
           store(w + e.value * kPanel + half * kLanes, mul(q, scale[half]));
         });
       }
@@ -59,7 +61,7 @@ void multiply_tile(float const* x, float const* w, int rows, bool add_to, float*
   }
 }
 
-using DequantizeBlock = void (*)(GemmParams const&, uint32_t const*, float const*, float const*, int, int, float*);
+using DequantizeBlock = void (*)(GemmParams const&, uint32_t const*, float const*, float const*, int64_t, int, float*);
 using MultiplyTile = void (*)(float const*, float const*, int, bool, float*);
 
 inline DequantizeBlock dequantize_block_of(int format) {
@@ -76,47 +78,48 @@ MultiplyTile multiply_tile_of(int rows, std::integer_sequence<int, kRows...>) {
 }
 
 /// Rows first .. first + rows - 1 of y, at most kMaxRows.
-inline bool many_rows(GemmParams const& p, int first, int rows) {
+inline Outcome many_rows(GemmParams const& p, int64_t first, int rows) {
   int const tiles = int(divide_up(rows, kMaxTileRows)), tile_rows = int(divide_up(rows, tiles));
   MultiplyTile const multiply = multiply_tile_of(tile_rows, std::make_integer_sequence<int, kMaxTileRows>{});
   DequantizeBlock const dequantize = dequantize_block_of(p.format);
-  auto* x = Scratch<0>::get<float>(int64_t(tiles) * tile_rows * p.k_padded);  // [tile][k][tile_rows]
-  if (x == nullptr) return false;
+  auto* x = scratch_of<float>(kX, int64_t(tiles) * tile_rows * p.k_padded);  // [tile][k][tile_rows]
+  if (x == nullptr) return Outcome::kNoMemory;
   parallel_for(tiles, p.threads, [&](int64_t tile) {
+    Floats unread = zero();
     for (int m = 0; m < tile_rows; ++m) {  // rows beyond the last one repeat it, and are not stored
       int const row = least(int(tile) * tile_rows + m, rows - 1);
-      load_x_column(p, first + row, m, tile_rows, x + tile * tile_rows * p.k_padded);
+      load_x_column(p, first + row, m, tile_rows, x + tile * tile_rows * p.k_padded, unread);
     }
   });
-  int const depth_of_all = rows_of(p);
+  int64_t const depth_of_all = rows_of(p);
   std::atomic<bool> ok{true};
   int const panels = panels_of(p), ticket_panels = panels_of_ticket(p, kMostPanels);
   parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
     int const begin = int(ticket) * ticket_panels, count = least(ticket_panels, panels - begin);
     int64_t const bytes = p.block_order == nullptr ? 0 : ticket_panels * panel_bytes(p);
-    int64_t const of_scales = int64_t(p.groups) * kPanel, of_sums = int64_t(tiles) * tile_rows * kPanel;
-    auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
-    auto* scales = Scratch<2>::get<float>(2 * count * of_scales);
-    auto* w = Scratch<3>::get<float>(int64_t(kBlockRows) * kPanel);
-    auto* sums = Scratch<4>::get<float>(count * of_sums);
-    if (scratch == nullptr || scales == nullptr || w == nullptr || sums == nullptr) {
+    int64_t const of_scales = p.groups * kPanel, of_sums = int64_t(tiles) * tile_rows * kPanel;
+    auto* blocks = scratch_of<uint8_t>(kWeight, bytes + 1);
+    auto* scales = scratch_of<float>(kScales, 2 * count * of_scales);
+    auto* w = scratch_of<float>(kBlock, int64_t(kBlockRows) * kPanel);
+    auto* sums = scratch_of<float>(kSums, count * of_sums);
+    if (blocks == nullptr || scales == nullptr || w == nullptr || sums == nullptr) {
       ok = false;
       return;
     }
     float* zeros = scales + count * of_scales;
     for (int i = 0; i < count; ++i) {
-      load_panel(p, p.scales, begin + i, scales + i * of_scales);
-      if (p.zeros != nullptr) load_panel(p, p.zeros, begin + i, zeros + i * of_scales);
+      load_panel(p, p.scales, p.ld_scales, begin + i, scales + i * of_scales);
+      if (p.zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, begin + i, zeros + i * of_scales);
     }
-    uint32_t const* words = panels_at(p, begin, (count + 1) / 2 * 2, scratch);
-    for (int k = 0; k < depth_of_all; k += kBlockRows) {
+    uint32_t const* words = panels_at(p, begin, (count + 1) / 2 * 2, blocks);
+    for (int64_t k = 0; k < depth_of_all; k += kBlockRows) {
       int const depth = least(kBlockRows, depth_of_all - k);
       for (int i = 0; i < count; ++i) {
         float const* zero_points = p.zeros == nullptr ? nullptr : zeros + i * of_scales;
         dequantize(p, words + i * panel_bytes(p) / 4, scales + i * of_scales, zero_points, k, depth, w);
         for (int tile = 0; tile < tiles; ++tile) {
           int64_t const row = int64_t(tile) * tile_rows;
-          multiply(x + row * p.k_padded + int64_t(k) * tile_rows, w, depth, k > 0, sums + i * of_sums + row * kPanel);
+          multiply(x + row * p.k_padded + k * tile_rows, w, depth, k > 0, sums + i * of_sums + row * kPanel);
         }
       }
     }
@@ -124,7 +127,7 @@ inline bool many_rows(GemmParams const& p, int first, int rows) {
       for (int m = 0; m < rows; ++m) store_row(p, first + m, begin + i, sums + i * of_sums + int64_t(m) * kPanel);
     }
   });
-  return ok;
+  return ok ? Outcome::kDone : Outcome::kNoMemory;
 }
 
 }  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

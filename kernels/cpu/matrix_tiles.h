@@ -9,6 +9,8 @@
 //     sums         16 rows m x 16 columns                    fp32, 1 KiB
 #pragma once
 
+#include <algorithm>
+
 #include "operands.h"
 #include "parallel.h"
 
@@ -20,7 +22,7 @@ constexpr int kFewPanels = 2, kManyPanels = 8;  // columns of a ticket for few r
 
 /// A piece of K: within one group, at most kChunkRows, a multiple of 32 rows.
 struct Segment {
-  int begin, end, group;
+  int64_t begin, end, group;
 };
 
 /// The next eight bits of each number; leaves the rest of it in `a`. Numbers that are not finite have no rest.
@@ -33,17 +35,20 @@ inline __m512i take_part(Floats& a) {
   return _mm512_srli_epi32(bits, 16);
 }
 
-/// Tiles of x [k / 32][parts][16][32]: rows first .. first + 15 of it, zeros beyond m and k.
+/// Tiles of x [k / 32][parts][16][32]: rows first .. first + 15 of it, zeros beyond m and k. Returns the largest
+/// magnitudes, by lanes.
 template <int kParts>
-void load_x_tiles(GemmParams const& p, int first, uint16_t* out) {
+Floats load_x_tiles(GemmParams const& p, int64_t first, uint16_t* out) {
+  Floats largest = zero();
   for (int r = 0; r < kTileRows; ++r) {
-    int const row = first + r;
-    for (int k = 0; k < p.k_padded; k += kTileDepth) {
-      uint16_t* to = out + int64_t(k) * kTileRows * kParts + r * kTileDepth;
+    int64_t const row = first + r;
+    for (int64_t k = 0; k < p.k_padded; k += kTileDepth) {
+      uint16_t* to = out + k * kTileRows * kParts + r * kTileDepth;
       for (int half = 0; half < 2; ++half) {
-        int const at = k + half * kLanes;
+        int64_t const at = k + half * kLanes;
         int const count = row >= p.m || at >= p.k ? 0 : least(kLanes, p.k - at);
         Floats a = count == 0 ? zero() : load_any(p.x, row * p.ldx + at, p.type, count);
+        largest = max(abs(a), largest);
         for (int part = 0; part < kParts; ++part) {
           __m256i const bits = _mm512_cvtepi32_epi16(take_part(a));
           _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * kTileElems + half * kLanes), bits);
@@ -51,35 +56,71 @@ void load_x_tiles(GemmParams const& p, int first, uint16_t* out) {
       }
     }
   }
+  return largest;
 }
 
-/// The next part of a codebook as bf16, twice: look-ups take five bits, of which the fifth is the next code's.
-inline __m512i bf16_table(Floats& rest) {
-  __m256i const part = _mm512_cvtepi32_epi16(take_part(rest));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(part), part, 1);
+/// Parts of the numbers of codes as bf16, or -16 .. 15 modulo 32. Look-ups take five bits; of codes the fifth is the next
+/// one's.
+inline void make_tables(GemmParams const& p, __m512i* tables, int parts) {
+  alignas(64) float numbers[32];
+  for (int i = 0; i < 32; ++i) numbers[i] = p.format == kCode4 ? p.codebook[i % 16] : float(i < 16 ? i : i - 32);
+  Floats low = load(numbers), high = load(numbers + kLanes);
+  for (int part = 0; part < parts; ++part) {
+    __m256i const first = _mm512_cvtepi32_epi16(take_part(low)), second = _mm512_cvtepi32_epi16(take_part(high));
+    tables[part] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
 }
 
 /// Two rows of int8: byte kByte of each half of a word, as pairs of bf16 numbers.
 template <int kByte>
-inline __m512i int8_pairs(Words w) {
-  __m512i const even = _mm512_castps_si512(int8<8 * kByte>(w).v);
-  __m512i const odd = _mm512_castps_si512(int8<8 * kByte + 16>(w).v);  // its lower half is zeros
+inline __m512i int8_pairs(Words w, Offsets<kInt8> const& offsets) {
+  __m512i const even = _mm512_castps_si512(integers_of_step<kInt8, 2 * kByte>(w, offsets).v);
+  __m512i const odd = _mm512_castps_si512(integers_of_step<kInt8, 2 * kByte + 1>(w, offsets).v);  // lower half: zeros
   return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
 }
 
-/// Weight tiles [k / 32][parts][2][16 x 32] of rows begin .. end of a panel, unscaled.
+/// The pairs of rows of int4, as indices of a table of -16 .. 15 modulo 32. offsets: 8 + zero points, in each byte.
+inline void int4_pairs(Words w, __m512i offsets, __m512i* pairs) {
+  __m512i const nibble = _mm512_set1_epi8(15);
+  pairs[0] = _mm512_sub_epi8(_mm512_and_si512(w.v, nibble), offsets);
+  pairs[1] = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(w.v, 4), nibble), offsets);
+  pairs[2] = _mm512_srli_epi16(pairs[0], 8);
+  pairs[3] = _mm512_srli_epi16(pairs[1], 8);
+}
+
+/// Weight tiles [k / 32][parts][2][16 x 32] of rows begin .. end of a panel, without scales; the integers of zero points
+/// are subtracted. tables: of codes, or of -16 .. 15.
 template <int kFormat, int kParts>
-void load_weight_tiles(uint32_t const* words, int begin, int end, __m512i const* tables, uint16_t* out) {
+void load_weight_tiles(GemmParams const& p, uint32_t const* words, float const* zeros, int64_t begin, int64_t end,
+                       __m512i const* tables, uint16_t* out) {
   constexpr int kSteps = kStepRows<kFormat>, kPairs = kSteps / 2;
-  words += int64_t(begin) / kSteps * kPanel;
-  for (int k = begin; k < end; k += kTileDepth) {
+  words += begin / kSteps * kPanel;
+  Offsets<kFormat> offsets[2] = {Offsets<kFormat>(zero()), Offsets<kFormat>(zero())};
+  __m512i bytes[2] = {_mm512_set1_epi8(8), _mm512_set1_epi8(8)};
+  int64_t group = begin / p.group_size, group_end = begin;
+  for (int64_t k = begin; k < end; k += kTileDepth) {
+    if (kFormat != kCode4 && zeros != nullptr && k == group_end) {
+      for (int half = 0; half < 2; ++half) {
+        Floats const whole = whole_part(kFormat, load(zeros + group * kPanel + half * kLanes));
+        offsets[half] = Offsets<kFormat>(whole);
+        __m512i const numbers = _mm512_cvtps_epi32(add(whole, broadcast(8.f)).v);
+        bytes[half] = _mm512_mullo_epi32(numbers, _mm512_set1_epi32(0x01010101));
+      }
+      group_end = ++group * p.group_size;
+    }
     for (int step = 0; step < kTileDepth / kSteps; ++step) {
       for (int half = 0; half < 2; ++half) {
         Words const w = load_words(words + half * kLanes);
         uint16_t* to = out + half * kTileElems + step * kPairs * kTileDepth;
         if constexpr (kFormat == kInt8) {
-          _mm512_store_si512(to, int8_pairs<0>(w));
-          _mm512_store_si512(to + kTileDepth, int8_pairs<1>(w));
+          _mm512_store_si512(to, int8_pairs<0>(w, offsets[half]));
+          _mm512_store_si512(to + kTileDepth, int8_pairs<1>(w, offsets[half]));
+        } else if (kFormat == kInt4) {
+          __m512i pairs[kPairs];
+          int4_pairs(w, bytes[half], pairs);
+          for (int pair = 0; pair < kPairs; ++pair) {
+            _mm512_store_si512(to + pair * kTileDepth, _mm512_permutexvar_epi16(pairs[pair], tables[0]));
+          }
         } else {
           for (int part = 0; part < kParts; ++part) {
             unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
@@ -148,16 +189,20 @@ void multiply_tiles(uint16_t const* x0, uint16_t const* x1, uint16_t const* w, i
   _tile_stored(3, out + 768, 64);
 }
 
-/// sums [16][32] (+)= scale * (tiles - zero * x_sum) for one group. tiles: [2][16][16]; other: a second term, or null.
-inline void add_scaled(float const* tiles, float const* other, float const* scales, float const* zeros,
+/// sums [16][32] (+)= scale * (tiles - rest of the zero points * x_sum) for one group. tiles: [2][16][16]; other: a second term, or null.
+inline void add_scaled(int format, float const* tiles, float const* other, float const* scales, float const* zeros,
                        float const* x_sums, bool add_to, float* sums) {
   for (int half = 0; half < 2; ++half) {
     Floats const scale = load(scales + half * kLanes);
-    Floats const zero_point = zeros == nullptr ? zero() : load(zeros + half * kLanes);
+    Floats rest = zero();
+    if (zeros != nullptr) {
+      Floats const zero_point = load(zeros + half * kLanes);
+      rest = sub(zero_point, whole_part(format, zero_point));
+    }
     for (int m = 0; m < kTileRows; ++m) {
       Floats part = load(tiles + half * 256 + m * kLanes);
       if (other != nullptr) part = add(part, load(other + half * 256 + m * kLanes));
-      if (zeros != nullptr) part = fnma(zero_point, broadcast(x_sums[m]), part);
+      if (zeros != nullptr) part = fnma(rest, broadcast(x_sums[m]), part);
       float* to = sums + m * kPanel + half * kLanes;
       store(to, add_to ? fma(scale, part, load(to)) : mul(scale, part));
     }
@@ -167,8 +212,8 @@ inline void add_scaled(float const* tiles, float const* other, float const* scal
 /// How many bf16 numbers are one of x and one of the weight, and the functions for so many.
 struct Parts {
   int of_x, of_weight;
-  void (*load_x)(GemmParams const&, int, uint16_t*);
-  void (*load_weight)(uint32_t const*, int, int, __m512i const*, uint16_t*);
+  Floats (*load_x)(GemmParams const&, int64_t, uint16_t*);
+  void (*load_weight)(GemmParams const&, uint32_t const*, float const*, int64_t, int64_t, __m512i const*, uint16_t*);
   void (*multiply_two)(uint16_t const*, uint16_t const*, uint16_t const*, int, float*);
   void (*multiply_one)(uint16_t const*, uint16_t const*, uint16_t const*, int, float*);
 };
@@ -200,84 +245,86 @@ inline Parts parts_of(GemmParams const& p) {
 }
 
 /// Rows first .. first + rows - 1 of y, at most kMaxRows.
-inline bool rows_in_tiles(GemmParams const& p, int first, int rows) {
+inline Outcome rows_in_tiles(GemmParams const& p, int64_t first, int rows) {
   Parts const parts = parts_of(p);
   int const x_parts = parts.of_x, weight_parts = parts.of_weight;
-  int const group_size = p.groups == 1 ? p.k_padded : p.group_size;
-  int const most_segments = p.groups * int(divide_up(group_size, kChunkRows));
+  int64_t const most_segments = p.groups * divide_up(p.group_size, kChunkRows);
   int const blocks = int(divide_up(rows, kTileRows));  // of 16 rows
-  int64_t const block_elems = int64_t(p.k_padded) * kTileRows * x_parts;
-  auto* x = Scratch<5>::get<uint16_t>(blocks * block_elems);
-  auto* segments = Scratch<6>::get<Segment>(most_segments);
-  auto* x_sums = Scratch<7>::get<float>(p.zeros == nullptr ? 1 : int64_t(most_segments) * blocks * kTileRows);
-  if (x == nullptr || segments == nullptr || x_sums == nullptr) return false;
-  int count = 0;
-  for (int g = 0; g < p.groups; ++g) {
-    for (int begin = 0; begin < group_size; begin += kChunkRows) {
-      segments[count++] = {g * group_size + begin, g * group_size + least(begin + kChunkRows, group_size), g};
+  int64_t const block_elems = p.k_padded * kTileRows * x_parts;
+  auto* x = scratch_of<uint16_t>(kX, blocks * block_elems);
+  auto* segments = scratch_of<Segment>(kSegments, most_segments);
+  auto* x_sums = scratch_of<float>(kSumsOfX, p.zeros == nullptr ? 1 : most_segments * blocks * kTileRows);
+  if (x == nullptr || segments == nullptr || x_sums == nullptr) return Outcome::kNoMemory;
+  int64_t count = 0;
+  for (int64_t g = 0; g < p.groups; ++g) {
+    for (int64_t begin = 0; begin < p.group_size; begin += kChunkRows) {
+      segments[count++] = {g * p.group_size + begin, g * p.group_size + std::min(begin + kChunkRows, p.group_size), g};
     }
   }
+  std::atomic<bool> is_within{true};
   parallel_for(blocks, p.threads, [&](int64_t block) {
-    parts.load_x(p, first + int(block) * kTileRows, x + block * block_elems);
-    for (int s = 0; p.zeros != nullptr && s < count; ++s) {
+    if (!is_within_range(p, parts.load_x(p, first + block * kTileRows, x + block * block_elems))) is_within = false;
+    for (int64_t s = 0; p.zeros != nullptr && s < count; ++s) {
       for (int r = 0; r < kTileRows; ++r) {
         int const row = int(block) * kTileRows + r;
         float const sum = row < rows ? sum_of_row(p, first + row, segments[s].begin, segments[s].end) : 0.f;
-        x_sums[(int64_t(s) * blocks + block) * kTileRows + r] = sum;
+        x_sums[(s * blocks + block) * kTileRows + r] = sum;
       }
     }
   });
+  if (!is_within) return Outcome::kBeyondRange;
   std::atomic<bool> ok{true};
   int const panels = panels_of(p);
   int const ticket_panels = panels_of_ticket(p, rows > 2 * kTileRows ? kManyPanels : kFewPanels);
   parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {
     int const begin = int(ticket) * ticket_panels, width = least(ticket_panels, panels - begin);
     int64_t const bytes = p.block_order == nullptr ? 0 : (width + 1) / 2 * 2 * panel_bytes(p);
-    int64_t const of_scales = int64_t(p.groups) * kPanel, of_sums = int64_t(blocks) * kTileRows * kPanel;
-    auto* scratch = Scratch<1>::get<uint8_t>(bytes + 1);
-    auto* scales = Scratch<2>::get<float>(2 * width * of_scales);
-    auto* w = Scratch<8>::get<uint16_t>(int64_t(kChunkRows) * kPanel * weight_parts);
-    auto* sums = Scratch<4>::get<float>(width * of_sums);
-    if (scratch == nullptr || scales == nullptr || w == nullptr || sums == nullptr) {
+    int64_t const of_scales = p.groups * kPanel, of_sums = int64_t(blocks) * kTileRows * kPanel;
+    auto* packed = scratch_of<uint8_t>(kWeight, bytes + 1);
+    auto* scales = scratch_of<float>(kScales, 2 * width * of_scales);
+    auto* w = scratch_of<uint16_t>(kBlock, int64_t(kChunkRows) * kPanel * weight_parts);
+    auto* sums = scratch_of<float>(kSums, width * of_sums);
+    if (packed == nullptr || scales == nullptr || w == nullptr || sums == nullptr) {
       ok = false;
       return;
     }
     TileConfig const config;
     _tile_loadconfig(&config);
     __m512i tables[3];
-    Floats rest = load(p.codebook);
-    for (auto& table : tables) table = bf16_table(rest);
+    make_tables(p, tables, weight_parts);
     float* zeros = scales + width * of_scales;
     for (int i = 0; i < width; ++i) {
-      load_panel(p, p.scales, begin + i, scales + i * of_scales);
-      if (p.zeros != nullptr) load_panel(p, p.zeros, begin + i, zeros + i * of_scales);
+      load_panel(p, p.scales, p.ld_scales, begin + i, scales + i * of_scales);
+      if (p.zeros != nullptr) load_panel(p, p.zeros, p.ld_zeros, begin + i, zeros + i * of_scales);
     }
-    uint32_t const* words = panels_at(p, begin, (width + 1) / 2 * 2, scratch);
+    uint32_t const* words = panels_at(p, begin, (width + 1) / 2 * 2, packed);
     alignas(64) float tiles[4 * 256];
-    for (int s = 0; s < count;) {  // a chunk: segments of together at most kChunkRows
-      int next = s + 1;
+    for (int64_t s = 0; s < count;) {  // a chunk: segments of together at most kChunkRows
+      int64_t next = s + 1;
       while (next < count && segments[next].end - segments[s].begin <= kChunkRows) ++next;
-      int const chunk = segments[s].begin;
+      int64_t const chunk = segments[s].begin;
       for (int i = 0; i < width; ++i) {
         uint32_t const* panel = words + i * panel_bytes(p) / 4;
-        parts.load_weight(panel, chunk, segments[next - 1].end, tables, w);
+        parts.load_weight(p, panel, p.zeros == nullptr ? nullptr : zeros + i * of_scales, chunk, segments[next - 1].end,
+                          tables, w);
         for (int block = 0; block < blocks; block += 2) {
           float* const to = sums + i * of_sums + int64_t(block) * kTileRows * kPanel;
-          for (int t = s; t < next; ++t) {
+          for (int64_t t = s; t < next; ++t) {
             Segment const& segment = segments[t];
-            uint16_t const* x0 = x + block * block_elems + int64_t(segment.begin) * kTileRows * x_parts;
-            uint16_t const* from = w + int64_t(segment.begin - chunk) * kPanel * weight_parts;
-            int const depths = (segment.end - segment.begin) / kTileDepth;
+            uint16_t const* x0 = x + block * block_elems + segment.begin * kTileRows * x_parts;
+            uint16_t const* from = w + (segment.begin - chunk) * kPanel * weight_parts;
+            int const depths = int((segment.end - segment.begin) / kTileDepth);
             float const* scale = scales + i * of_scales + segment.group * kPanel;
             float const* zero_point = p.zeros == nullptr ? nullptr : zeros + i * of_scales + segment.group * kPanel;
-            float const* x_sum = x_sums + (p.zeros == nullptr ? 0 : (int64_t(t) * blocks + block) * kTileRows);
+            float const* x_sum = x_sums + (p.zeros == nullptr ? 0 : (t * blocks + block) * kTileRows);
             if (block + 1 < blocks) {
               parts.multiply_two(x0, x0 + block_elems, from, depths, tiles);
-              add_scaled(tiles, nullptr, scale, zero_point, x_sum, t > 0, to);
-              add_scaled(tiles + 512, nullptr, scale, zero_point, x_sum + kTileRows, t > 0, to + kTileRows * kPanel);
+              add_scaled(p.format, tiles, nullptr, scale, zero_point, x_sum, t > 0, to);
+              add_scaled(p.format, tiles + 512, nullptr, scale, zero_point, x_sum + kTileRows, t > 0,
+                         to + kTileRows * kPanel);
             } else {
               parts.multiply_one(x0, nullptr, from, depths, tiles);
-              add_scaled(tiles, tiles + 512, scale, zero_point, x_sum, t > 0, to);
+              add_scaled(p.format, tiles, tiles + 512, scale, zero_point, x_sum, t > 0, to);
             }
           }
         }
@@ -289,7 +336,7 @@ inline bool rows_in_tiles(GemmParams const& p, int first, int rows) {
       for (int m = 0; m < rows; ++m) store_row(p, first + m, begin + i, sums + i * of_sums + int64_t(m) * kPanel);
     }
   });
-  return ok;
+  return ok ? Outcome::kDone : Outcome::kNoMemory;
 }
 
 }  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

@@ -1,13 +1,20 @@
 // What every product needs: scales as floats, rows of x, panels of a weight, and the end of a tile of y.
 #pragma once
 
+#include "activations.h"
 #include "params.h"
 #include "vec.h"
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
-inline int least(int a, int b) {
-  return a < b ? a : b;
+inline int least(int64_t a, int64_t b) {
+  return int(a < b ? a : b);  // one of them is an int
+}
+
+/// The numbers that codes stand for. Integers look nothing up.
+inline Table table_of(GemmParams const& p) {
+  static constexpr float kNone[16] = {};
+  return make_table(p.format == kCode4 ? p.codebook : kNone);
 }
 
 /// Panels of a ticket: `most`, or half as many and again, down to 2, where threads would get fewer than four tickets each.
@@ -16,35 +23,34 @@ inline int panels_of_ticket(GemmParams const& p, int most) {
   return most;
 }
 
-/// Scales or zeros of a panel as floats [groups][32], zeros beyond column n.
-inline void load_panel(GemmParams const& p, void const* source, int panel, float* out) {
-  for (int g = 0; g < p.groups; ++g) {
+/// Scales or zeros of a panel as floats [groups][32], zeros beyond column n. stride: elements between groups.
+inline void load_panel(GemmParams const& p, void const* source, int64_t stride, int panel, float* out) {
+  for (int64_t g = 0; g < p.groups; ++g) {
     for (int half = 0; half < 2; ++half) {
       int const column = panel * kPanel + half * kLanes;
       int const count = column >= p.n ? 0 : least(kLanes, p.n - column);
-      store(out + g * kPanel + half * kLanes, load_any(source, g * p.ld_scales + column, p.type, count));
+      store(out + g * kPanel + half * kLanes, load_any(source, g * stride + column, p.type, count));
     }
   }
 }
 
 /// y[row][32 columns of a panel] = act(sums + bias)
-inline void store_row(GemmParams const& p, int row, int panel, float const* sums) {
+inline void store_row(GemmParams const& p, int64_t row, int panel, float const* sums) {
   for (int half = 0; half < 2; ++half) {
     int const column = panel * kPanel + half * kLanes;
     if (column >= p.n) return;
     int const count = least(kLanes, p.n - column);
     Floats y = load(sums + half * kLanes);
     if (p.bias != nullptr) y = add(y, load_any(p.bias, column, p.type, count));
-    if (p.relu) y = max(zero(), y);  // the second one where it is no number
-    store_any(p.y, row * p.ldy + column, p.y_type, y, count);
+    store_any(p.y, row * p.ldy + column, p.type, activate(y, p.activation), count);
   }
 }
 
 /// sums[g] = the sum over the rows of the weight begin .. end of x[row], 0 beyond k.
-inline float sum_of_row(GemmParams const& p, int row, int begin, int end) {
+inline float sum_of_row(GemmParams const& p, int64_t row, int64_t begin, int64_t end) {
   Floats sum = zero();
   end = least(end, p.k);
-  for (int k = begin; k < end; k += kLanes) {
+  for (int64_t k = begin; k < end; k += kLanes) {
     sum = add(sum, load_any(p.x, row * p.ldx + k, p.type, least(kLanes, end - k)));
   }
   float lanes[kLanes];
@@ -55,18 +61,35 @@ inline float sum_of_row(GemmParams const& p, int row, int begin, int end) {
   return lanes[0];
 }
 
-/// Row `row` of x as column `column` of [k_padded][columns], zeros beyond k.
-inline void load_x_column(GemmParams const& p, int64_t row, int column, int columns, float* out) {
-  for (int k = 0; k < p.k_padded; k += kLanes) {
+/// Row `row` of x as column `column` of [k_padded][columns], zeros beyond k. Raises `largest` to the magnitudes, by lanes.
+inline void load_x_column(GemmParams const& p, int64_t row, int column, int columns, float* out, Floats& largest) {
+  for (int64_t k = 0; k < p.k_padded; k += kLanes) {
     Floats const part = load_any(p.x, row * p.ldx + k, p.type, k >= p.k ? 0 : least(kLanes, p.k - k));
+    largest = max(abs(part), largest);
     if (columns == 1) {
       store(out + k, part);
     } else {
       float lanes[kLanes];
       store(lanes, part);
-      for (int i = 0; i < kLanes; ++i) out[int64_t(k + i) * columns + column] = lanes[i];
+      for (int i = 0; i < kLanes; ++i) out[(k + i) * columns + column] = lanes[i];
     }
   }
+}
+
+/// The integers of zero points, as far as a weight can equal them.
+inline Floats whole_part(int format, Floats zero_point) {
+  float const most = format == kInt8 ? 128.f : 8.f;
+  return round(min(broadcast(most), max(broadcast(-most), zero_point)));
+}
+
+/// Whether sums of weights without their scale, times x of such magnitudes, stay within fp32: weights below 2^17.
+inline bool is_within_range(GemmParams const& p, Floats largest) {
+  float lanes[kLanes];
+  store(lanes, largest);
+  float const most = 0x1p110f / float(p.k_padded);
+  bool is_within = true;
+  for (float const lane : lanes) is_within &= lane <= most;
+  return is_within;
 }
 
 /// Panels `first` .. `first + count` - 1 of a weight in layout "cpu": in place, or brought into it in `scratch`.
@@ -77,7 +100,7 @@ inline uint32_t const* panels_at(GemmParams const& p, int first, int count, uint
   int const bits = bits_of(p.format), block_bytes = 64 * kPanel * bits / 8;  // of a panel
   uint8_t elems[64 * 64];
   for (int pair = 0; pair < count / 2; ++pair) {
-    for (int block_k = 0; block_k < p.k_padded / 64; ++block_k) {
+    for (int64_t block_k = 0; block_k < p.k_padded / 64; ++block_k) {
       uint8_t const* from = p.weight + block_k * p.block_stride_k + (first / 2 + pair) * p.block_stride_n;
       uint8_t* to = elems;
       for (int s = 0; s < p.segments; ++s) {

@@ -10,33 +10,38 @@ enum FloatType : int { kFp16 = 0, kBf16 = 1, kFp32 = 2 };
 /// How stored bits become numbers: u - 8, u - 128, codebook[u].
 enum Format : int { kInt4 = 0, kInt8 = 1, kCode4 = 2 };
 
+/// What becomes of a sum; the numbers are those of weightonly/activations.py.
+enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
+
 /// The instructions that a variant of the kernels is made of; each has those before it.
 enum Level : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 /// What computes rows of y: the files of these names.
 enum Kernel : int { kFewRows = 0, kManyRows = 1, kMatrixTiles = 2 };
 
+/// What becomes of rows. kBeyondRange: nothing was written, as their sums might leave the range of fp32 on the way.
+enum class Outcome { kDone, kNoMemory, kBeyondRange };
+
 /// y [m, n] = act(x [m, k] @ w [k, n] + bias [n]); the order of the fields is that of weightonly/cpu/library.py.
 struct GemmParams {
   void const* x;        // [m, k] of type `type`, rows `ldx` elements apart
   uint8_t const* weight;
   void const* scales;   // [groups, n] of type `type`, rows `ld_scales` elements apart
-  void const* zeros;    // like scales, or null
+  void const* zeros;    // [groups, n] of type `type`, rows `ld_zeros` elements apart, or null
   void const* bias;     // [n] of type `type`, or null
-  void* y;              // [m, n] of type `y_type`, rows `ldy` elements apart
-  float const* codebook;  // 16 numbers: those of kCode4, of kInt4 -8 .. 7
+  void* y;              // [m, n] of type `type`, rows `ldy` elements apart
+  float const* codebook;  // the 16 numbers of kCode4
   // null: the weight has layout "cpu". Else it has another one, in blocks of 64 x 64: where each element of a block of
   // "cpu" is among those of `segments` pieces of `segment_bytes`, `segment_stride` bytes apart (weightonly/cpu/blocks.py).
   uint16_t const* block_order;
-  int64_t ldx, ld_scales, ldy;
+  int64_t ldx, ld_scales, ld_zeros, ldy;
   int64_t block_stride_k, block_stride_n, segment_stride;  // bytes from a block to the next one along k and n
+  int64_t m, n, k;
+  int64_t k_padded;  // a multiple of 64
+  int64_t group_size;  // rows that share a scale; k_padded for one group
+  int64_t groups;
   int32_t segments, segment_bytes;
-  int32_t m, n, k;
-  int32_t k_padded;  // a multiple of 64
-  int32_t group_size;  // rows that share a scale; k_padded for one group
-  int32_t groups;
-  int32_t type, y_type, format;
-  int32_t relu;
+  int32_t type, format, activation;
   int32_t threads, level;
 };
 
@@ -50,17 +55,17 @@ static inline int bits_of(int format) {
 }
 
 /// Rows of the weight that scales belong to: all but some of those that pad K.
-static inline int rows_of(GemmParams const& p) {
+static inline int64_t rows_of(GemmParams const& p) {
   return p.groups == 1 ? p.k_padded : p.groups * p.group_size;
 }
 
 /// Bytes of a panel: all rows of 32 columns.
 static inline int64_t panel_bytes(GemmParams const& p) {
-  return int64_t(p.k_padded) * kPanel * bits_of(p.format) / 8;
+  return p.k_padded * kPanel * bits_of(p.format) / 8;
 }
 
 static inline int panels_of(GemmParams const& p) {
-  return (p.n + kPanel - 1) / kPanel;
+  return int((p.n + kPanel - 1) / kPanel);
 }
 
 /// Whether matrix tiles take no longer than a vector for each row of x: they compute 16 rows in any case, once for each

@@ -1,16 +1,16 @@
 // The kernels in the instruction set that this file is compiled for; WEIGHTONLY_VARIANT names it.
 
+#include "many_rows.h"
 #if defined(__AMX_BF16__)
 #include "matrix_tiles.h"
 #else
 #include "few_rows.h"
-#include "many_rows.h"
 #endif
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
 /// What computes that many rows at a time.
-Kernel kernel_of(int rows) {
+Kernel kernel_of(int64_t rows) {
 #if defined(__AMX_BF16__)
   return kMatrixTiles;
 #else
@@ -18,18 +18,19 @@ Kernel kernel_of(int rows) {
 #endif
 }
 
-/// False where there is no memory.
-bool gemm(GemmParams const& p) {
-  for (int first = 0; first < p.m; first += kMaxRows) {
+Outcome gemm(GemmParams const& p) {
+  for (int64_t first = 0; first < p.m; first += kMaxRows) {
     int const rows = least(kMaxRows, p.m - first);
+    Outcome outcome = Outcome::kBeyondRange;
 #if defined(__AMX_BF16__)
-    bool const ok = rows_in_tiles(p, first, rows);
+    outcome = rows_in_tiles(p, first, rows);
 #else
-    bool const ok = kernel_of(rows) == kFewRows ? few_rows(p, first, rows) : many_rows(p, first, rows);
+    if (kernel_of(rows) == kFewRows) outcome = few_rows(p, first, rows);
 #endif
-    if (!ok) return false;
+    if (outcome == Outcome::kBeyondRange) outcome = many_rows(p, first, rows);
+    if (outcome != Outcome::kDone) return outcome;
   }
-  return true;
+  return Outcome::kDone;
 }
 
 }  // namespace weightonly::cpu::WEIGHTONLY_VARIANT

@@ -18,6 +18,7 @@ constexpr int kLanes = 16;
 
 #if defined(__AVX512F__)
 
+constexpr int kRegisters = 1;  // of 16 numbers
 constexpr int kMaxTileRows = 12;  // 24 accumulators of 32 registers
 
 struct Floats {
@@ -51,11 +52,35 @@ inline Floats sub(Floats a, Floats b) {
 inline Floats mul(Floats a, Floats b) {
   return {_mm512_mul_ps(a.v, b.v)};
 }
+/// min, max: b where one of them is NaN.
 inline Floats max(Floats a, Floats b) {
   return {_mm512_max_ps(a.v, b.v)};
 }
+inline Floats min(Floats a, Floats b) {
+  return {_mm512_min_ps(a.v, b.v)};
+}
+inline Floats div(Floats a, Floats b) {
+  return {_mm512_div_ps(a.v, b.v)};
+}
+inline Floats abs(Floats a) {
+  return {_mm512_abs_ps(a.v)};
+}
+inline Floats round(Floats a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+/// a * 2^n
+inline Floats scale(Floats a, Floats n) {
+  return {_mm512_scalef_ps(a.v, n.v)};
+}
+/// a where the sign of x is set, else b.
+inline Floats where_negative(Floats x, Floats a, Floats b) {
+  return {_mm512_mask_mov_ps(b.v, _mm512_movepi32_mask(_mm512_castps_si512(x.v)), a.v)};
+}
 inline Floats fma(Floats a, Floats b, Floats c) {
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+inline Floats fms(Floats a, Floats b, Floats c) {
+  return {_mm512_fmsub_ps(a.v, b.v, c.v)};
 }
 inline Floats fnma(Floats a, Floats b, Floats c) {
   return {_mm512_fnmadd_ps(a.v, b.v, c.v)};
@@ -71,19 +96,14 @@ template <int kShift>
 inline Floats lookup(Words w, Table t) {
   return {_mm512_permutexvar_ps(_mm512_srli_epi32(w.v, kShift), t.v)};  // takes the low four bits of each lane
 }
-template <int kShift>
-inline Floats int4(Words w, Table t) {
-  return lookup<kShift>(w, t);
+inline Words upper_half(Words w) {
+  return {_mm512_srli_epi32(w.v, 16)};
 }
-/// Shifts have one port of two, so the byte u becomes a number in place: as the low bits of the mantissa of 2^23.
-template <int kShift>
-inline Floats int8(Words w) {
-  __m512i const half = kShift >= 16 ? _mm512_srli_epi32(w.v, 16) : w.v;
-  __m512i const mask = _mm512_set1_epi32(0xff << kShift % 16), exponent = _mm512_set1_epi32(0x4b000000);
-  __m512 const biased =
-      _mm512_castsi512_ps(_mm512_ternarylogic_epi32(half, mask, exponent, 0xea));  // half & mask | exponent
-  if (kShift % 16 == 0) return {_mm512_sub_ps(biased, _mm512_set1_ps(8388608.f + 128.f))};
-  return {_mm512_fmsub_ps(biased, _mm512_set1_ps(1.f / 256.f), _mm512_set1_ps(32768.f + 128.f))};
+/// 2^23 + (w & kMask)
+template <int kMask>
+inline Floats as_mantissa(Words w) {
+  __m512i const mask = _mm512_set1_epi32(kMask), exponent = _mm512_set1_epi32(0x4b000000);
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(w.v, mask, exponent, 0xea))};  // w & mask | exponent
 }
 
 inline Floats load16(uint16_t const* p, int type) {
@@ -108,6 +128,7 @@ inline void store16(uint16_t* p, Floats a, int type) {
 
 #elif defined(__AVX2__)
 
+constexpr int kRegisters = 2;    // of 16 numbers
 constexpr int kMaxTileRows = 3;  // 12 accumulators of 16 registers
 
 struct Floats {
@@ -142,11 +163,43 @@ inline Floats sub(Floats x, Floats y) {
 inline Floats mul(Floats x, Floats y) {
   return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
 }
+/// min, max: y where one of them is NaN.
 inline Floats max(Floats x, Floats y) {
   return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)};
 }
+inline Floats min(Floats x, Floats y) {
+  return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)};
+}
+inline Floats div(Floats x, Floats y) {
+  return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+}
+inline Floats abs(Floats x) {
+  __m256 const sign = _mm256_set1_ps(-0.f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Floats round(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
+}
+/// x * 2^n in two steps: 2^n alone may be below the normal numbers.
+inline __m256 scale(__m256 x, __m256 n) {
+  __m256i const bias = _mm256_set1_epi32(127), all = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(all, 1);
+  __m256i const first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+  __m256i const second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(all, half), bias), 23);
+  return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
+}
+inline Floats scale(Floats x, Floats n) {
+  return {scale(x.a, n.a), scale(x.b, n.b)};
+}
+/// y where the sign of x is set, else z.
+inline Floats where_negative(Floats x, Floats y, Floats z) {
+  return {_mm256_blendv_ps(z.a, y.a, x.a), _mm256_blendv_ps(z.b, y.b, x.b)};
+}
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Floats fms(Floats x, Floats y, Floats z) {
+  return {_mm256_fmsub_ps(x.a, y.a, z.a), _mm256_fmsub_ps(x.b, y.b, z.b)};
 }
 inline Floats fnma(Floats x, Floats y, Floats z) {
   return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)};
@@ -169,23 +222,15 @@ template <int kShift>
 inline Floats lookup(Words w, Table t) {
   return {lookup<kShift>(w.a, t), lookup<kShift>(w.b, t)};
 }
-template <int kShift>
-inline __m256 int4(__m256i w) {  // the bias of 8 flips the sign bit of a nibble
-  __m256i const sign = _mm256_xor_si256(w, _mm256_set1_epi32(int(0x88888888)));
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(sign, 28 - kShift), 28));
+inline Words upper_half(Words w) {
+  return {_mm256_srli_epi32(w.a, 16), _mm256_srli_epi32(w.b, 16)};
 }
-template <int kShift>
-inline Floats int4(Words w, Table) {
-  return {int4<kShift>(w.a), int4<kShift>(w.b)};
-}
-template <int kShift>
-inline __m256 int8(__m256i w) {
-  __m256i const sign = _mm256_xor_si256(w, _mm256_set1_epi32(int(0x80808080)));
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(sign, 24 - kShift), 24));
-}
-template <int kShift>
-inline Floats int8(Words w) {
-  return {int8<kShift>(w.a), int8<kShift>(w.b)};
+/// 2^23 + (w & kMask)
+template <int kMask>
+inline Floats as_mantissa(Words w) {
+  __m256i const mask = _mm256_set1_epi32(kMask), exponent = _mm256_set1_epi32(0x4b000000);
+  return {_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(w.a, mask), exponent)),
+          _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(w.b, mask), exponent))};
 }
 
 inline __m256 load8(uint16_t const* p, int type) {
@@ -217,6 +262,7 @@ inline void store16(uint16_t* p, Floats x, int type) {
 
 #else  // plain C++: loops over 16 lanes, which a compiler turns into what the machine has
 
+constexpr int kRegisters = 4;  // of 16 numbers, if a register has 16 bytes
 constexpr int kMaxTileRows = 2;
 
 struct Floats {
@@ -255,11 +301,35 @@ inline Floats sub(Floats a, Floats b) {
 inline Floats mul(Floats a, Floats b) {
   WEIGHTONLY_EACH_LANE(a.v[i] * b.v[i]);
 }
+/// min, max: b where one of them is NaN.
 inline Floats max(Floats a, Floats b) {
   WEIGHTONLY_EACH_LANE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
 }
+inline Floats min(Floats a, Floats b) {
+  WEIGHTONLY_EACH_LANE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+inline Floats div(Floats a, Floats b) {
+  WEIGHTONLY_EACH_LANE(a.v[i] / b.v[i]);
+}
+inline Floats abs(Floats a) {
+  WEIGHTONLY_EACH_LANE(std::fabs(a.v[i]));
+}
+/// a where the sign of x is set, else b.
+inline Floats where_negative(Floats x, Floats a, Floats b) {
+  WEIGHTONLY_EACH_LANE(std::signbit(x.v[i]) ? a.v[i] : b.v[i]);
+}
+inline Floats round(Floats a) {
+  WEIGHTONLY_EACH_LANE(std::nearbyint(a.v[i]));
+}
+/// e^x of x <= 0
+inline Floats exp_of_negative(Floats x) {
+  WEIGHTONLY_EACH_LANE(std::exp(x.v[i]));
+}
 inline Floats fma(Floats a, Floats b, Floats c) {
   WEIGHTONLY_EACH_LANE(a.v[i] * b.v[i] + c.v[i]);
+}
+inline Floats fms(Floats a, Floats b, Floats c) {
+  WEIGHTONLY_EACH_LANE(a.v[i] * b.v[i] - c.v[i]);
 }
 inline Floats fnma(Floats a, Floats b, Floats c) {
   WEIGHTONLY_EACH_LANE(c.v[i] - a.v[i] * b.v[i]);
@@ -278,13 +348,14 @@ template <int kShift>
 inline Floats lookup(Words w, Table const& t) {
   WEIGHTONLY_EACH_LANE(t.v[w.v[i] >> kShift & 15]);
 }
-template <int kShift>
-inline Floats int4(Words w, Table const&) {
-  WEIGHTONLY_EACH_LANE(float(int(w.v[i] >> kShift & 15) - 8));
+inline Words upper_half(Words w) {
+  for (auto& word : w.v) word >>= 16;
+  return w;
 }
-template <int kShift>
-inline Floats int8(Words w) {
-  WEIGHTONLY_EACH_LANE(float(int(w.v[i] >> kShift & 255) - 128));
+/// 2^23 + (w & kMask)
+template <int kMask>
+inline Floats as_mantissa(Words w) {
+  WEIGHTONLY_EACH_LANE(__builtin_bit_cast(float, (w.v[i] & kMask) | 0x4b000000));
 }
 
 inline float half_to_float(uint16_t h) {
@@ -328,15 +399,52 @@ inline void store16(uint16_t* p, Floats a, int type) {
 
 #endif
 
+#if defined(__AVX2__)
+/// e^x of x <= 0: 2^n e^r, and a polynomial for |r| <= ln 2 / 2.
+inline Floats exp_of_negative(Floats x) {
+  x = max(broadcast(-110.f), x);  // e^-104 is 0 in fp32
+  Floats const n = round(mul(x, broadcast(1.44269504f)));
+  Floats const r = fnma(n, broadcast(-2.12194440e-4f), fnma(n, broadcast(0.693359375f), x));
+  Floats sum = broadcast(1.9875691500e-4f);
+  for (float const c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    sum = fma(sum, r, broadcast(c));
+  }
+  return scale(fma(mul(r, r), sum, add(r, broadcast(1.f))), n);
+}
+#endif
+
+/// What is subtracted from the integers of a column, for each place that they have in a half of a word.
+template <int kFormat>
+struct Offsets {
+  static constexpr int kBits = kFormat == kInt8 ? 8 : 4, kPlaces = kFormat == kCode4 ? 0 : 16 / kBits;
+
+  /// For u - 2^(kBits - 1) - zero_point. zero_point: an integer up to 2^20.
+  explicit Offsets(Floats zero_point) {
+    for (int i = 0; i < kPlaces; ++i) {
+      at[i] = add(broadcast(float((1 << (23 - kBits * i)) + (1 << (kBits - 1)))), zero_point);
+    }
+  }
+
+  Floats at[kPlaces + 1];
+};
+
+/// Row e of a step of integers. One becomes a number where it is, in the mantissa of 2^23: shifts have one port of two,
+/// and conversions take as long.
+template <int kFormat, int e>
+inline Floats integers_of_step(Words w, Offsets<kFormat> const& offsets) {
+  constexpr int kBits = Offsets<kFormat>::kBits, kPlace = e / 2, kShift = kBits * kPlace;
+  Floats const biased = as_mantissa<((1 << kBits) - 1) << kShift>(e % 2 ? upper_half(w) : w);
+  if constexpr (kShift == 0) return sub(biased, offsets.at[0]);
+  return fms(biased, broadcast(1.f / float(1 << kShift)), offsets.at[kPlace]);
+}
+
 /// Row e of a step: kLanes columns of it as floats. Where its bits are: weightonly/layout/cpu.py.
 template <int kFormat, int e>
-inline Floats row_of_step(Words w, Table const& table) {
-  if constexpr (kFormat == kInt8) {
-    return int8<8 * (e / 2) + 16 * (e % 2)>(w);
-  } else if constexpr (kFormat == kInt4) {
-    return int4<4 * (e / 2) + 16 * (e % 2)>(w, table);
-  } else {
+inline Floats row_of_step(Words w, Table const& table, Offsets<kFormat> const& offsets) {
+  if constexpr (kFormat == kCode4) {
     return lookup<4 * (e / 2) + 16 * (e % 2)>(w, table);
+  } else {
+    return integers_of_step<kFormat, e>(w, offsets);
   }
 }
 

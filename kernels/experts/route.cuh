@@ -69,32 +69,30 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(__grid_constant__ RoutePar
   int const part = (p.choices + ctas * kThreads - 1) / (ctas * kThreads) * 32;
   int const first = (rank * kWarps + warp) * part, last = min(p.choices, first + part);
   constexpr int kAhead = 4;  // choices of a lane that are loaded at once
-  auto const for_each_32 = [&](auto const& visit) {
-    for (int begin = first + lane; begin - lane < last; begin += 32 * kAhead) {
-      int ids[kAhead];
+  int ids[kAhead], ranks[kAhead];
+  auto const load = [&](int begin) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        ids[j] = -1;
-        int const i = begin + 32 * j;
-        if (i >= last) continue;
-        int64_t const given =
-            p.is_int64 ? static_cast<int64_t const*>(p.ids)[i] : static_cast<int32_t const*>(p.ids)[i];
-        ids[j] = given >= 0 && given < p.experts ? int(given) : p.experts;
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) visit(begin + 32 * j, ids[j]);
+    for (int j = 0; j < kAhead; ++j) {
+      ids[j] = -1;
+      int const i = begin + 32 * j;
+      if (i >= last) continue;
+      int64_t const given = p.is_int64 ? static_cast<int64_t const*>(p.ids)[i] : static_cast<int32_t const*>(p.ids)[i];
+      ids[j] = given >= 0 && given < p.experts ? int(given) : p.experts;
     }
   };
-  for_each_32([&](int i, int id) {
-    unsigned const same = __match_any_sync(0xffffffff, id);
-    if (id >= 0) {
-      int const before = counts[id];
-      p.places[i] = before + __popc(same & ((1u << lane) - 1));
+  bool const is_kept = part <= 32 * kAhead;  // all choices of the lane stay in registers
+  for (int begin = first; begin < last; begin += 32 * kAhead) {
+    load(begin + lane);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      unsigned const same = __match_any_sync(0xffffffff, ids[j]);
+      if (ids[j] >= 0) ranks[j] = counts[ids[j]] + __popc(same & ((1u << lane) - 1));
+      __syncwarp();
+      if (ids[j] >= 0 && lane == __ffs(same) - 1) counts[ids[j]] += __popc(same);
+      __syncwarp();
+      if (ids[j] >= 0 && !is_kept) p.places[begin + lane + 32 * j] = ranks[j];
     }
-    __syncwarp();
-    if (id >= 0 && lane == __ffs(same) - 1) counts[id] += __popc(same);
-    __syncwarp();
-  });
+  }
   __syncthreads();
   for (int slot = threadIdx.x; slot < smem.slots; slot += kThreads) {
     int sum = 0;
@@ -137,9 +135,15 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(__grid_constant__ RoutePar
   }
   if (threadIdx.x == 0) smem.sums[p.experts] = smem.warp_sums[kWarps - 1] + before_cta_of_none;
   __syncthreads();
-  for_each_32([&](int i, int id) {
-    if (id >= 0) p.places[i] += smem.sums[id] + counts[id];
-  });
+  for (int begin = first + lane; begin - lane < last; begin += 32 * kAhead) {
+    if (!is_kept) load(begin);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      int const i = begin + 32 * j;
+      if (ids[j] < 0) continue;
+      p.places[i] = (is_kept ? ranks[j] : p.places[i]) + smem.sums[ids[j]] + counts[ids[j]];
+    }
+  }
 #endif
 }
 

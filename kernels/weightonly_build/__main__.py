@@ -4,6 +4,7 @@
 
 auto             what WEIGHTONLY_CUDA and WEIGHTONLY_ARCHS ask for
 kernels          the kernels library, whatever this machine holds (nvcc is needed)
+cpu              the CPU's library, which needs no CUDA; WEIGHTONLY_CPU_FLAGS are more options of the compiler
 binding          the pybind11 module for this Python, against the library built earlier
 wheels           both wheels, for every Python, in dist/
 requirements     the options of pip install for what `auto` needs at build time, if anything: hashes of it all
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import compare, library, target, wheels
+from . import compare, cpu, library, target, wheels
 
 
 def _compare(old: str, new: str) -> int:
@@ -36,6 +37,7 @@ def _requirements() -> None:
 COMMANDS: dict[str, tuple[tuple[str, ...], Callable[..., object]]] = {
     "auto": ((), lambda: library.build_in_tree(target.decide_here())),
     "kernels": ((), library.build_kernels_only),
+    "cpu": ((), lambda: 0 if cpu.build() else 1),
     "binding": ((), library.build_binding),
     "wheels": ((), wheels.build),
     "requirements": ((), _requirements),

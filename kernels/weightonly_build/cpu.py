@@ -9,9 +9,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+VARIABLE = "WEIGHTONLY_CPU_FLAGS"
+"""Options of the compiler and the linker after those below, as .ci/run has them: "-O1 -g -fsanitize=address"."""
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels" / "cpu"
 LIBRARY = ROOT / "weightonly" / "lib" / "libweightonly_cpu.so"
+
+_FOLDER = ROOT / "build" / "cpu"
+_BUILT_WITH = _FOLDER / "flags"
+"""The value of VARIABLE that LIBRARY was built with."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 _AVX512 = ("-march=skylake-avx512", "-mprefer-vector-width=512")
@@ -33,12 +40,15 @@ def find_compiler() -> list[str] | None:
 
 
 def build() -> bool:
-    """Builds the library unless it is newer than its sources. Returns whether it is there.
+    """Builds the library unless it is newer than its sources, and of the same flags. Returns whether it is there.
 
     Without a compiler, or with one that cannot compile it, says so and leaves PyTorch to compute on CPUs.
     """
     inputs = [Path(__file__), *SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
-    if LIBRARY.is_file() and LIBRARY.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+    flags = os.environ.get(VARIABLE, "")
+    built_with = _BUILT_WITH.read_text(encoding="utf-8") if _BUILT_WITH.is_file() else ""
+    newest = max(path.stat().st_mtime for path in inputs)
+    if LIBRARY.is_file() and LIBRARY.stat().st_mtime > newest and built_with == flags:
         return True
     LIBRARY.unlink(missing_ok=True)
     compiler = find_compiler()
@@ -47,29 +57,32 @@ def build() -> bool:
         return False
     print(f"weightonly: compiling {LIBRARY.name}", flush=True)
     try:
-        _compile(compiler)
+        _compile(compiler, shlex.split(flags))
     except subprocess.CalledProcessError as error:
         print(f"weightonly: {shlex.join(error.cmd)} failed: PyTorch computes on CPUs")
         return False
+    _BUILT_WITH.write_text(flags, encoding="utf-8")
     return True
 
 
-def _compile(compiler: list[str]) -> None:
-    folder = ROOT / "build" / "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
+def _compile(compiler: list[str], more: list[str]) -> None:
+    _FOLDER.mkdir(parents=True, exist_ok=True)
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     variants = _VARIANTS if platform.machine() == "x86_64" else {"generic": ()}
-    commands = [[*compiler, *_FLAGS, "-c", f"{SOURCES / 'api.cpp'}", "-o", f"{folder / 'api.o'}"]]
+    commands = [
+        [*compiler, *_FLAGS, *more, "-c", f"{SOURCES / name}.cpp", "-o", f"{_FOLDER / name}.o"]
+        for name in ("api", "threads")
+    ]
     for name, flags in variants.items():
         variant = [f"-DWEIGHTONLY_VARIANT={name}", *flags]
-        source, made = f"{SOURCES / 'variant.cpp'}", f"{folder / name}.o"
-        commands.append([*compiler, *_FLAGS, *variant, "-c", source, "-o", made])
+        source, made = f"{SOURCES / 'variant.cpp'}", f"{_FOLDER / name}.o"
+        commands.append([*compiler, *_FLAGS, *variant, *more, "-c", source, "-o", made])
     running = [(command, subprocess.Popen(command)) for command in commands]
     failed = [command for command, process in running if process.wait() != 0]
     if failed:
         raise subprocess.CalledProcessError(1, failed[0])
     objects = [command[-1] for command in commands]
-    linked = folder / LIBRARY.name
-    options = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
+    linked = _FOLDER / LIBRARY.name
+    options = [*more, "-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
     subprocess.run([*compiler, *options, *objects, "-ldl", "-o", str(linked)], check=True)
     os.replace(linked, LIBRARY)  # a process that has loaded the one before keeps it

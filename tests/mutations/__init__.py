@@ -6,7 +6,7 @@ has a reason beside it. A subject has a module; `ALL` has them in order.
 
 from __future__ import annotations
 
-from . import calls, experts, readers, selection, weights
+from . import calls, cpu, experts, hf, parallel, readers, selection, vllm, weights
 from .mutation import Mutation
 
 __all__ = ["ALL", "Mutation"]
@@ -14,7 +14,11 @@ __all__ = ["ALL", "Mutation"]
 ALL: tuple[Mutation, ...] = (
     *weights.MUTATIONS,
     *calls.MUTATIONS,
+    *cpu.MUTATIONS,
     *experts.MUTATIONS,
     *readers.MUTATIONS,
     *selection.MUTATIONS,
+    *hf.MUTATIONS,
+    *parallel.MUTATIONS,
+    *vllm.MUTATIONS,
 )

@@ -16,8 +16,11 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
 """enum FloatType of kernels/cpu/params.h."""
 
+REFUSED = 2
+"""What wo_cpu_gemm returns for parameters that it does not take (kernels/cpu/api.h)."""
+
 _PATH = Path(__file__).parents[1] / "lib" / "libweightonly_cpu.so"
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 
 _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -27,9 +30,11 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("x", "weight", "scales", "zeros", "bias", "y", "codebook", "block_order")),
-        *((name, _int64) for name in ("ldx", "ld_scales", "ldy", "block_stride_k", "block_stride_n", "segment_stride")),
-        *((name, _int32) for name in ("segments", "segment_bytes", "m", "n", "k", "k_padded", "group_size", "groups")),
-        *((name, _int32) for name in ("type", "y_type", "format", "relu", "threads", "level")),
+        *((name, _int64) for name in ("ldx", "ld_scales", "ld_zeros", "ldy")),
+        *((name, _int64) for name in ("block_stride_k", "block_stride_n", "segment_stride")),
+        *((name, _int64) for name in ("m", "n", "k", "k_padded", "group_size", "groups")),
+        *((name, _int32) for name in ("segments", "segment_bytes", "type", "format", "activation")),
+        *((name, _int32) for name in ("threads", "level")),
     )
 
 
@@ -94,4 +99,5 @@ def _load(path: Path) -> tuple[Any, str]:
     if not fits:
         return None, f"{path.name} is of another version of weightonly: install again"
     library.wo_cpu_gemm.argtypes = library.wo_cpu_kernel.argtypes = [ctypes.POINTER(Params)]
+    library.wo_cpu_error.restype = ctypes.c_char_p
     return library, ""

@@ -18,11 +18,10 @@ import torch
 
 from ..heuristics.problem import FORMAT_GROUPS
 from .ct_fp4 import fp4_shape, read_compressed_fp4
-from .ct_schemes import BITS, PACK_QUANTIZED, Scheme, schemes_of, targeting
+from .ct_schemes import BITS, PACK_QUANTIZED, Scheme, Schemes
 from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
 from .layers import Axis, LayerFormat, LayerShape, MissingTensorError, Tensors, check_bias
-from .patterns import Steps
 from .plain import CodeWeight, IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
 
@@ -66,15 +65,14 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
     A layer has to be as some group of the config says that can mean it (see ct_schemes.py). Raises ValueError for a
     format other than pack-quantized and those of 4-bit floats, and for groups of other bits than 4 and 8.
     """
-    schemes = list(schemes_of(options))
-    steps = Steps()
+    schemes = Schemes(options)
 
     def of_format(layer: str, format: str) -> list[Scheme]:
         """The groups that can mean a layer whose tensors are in this format.
 
         Raises TensorError where all that can mean it say another.
         """
-        targets = targeting(layer, schemes, steps)
+        targets = schemes.targeting(layer)
         fitting = [scheme for scheme in targets if scheme.format == format]
         if targets and not fitting:
             expected = " or ".join(sorted({scheme.format for scheme in targets}))

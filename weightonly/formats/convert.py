@@ -16,6 +16,7 @@ from ..files import write
 from ..heuristics.arch import Arch
 from ..packing import target_name
 from ..require import require_int, require_path
+from ..shown import shown
 from ..storage import publish, read_json, staged
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
@@ -170,7 +171,9 @@ def _companions(source: Path) -> list[Path]:
             continue
         place = file.resolve()
         if not any(place.is_relative_to(home) for home in homes):
-            raise ValueError(f"{file}: expected a file of this folder, got a link to {place}; copy it or remove it")
+            raise ValueError(
+                f"{shown(file)}: expected a file of this folder, got a link to {shown(place)}; copy it or remove it"
+            )
         companions.append(file)
     return companions
 

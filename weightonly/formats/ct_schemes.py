@@ -10,7 +10,7 @@ import torch
 
 from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
-from .patterns import Pattern, PatternError, Steps
+from .patterns import Name, Pattern, PatternError, Steps
 
 PACK_QUANTIZED = "pack-quantized"
 FLOAT_GROUPS = {f"{name}-{PACK_QUANTIZED}": rows for name, rows in FORMAT_GROUPS.items()}
@@ -19,6 +19,7 @@ FLOAT_GROUPS = {f"{name}-{PACK_QUANTIZED}": rows for name, rows in FORMAT_GROUPS
 _FORMATS = (PACK_QUANTIZED, *FLOAT_GROUPS)
 _CURE = "; quantize the original model again, to int4 or int8 with groups (W4A16, W8A16), or to nf4"
 BITS = (4, 8)
+_MAX_GROUPS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,29 +73,43 @@ def _is_in_order(g_idx: torch.Tensor, groups: int) -> bool:
     return torch.equal(g_idx.long(), rows // -(-len(g_idx) // groups))
 
 
-def targeting(layer: str, schemes: Sequence[Scheme], steps: Steps) -> Sequence[Scheme]:
-    """The groups that can mean a layer: as in compressed-tensors, its name goes before patterns, these before classes.
+class Schemes:
+    """The groups of a config. Raises ValueError for one that is not read."""
 
-    No file tells the class of a module: without a name or a pattern, every group that may name a class may mean it.
-    Raises TensorError for patterns that take too many steps.
-    """
-    try:
-        return (
-            [scheme for scheme in schemes if layer in scheme.names]
-            or [s for s in schemes if any(pattern.matches_start(layer, steps) for pattern in s.patterns)]
-            or [scheme for scheme in schemes if scheme.may_name_a_class]
-            or schemes
-        )
-    except PatternError as error:
-        raise TensorError("weight_packed", f"config_groups: targets: {error}") from error
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._steps = Steps()
+        schemes = list(_schemes_of(options, self._steps))
+        self._by_name: dict[str, list[Scheme]] = {}
+        for scheme in schemes:
+            for name in scheme.names:
+                self._by_name.setdefault(name, []).append(scheme)
+        self._with_patterns = [scheme for scheme in schemes if scheme.patterns]
+        self._of_classes = [scheme for scheme in schemes if scheme.may_name_a_class] or schemes
+
+    def targeting(self, layer: str) -> Sequence[Scheme]:
+        """Those that can mean a layer: as in compressed-tensors, its name goes before patterns, these before classes.
+
+        No file tells the class of a module: without a name or a pattern, every group that may name a class may mean it.
+        Raises TensorError for patterns that take too many steps.
+        """
+        if layer in self._by_name:
+            return self._by_name[layer]
+        name = Name(layer, self._steps)
+        try:
+            found = [s for s in self._with_patterns if any(pattern.matches_start(name) for pattern in s.patterns)]
+            return found or self._of_classes
+        except PatternError as error:
+            raise TensorError("weight_packed", f"config_groups: targets: {error}") from error
 
 
-def schemes_of(options: Mapping[str, Any]) -> Iterator[Scheme]:
-    """Each group of the config. Raises ValueError for one that is not read."""
+def _schemes_of(options: Mapping[str, Any], steps: Steps) -> Iterator[Scheme]:
     if options.get("transform_config"):  # rotations, some of which are applied to x at run time
         raise ValueError(f"transform_config: expected none, got {options['transform_config']!r:.200}")
     whole = option(options, "format", str, PACK_QUANTIZED)
-    for name, group in option(options, "config_groups", dict, {}).items():
+    groups = option(options, "config_groups", dict, {})
+    if len(groups) > _MAX_GROUPS:  # each may mean each layer
+        raise ValueError(f"config_groups: expected at most {_MAX_GROUPS} groups, got {len(groups)}")
+    for name, group in groups.items():
         if not isinstance(group, dict):
             raise ValueError(f"config_groups.{name}: expected an object, got {group!r:.200}")
         form = option(group, "format", str, whole)
@@ -104,9 +119,9 @@ def schemes_of(options: Mapping[str, Any]) -> Iterator[Scheme]:
         kind, bits = option(weights, "type", str, "int"), option(weights, "num_bits", int)
         allowed, expected = (BITS, "int of 4 or 8 bits") if form == PACK_QUANTIZED else ((4,), "float of 4 bits")
         if kind != expected.split()[0] or bits not in allowed:
-            raise ValueError(f"config_groups.{name}.weights: expected {expected}, got {kind} of {bits}")
+            raise ValueError(f"config_groups.{name}.weights: expected {expected}, got {kind!r} of {bits}")
         try:
-            scheme = _scheme(group, weights, bits, form)
+            scheme = _scheme(group, weights, bits, form, steps)
             _check_floats(scheme)
             yield scheme
         except ValueError as error:
@@ -132,7 +147,7 @@ def _check_floats(scheme: Scheme) -> None:
         raise ValueError(f"weights.actorder: expected none for {scheme.format}, got group")
 
 
-def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, form: str) -> Scheme:
+def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, form: str, steps: Steps) -> Scheme:
     """Raises ValueError for targets that are no names and patterns, and for values of another kind."""
     names: set[str] = set()
     patterns: list[Pattern] = []
@@ -141,7 +156,7 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, for
             raise ValueError(f"targets: expected names and patterns, got {target!r:.200}")
         if target.startswith("re:"):
             try:
-                patterns.append(Pattern(target.removeprefix("re:")))
+                patterns.append(Pattern(target.removeprefix("re:"), steps))
             except PatternError as error:
                 raise ValueError(f"targets: expected regular expressions, got {target!r:.200} ({error})") from error
         else:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..shown import shown
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales and biases."""
 
@@ -17,7 +19,7 @@ class TensorError(ValueError):
     """A tensor that does not fit its format. tensor: its name inside the layer ("qweight")."""
 
     def __init__(self, tensor: str, problem: str) -> None:
-        super().__init__(f"{tensor}: {problem}")
+        super().__init__(f"{tensor}: {shown(problem)}")
         self.tensor = tensor
 
 
@@ -52,5 +54,5 @@ def option(options: Mapping[str, Any], key: str, kind: type | tuple[type, ...], 
     kinds = kind if isinstance(kind, tuple) else (kind,)
     # In Python a bool is an int; in JSON it is not.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"{key}: expected {' or '.join(k.__name__ for k in kinds)}, got {value!r}")
+        raise ValueError(f"{key}: expected {' or '.join(k.__name__ for k in kinds)}, got {value!r:.200}")
     return value

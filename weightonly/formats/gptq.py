@@ -22,7 +22,7 @@ import torch
 from .expect import FLOATS, INTEGERS, TensorError, expect, option
 from .groups import Grouping, even_groups, group_rows
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
-from .patterns import Pattern, PatternError, Steps
+from .patterns import Name, Pattern, PatternError, Steps
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, unpack_words, words_for
 
@@ -90,21 +90,22 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
     act_order = option(options, "desc_act", bool)
     needs_order = act_order and group_size != -1
     dynamic = option(options, "dynamic", dict, {})
+    steps = Steps()
     patterns: list[tuple[Pattern, Mapping[str, Any]]] = []
     for text, settings in dynamic.items():
         try:
-            pattern = Pattern(text.removeprefix("+:"))
+            pattern = Pattern(text.removeprefix("+:"), steps)
         except PatternError as error:
             raise ValueError(f"dynamic: expected regular expressions, got {text!r:.200} ({error})") from error
         if isinstance(settings, dict):
             patterns.append((pattern, settings))
-    steps = Steps()
 
     @functools.cache
     def override(layer: str) -> Mapping[str, Any]:
         """GPTQModel's `dynamic`: the settings of the first pattern that matches the start of the layer's name."""
         try:
-            return next((settings for pattern, settings in patterns if pattern.matches_start(layer, steps)), {})
+            name = Name(layer, steps)
+            return next((settings for pattern, settings in patterns if pattern.matches_start(name)), {})
         except PatternError as error:
             raise TensorError("qweight", f"dynamic: {error}") from error
 

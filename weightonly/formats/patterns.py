@@ -1,15 +1,16 @@
-"""Regular expressions out of files, matched in bounded time.
+"""Regular expressions out of files, matched in bounded time and memory.
 
-Python's `re` tries one way after another, and some patterns have exponentially many. This matcher keeps, for each part
-of a pattern and each place of the text, the set of places where a match can end: polynomially many. It also counts its
-steps, and gives up aloud.
+Python's `re` tries one way after another, and some patterns have exponentially many. This matcher goes through a
+pattern once, from its end, with all places of the name at a time: a set of them is an int, place i its bit i. Only
+repetitions go through a part more than once. It also counts its steps, and gives up aloud.
 
 The language is what configs use: literals, `.`, classes, `\\d \\w \\s` and the like, anchors, `\\b`, groups, `|`,
-`* + ? {m,n}`, their lazy forms (the same: only whether there is a match is asked), and lookaheads.
+`* + ? {m,n}`, their lazy forms (the same: only whether there is a match is asked), and lookaheads; all of it in ASCII.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 from collections.abc import Callable
@@ -20,19 +21,22 @@ MAX_LENGTH = 1000
 
 _MAX_DEPTH = 50
 _MAX_REPEATS = 1000
-_CLASSES = "dDwWsS"
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+_ESCAPES = "dDwWsSntrfv" + string.punctuation + " "
 
 
 class PatternError(ValueError):
-    """A pattern that is none, is not supported, or takes too many steps."""
+    """A pattern that is none, is not supported, or takes too many steps; or too many patterns."""
 
 
 @dataclass(eq=False)
 class Steps:
-    """How many steps all matches of a folder may take together: seconds."""
+    """What all patterns of a folder may take together: seconds, and some megabytes.
+
+    left: of matching. characters: of the patterns: there are dozens of them in configs, here may be thousands.
+    """
 
     left: int = 20_000_000
+    characters: int = 100_000
 
     def take(self, count: int) -> None:
         self.left -= count
@@ -40,42 +44,54 @@ class Steps:
             raise PatternError("its patterns take too many steps to match with the names of its layers")
 
 
-Node = Callable[["_Match", int], frozenset[int]]
-"""(match, where it begins) -> where it can end"""
-
-
 @dataclass(eq=False)
-class _Match:
+class Name:
+    """A name to match patterns with. all: all its places, the end too."""
+
     text: str
     steps: Steps
-    known: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    all: int = field(init=False)
+    _known: dict[str, int] = field(default_factory=dict)
 
-    def ends(self, node: Node, begin: int) -> frozenset[int]:
-        key = id(node), begin
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = node(self, begin)
-            self.steps.take(1 + len(found))
-        return found
+    def __post_init__(self) -> None:
+        self.all = (2 << len(self.text)) - 1
+
+    def places(self, piece: re.Pattern[str]) -> int:
+        """Where a pattern of one character, or of none, matches."""
+        places = self._known.get(piece.pattern)
+        if places is None:
+            self.steps.take(1 + len(self.text) // 4)
+            places = self._known[piece.pattern] = sum(1 << found.start() for found in piece.finditer(self.text))
+        return places
+
+
+Node = Callable[[Name, int], int]
+"""(name, places where it may end) -> those where it may begin"""
 
 
 class Pattern:
-    """A regular expression. Raises PatternError for text that is none, or that is not supported."""
+    """A regular expression. Raises PatternError for text that is none, is not supported, or is too much."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, steps: Steps) -> None:
         if len(text) > MAX_LENGTH:
             raise PatternError(f"expected at most {MAX_LENGTH} characters, got {len(text)}")
+        if not text.isascii():  # wide classes take long to compile
+            raise PatternError("expected ASCII characters, got others")
+        steps.characters -= len(text) + 1
+        if steps.characters < 0:
+            raise PatternError(f"expected at most {Steps.characters} characters in all patterns, got more")
         try:
             re.compile(text)  # what is wrong with it, in the words that users know
         except (re.error, RecursionError, OverflowError) as error:
             raise PatternError(str(error)) from error
         self._root = _Parser(text).parse()
 
-    def matches_start(self, name: str, steps: Steps) -> bool:
+    def matches_start(self, name: Name) -> bool:
         """Whether some beginning of `name` matches, as `re.match` says."""
-        if len(name) > MAX_LENGTH:
-            raise PatternError(f"expected names of at most {MAX_LENGTH} characters, got {len(name)}")
-        return bool(_Match(name, steps).ends(self._root, 0))
+        if len(name.text) > MAX_LENGTH:
+            raise PatternError(f"expected names of at most {MAX_LENGTH} characters, got {len(name.text)}")
+        name.steps.take(1)
+        return bool(self._root(name, name.all) & 1)
 
 
 class _Parser:
@@ -160,73 +176,75 @@ class _Parser:
         return node
 
     def single(self) -> Node:
-        if self.peek("^", r"\A"):
-            return lambda match, at: frozenset((at,) if at == 0 else ())
-        if self.peek(r"\Z"):
-            return lambda match, at: frozenset((at,) if at == len(match.text) else ())
-        if self.peek("$"):
-            return lambda match, at: frozenset((at,) if match.text[at:] in ("", "\n") else ())
-        for mark in (r"\b", r"\B"):
-            if self.peek(mark):
-                edge = re.compile(mark)
-                return lambda match, at: frozenset((at,) if edge.match(match.text, at) else ())
-        return _character(re.compile(self.character(), re.DOTALL if self.text[self.at - 1] != "." else 0))
-
-    def character(self) -> str:
-        """The pattern of one character that comes next: it has no other way to match."""
+        """A character, or an anchor."""
         begin = self.at
+        if self.peek("^", "$", r"\A", r"\Z", r"\b", r"\B"):
+            return _single(self.text[begin : self.at], 0)
         if self.peek("["):
             self.peek("^")
             self.peek("]")
             while not self.peek("]"):
-                self.at += 2 if self.text[self.at] == "\\" else 1
-        elif self.peek("\\"):
-            escaped = self.text[self.at]
-            if escaped not in _CLASSES and escaped not in _ESCAPES and escaped not in string.punctuation + " ":
-                raise self.unsupported()
-            self.at += 1
+                self.character()
         else:
-            self.at += 1
-        return self.text[begin : self.at]
+            self.character()
+        return _single(self.text[begin : self.at], 1)
+
+    def character(self) -> None:
+        if self.peek("\\") and self.text[self.at] not in _ESCAPES:
+            raise self.unsupported()
+        self.at += 1
 
 
-def _character(one: re.Pattern[str]) -> Node:
-    return lambda match, at: frozenset((at + 1,) if at < len(match.text) and one.fullmatch(match.text[at]) else ())
+@functools.lru_cache(1000)
+def _single(text: str, length: int) -> Node:
+    piece = re.compile(text)
+    return lambda name, ends: ends >> length & name.places(piece)
 
 
 def _any_of(options: list[Node]) -> Node:
-    return lambda match, at: frozenset().union(*(match.ends(option, at) for option in options))
+    def node(name: Name, ends: int) -> int:
+        name.steps.take(len(options))
+        begins = 0
+        for option in options:
+            begins |= option(name, ends)
+        return begins
+
+    return node
 
 
 def _one_after_another(parts: list[Node]) -> Node:
-    def node(match: _Match, at: int) -> frozenset[int]:
-        places = frozenset((at,))
-        for part in parts:
-            places = frozenset().union(*(match.ends(part, place) for place in places))
-        return places
+    def node(name: Name, ends: int) -> int:
+        name.steps.take(1 + len(parts))
+        for part in reversed(parts):
+            ends = part(name, ends)
+        return ends
 
     return node
 
 
 def _repeat(body: Node, low: int, high: int | None) -> Node:
-    def node(match: _Match, at: int) -> frozenset[int]:
-        places, found = frozenset((at,)), set((at,) if low == 0 else ())
+    def node(name: Name, ends: int) -> int:
+        found = 0 if low else ends
         count = 0
-        while places and (high is None or count < high):
-            after: frozenset[int] = frozenset().union(*(match.ends(body, place) for place in places))
+        while ends and (high is None or count < high):
+            name.steps.take(1)
+            begins = body(name, ends)
             count += 1
-            match.steps.take(1 + len(after))
             if count >= low:
-                after -= found  # what was found before leads to nothing new
-                found |= after
-            elif after == places:  # it stays so up to `low`
+                begins &= ~found  # what was found before leads to nothing new
+                found |= begins
+            elif begins == ends:  # it stays so up to `low`
                 count = low
-                found |= after
-            places = after
-        return frozenset(found)
+                found |= begins
+            ends = begins
+        return found
 
     return node
 
 
 def _ahead(body: Node, wanted: bool) -> Node:
-    return lambda match, at: frozenset((at,) if bool(match.ends(body, at)) is wanted else ())
+    def node(name: Name, ends: int) -> int:
+        begins = body(name, name.all)
+        return ends & (begins if wanted else ~begins)
+
+    return node

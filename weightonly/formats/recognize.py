@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..shown import shown
 from ..storage import read_json
 from .awq import awq_format
 from .bitsandbytes import ANCHORS, bitsandbytes_format
@@ -65,7 +66,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         method = option(options, "quant_method", str, "")
         return source, _from_config(method, options, shards)
     except ValueError as error:
-        raise ValueError(f"{folder / source}: {error}") from error
+        raise ValueError(f"{folder / source}: {shown(error)}") from error
 
 
 def is_dense(shards: Shards) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..files import digest
+from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +75,8 @@ class Shards:
     bytes_read: of tensors, until now.
 
     Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
-    the tensor, for pickles, damaged or truncated files, and files that contradict the index.
+    the tensor, for pickles, damaged or truncated files, files that contradict the index, and names of files and tensors
+    that are not printable: they come to terminals and logs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,11 +153,12 @@ class Shards:
             pickles = sorted(f.name for f in self.folder.iterdir() if f.suffix in PICKLES)
             if pickles:
                 raise ValueError(
-                    f"{self.folder}: expected safetensors files, got pickles ({', '.join(pickles[:3])}); a pickle "
-                    "runs code when it is loaded and is never opened here: save the model as safetensors first"
+                    f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
+                    "a pickle runs code when it is loaded and is never opened here: save the model as safetensors first"
                 )
             raise FileNotFoundError(f"{self.folder}: expected safetensors files, got none")
         for file in files:
+            _check_printable(self.folder, file.name)
             found, self.metadata[file] = read_header(file)
             for name, info in found.items():
                 if name in self.tensors:
@@ -165,9 +168,11 @@ class Shards:
 
     def _add_indexed(self, index: Path) -> None:
         weight_map = _weight_map(index)
-        for shard in sorted(set(weight_map.values())):
+        names_in: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            names_in.setdefault(shard, []).append(name)
+        for shard, named in sorted(names_in.items()):
             file = self.folder / shard
-            named = [name for name, of in weight_map.items() if of == shard]
             if not file.is_file():
                 raise FileNotFoundError(f"{index}: {named[0]}: expected in {shard}, which does not exist")
             found, self.metadata[file] = read_header(file)
@@ -206,6 +211,11 @@ def check_folder(folder: Path) -> None:
     """Raises FileNotFoundError for a folder that does not exist."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none{_hub_hint(folder)}")
+
+
+def _check_printable(place: Path, name: str) -> None:
+    if not name.isprintable():
+        raise ValueError(f"{place}: expected printable names of files and tensors, got {name!r}")
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], Mapping[str, str]]:
@@ -248,8 +258,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], Mapping[str, str]]:
 
 def _tensor(file: Path, name: str, fields: Any, data_begin: int, total_bytes: int) -> TensorInfo:
     """The tensor of a header's entry. Raises ValueError, naming file and tensor, for an invalid entry."""
+    _check_printable(file, name)
     try:
-        name.encode()  # a lone surrogate is no text
         code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
         if not isinstance(shape, list) or not all(_is_size(number) for number in (*shape, begin, end)):
             raise ValueError("expected sizes and offsets to be integers from 0")
@@ -298,7 +308,9 @@ def _find_index(folder: Path) -> Path | None:
         return folder / INDEX
     others = sorted(folder.glob("*.safetensors.index.json"))
     if len(others) > 1:
-        raise ValueError(f"{folder}: expected one index, got {', '.join(f.name for f in others)}")
+        raise ValueError(f"{folder}: expected one index, got {shown(', '.join(f.name for f in others))}")
+    for other in others:
+        _check_printable(folder, other.name)
     return others[0] if others else None
 
 
@@ -306,10 +318,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file name. Raises ValueError for a damaged index and one that names files outside of its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: weight_map: expected names and files, got {weight_map!r}")
+        raise ValueError(f"{index}: weight_map: expected names and files, got {weight_map!r:.200}")
     for name, shard in weight_map.items():
+        _check_printable(index, name)
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{index}: {name}: expected the name of a file beside the index, got {shard!r}")
+            raise ValueError(f"{index}: {name}: expected the name of a file beside the index, got {shard!r:.200}")
+        _check_printable(index, shard)
         if Path(shard).suffix != ".safetensors":
-            raise ValueError(f"{index}: {name}: expected a safetensors file, got {shard!r}")
+            raise ValueError(f"{index}: {name}: expected a safetensors file, got {shard!r:.200}")
     return weight_map

@@ -71,7 +71,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.layers: dict[str, dict[str, Any]] = layer_options.pop("layers", {})
         self.source: dict[str, Any] | None = layer_options.pop("source", None)
         if layer_options:
-            raise ValueError(f"quantization_config: unknown entries {', '.join(sorted(layer_options))}")
+            raise ValueError(f"quantization_config: unknown entries {', '.join(map(repr, sorted(layer_options)))}")
         self.weights: CheckpointWeights | None = None
         self.reads_folder = False
         """Whether the folder has layers of another quantizer, which are packed as they are."""

@@ -16,6 +16,7 @@ from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import Shards
 from ..heuristics.arch import Arch
 from ..packing import target_name
+from ..shown import shown
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import SeparateExpertsError
@@ -37,16 +38,17 @@ def load_model(
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
+        trust_remote_code is False unless you pass True: code of the folder then runs.
 
     Returns a model of the class that config.json names, in eval mode. The weights of the file are not rounded: a layer
     computes with the numbers that `record.dequantize()` gives, its scales in `dtype`. What transformers computes itself
     (tied embeddings, rotary frequencies) and `generation_config` are as it makes them. Packed layers are
-    `weightonly.nn.Linear`; `save_pretrained` writes a packed folder. `trust_remote_code` is what you pass, never set.
+    `weightonly.nn.Linear`; `save_pretrained` writes a packed folder.
 
     Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
-    for an unknown method or version; for layers that no kernel of `arch` computes, with what would help; for a layer of
-    another shape than the model has; for tensors of the model that the folder lacks; for a dtype or device without
-    kernels.
+    for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
+    computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
+    folder lacks; for a dtype or device without kernels.
     """
     folder = Path(folder)
     if arch is not None:
@@ -54,8 +56,8 @@ def load_model(
     shards = Shards(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
-    code = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    config = AutoConfig.from_pretrained(folder, **code)
+    code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
     cls = _model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
@@ -98,5 +100,7 @@ def _complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> Pre
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise ValueError(f"{folder}: expected every tensor of {type(model).__name__}, got none for {missing[0]}{more}")
+        raise ValueError(
+            f"{folder}: expected every tensor of {type(model).__name__}, got none for {shown(missing[0])}{more}"
+        )
     return model

@@ -177,6 +177,13 @@ def _check_size(name: str, found: tuple[int, int], shape: LayerShape) -> None:
         )
 
 
+def check_names(model: torch.nn.Module) -> None:
+    """Raises ValueError for modules, which some models name as their config says, with names that do not print."""
+    for name, _ in model.named_modules():
+        if not name.isprintable():
+            raise ValueError(f"{type(model).__name__}: expected printable names of modules, got {name!r}")
+
+
 def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> set[str]:
     """Put an empty packed layer, on the meta device, in the place of each. Returns the names that were Conv1D."""
     conv1d = set()

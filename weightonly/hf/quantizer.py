@@ -33,7 +33,7 @@ from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
 from .files import check_stacked, codebooks_of_version_2, open_files, plan_of_files
-from .modules import Plan, check_layers, dense_layers, plan_of_model, plan_quantization, replace_layers
+from .modules import Plan, check_layers, check_names, dense_layers, plan_of_model, plan_quantization, replace_layers
 from .names import Names
 from .tensors import LayerTensors, converters, whole_state_dict
 
@@ -92,6 +92,7 @@ class WeightOnlyQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
+        check_names(model)
         config = self.quantization_config
         distributed = getattr(model.config, "distributed_config", None)
         self._is_parallel = distributed is not None and distributed.tp_size > 1

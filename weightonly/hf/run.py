@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..formats.shards import check_folder
 from ..kernels import cuda_built
+from ..shown import shown
 from .loader import load_model
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -36,13 +39,34 @@ class _Printer(BaseStreamer):
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[len(self._printed) :], end="", flush=True)
-            self._printed = text
+            self._print(text)
 
     def end(self) -> None:
         if self._tokenizer is not None:
-            print(self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(self._printed) :], end="")
+            self._print(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         print(flush=True)
+
+    def _print(self, text: str) -> None:
+        print(shown(text[len(self._printed) :], keep="\n\t"), end="", flush=True)
+        self._printed = text
+
+
+class _Shown(logging.Formatter):
+    """What another one makes, such that a terminal shows it: transformers logs values of config.json as they are."""
+
+    def __init__(self, formatter: logging.Formatter | None) -> None:
+        super().__init__()
+        self._formatter = formatter or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(self._formatter.format(record), keep="\n")
+
+
+def _show_messages() -> None:
+    for handler in logging.getLogger("transformers").handlers:
+        handler.setFormatter(_Shown(handler.formatter))
+    form = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: shown(form(*args, **kwargs), keep="\n")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -53,6 +77,7 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens: expected at least 1, got {options.max_new_tokens}")
+    _show_messages()
     folder = Path(options.folder)
     tokenizer = None
     if options.tokens is not None:
@@ -61,10 +86,10 @@ def run(options: argparse.Namespace) -> None:
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
             raise ValueError(f"{folder}: expected a tokenizer for --prompt, got none; --tokens 1,2,3 gives numbers")
         check_folder(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         numbers = tokenizer(options.prompt)["input_ids"]
     device = options.device or ("cuda" if torch.cuda.is_available() and cuda_built() else "cpu")
-    model = load_model(folder, dtype=options.dtype, device_map=device, arch=options.arch)
+    model = load_model(folder, dtype=options.dtype, device_map=device, arch=options.arch, trust_remote_code=False)
     vocabulary = model.get_input_embeddings().num_embeddings
     if not numbers or not all(0 <= number < vocabulary for number in numbers):
         name = "--tokens" if tokenizer is None else "--prompt"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..shown import shown
+
 
 @dataclass(frozen=True)
 class LayerSummary:
@@ -60,8 +62,8 @@ class Summary:
             reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
         for reason, layers in reasons.items():
             names = [name for layer in layers for name in layer.names]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"  left {_megabytes(sum(layer.bytes_after for layer in layers))}: {shown} ({reason})")
+            first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(shown(f"  left {_megabytes(sum(layer.bytes_after for layer in layers))}: {first} ({reason})"))
         return "\n".join(lines)
 
 

@@ -77,8 +77,8 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
         problem = Problem(
             ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, product.zeros is not None
         )
-        config = select_grouped(problem, experts)
-        if config is None or not config.rules.gates:
+        config = select_grouped(problem, experts, is_gated=product is first and gate.has_gate)
+        if config is None or not config.rules.in_layers:
             return None
         if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
             return None

@@ -78,7 +78,7 @@ class GroupedKernelPlan(Plan):
         x, w = args.x, args.qweight
         self.config = config
         activation = activation_of(args.activation)
-        self.activate = None if config.rules.gates else activation.in_place
+        self.activate = None if config.rules.in_layers else activation.in_place
         self.k = w.k
         self.x_k = -(-w.k // 8) * 8  # K as the kernel sees it
         self.n_padded = w.n_padded
@@ -101,7 +101,7 @@ class GroupedKernelPlan(Plan):
             group_size=w.k_padded if group_size == -1 else group_size,
             ld_scales=w.n_padded,
             clusters=resident_clusters(problem.sm_count, 1),
-            gate=(activation.number if config.rules.gates else 0, 1.0, math.inf, 0.0),
+            gate=(activation.number if config.rules.in_layers else 0, 1.0, math.inf, 0.0),
         ).launch
 
     def run(self, args: Any) -> torch.Tensor:

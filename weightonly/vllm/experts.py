@@ -104,7 +104,7 @@ class Shard:
     """
 
     def __init__(self, layer: Any, tensors: ExpertTensors, stem: str) -> None:
-        """Raises ValueError for parts that cut a group into pieces that no kernel takes."""
+        """Raises ValueError for groups that no kernel takes. Of the pieces of a group `why_not` says it."""
         moe = layer.moe_config
         inner, parallel = moe.intermediate_size_per_partition, moe.moe_parallel_config
         begin, full = inner * parallel.tp_rank, inner * parallel.tp_size
@@ -122,7 +122,6 @@ class Shard:
         if len(self.groups) > 1:
             rows = torch.arange(self.first_row, end) // size - self.groups.start
             grouping = group_rows(rows, len(self.groups))
-            check_kernel_group_size(grouping.rows, self.k)
             self.group_size, self.source = grouping.rows, grouping.source
 
 

@@ -53,7 +53,7 @@ struct GroupedKernel {
   /// The first use of a tensor map takes longer. producer: the thread's number among the producers.
   CUTLASS_DEVICE static void prefetch_maps(GroupedParams const& p, int producer) {
     if (producer == 0) cute::prefetch_tma_descriptor(&p.weight_map);
-    if (producer >= 32 && producer < 32 + kWidths) cute::prefetch_tma_descriptor(&p.x_maps[producer - 32]);
+    if (producer >= 32 && producer < 32 + Traits::kWidths) cute::prefetch_tma_descriptor(&p.x_maps[producer - 32]);
     if (Traits::kHasScales && producer == 64) cute::prefetch_tma_descriptor(&p.scale_map);
     if (Traits::kHasZeros && producer == 96) cute::prefetch_tma_descriptor(&p.zero_map);
   }
@@ -76,14 +76,14 @@ struct GroupedKernel {
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
     Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
     StageReader<Traits> reader(p, smem);
-    int const tiles = Tiles::count(p, schedule);
+    // Broadcasts tell the compiler that all lanes have the same value. So it keeps descriptors in uniform registers.
+    int const tiles = __reduce_or_sync(0xffffffff, Tiles::count(p, schedule));
     int record = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
       reader.wait();  // until the tile's first k_tile, and its record, are there
       GroupedWork const& work = smem.records()[record];
-      // The broadcast tells the compiler that all lanes have the same value.
-      reader.width = __shfl_sync(0xffffffff, work.width, 0);
+      reader.width = __reduce_or_sync(0xffffffff, work.width);
       reader.k_block_x = (reader.width + 1) * Traits::kWidthStep * (Traits::kXRowBytes / Traits::kDescriptorBytes);
       Mainloop<Traits>::run(p, WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, tCrX, accum);
       GroupedStore<Traits>::store(p, work, smem, accum);
@@ -139,7 +139,7 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   cudaError_t error =
       map_lines(&p.weight_map, p.weight, int64_t(p.experts) * (p.n_padded / Layout::kPanelColumns),
                 p.k_padded / Layout::kBlockK * kBlockLines, Traits::kHalfPanels, Traits::kKBlocks * kBlockLines);
-  for (int i = 0; i < kWidths && error == cudaSuccess; ++i) {
+  for (int i = 0; i < Traits::kWidths && error == cudaSuccess; ++i) {
     error = map_k_blocks<Element>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep, p.x_box_k_blocks);
   }
   auto const map_groups = [&](CUtensorMap* map, void const* rows) {
@@ -150,24 +150,37 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   return error;
 }
 
+template <class Traits>
+cudaError_t launch_grouped_kernel(GroupedGemmParams const& call, cudaStream_t stream) {
+  using Kernel = GroupedKernel<Traits>;
+  GroupedParams p;
+  cudaError_t const error = make_grouped_params<Traits>(call, p);
+  if (error != cudaSuccess) return error;
+  int64_t const tiles = GroupedSchedule::most_m_tiles(call.gemm.m, call.experts, Traits::kTileM) * p.n_tiles.divisor;
+  if (tiles > (1 << 30)) return cudaErrorInvalidValue;
+  dim3 const grid(int(min(tiles, int64_t(p.clusters))));
+  static std::atomic<uint64_t> devices_done{0};
+  return launch_clusters(grouped_sm90_kernel<Kernel>, devices_done, p, grid, dim3(1), Traits::kThreads,
+                         Traits::smem_bytes(call.experts), stream);
+}
+
 }  // namespace sm90
 
 /// Launches a grouped product as GroupedGemmParams has it. Config: see sm90::Traits.
 template <class Config>
 cudaError_t launch_grouped_sm90(GroupedGemmParams const& call, cudaStream_t stream) {
   using Traits = sm90::GroupedTraits<Config>;
-  using Kernel = sm90::GroupedKernel<Traits>;
   constexpr bool kNeedsZeros = Traits::kHasZeros || WeightFormat<typename Traits::Weight>::kIsCodebook;
   if (kNeedsZeros && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
-  sm90::GroupedParams p;
-  cudaError_t const error = sm90::make_grouped_params<Traits>(call, p);
-  if (error != cudaSuccess) return error;
-  int64_t const tiles = GroupedSchedule::most_m_tiles(call.gemm.m, call.experts, Traits::kTileM) * p.n_tiles.divisor;
-  if (tiles > (1 << 30)) return cudaErrorInvalidValue;
-  dim3 const grid(int(min(tiles, int64_t(p.clusters))));
-  static std::atomic<uint64_t> devices_done{0};
-  return launch_clusters(sm90::grouped_sm90_kernel<Kernel>, devices_done, p, grid, dim3(1), Traits::kThreads,
-                         Traits::smem_bytes(call.experts), stream);
+  if (call.is_gated && !Traits::kGates) return cudaErrorInvalidValue;
+  // With few tokens int4 leaves registers for the accumulators of a k_tile beside those of the tile.
+  constexpr bool kIsInt4 = std::is_same_v<typename Traits::Weight, cutlass::uint4b_t>;
+  if constexpr (kIsInt4 && Traits::kHasScales && Traits::kLeastGroup == 32 && Traits::kTileM <= 32) {
+    if (call.gemm.group_size % Traits::kTileK == 0) {
+      return sm90::launch_grouped_kernel<sm90::GroupedTraits<Config, true>>(call, stream);
+    }
+  }
+  return sm90::launch_grouped_kernel<Traits>(call, stream);
 }
 
 }  // namespace weightonly

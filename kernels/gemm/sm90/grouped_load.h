@@ -23,7 +23,7 @@ struct GroupedLoad {
     GroupedParams const& p;
     Smem const& smem;
     static constexpr bool kIsX = false;
-    static constexpr int kHalfBytes = Traits::kWeightStageBytes / 2;
+    static constexpr int kHalfBytes = Traits::kHalfPanels * kKBlocks * Layout::kBlockBytes;
 
     CUTLASS_DEVICE int stage_bytes(Tiles const& tile) const { return tile.has_second() ? 2 * kHalfBytes : kHalfBytes; }
 
@@ -67,13 +67,13 @@ struct GroupedLoad {
     char* target;  // in stage 0
     CUtensorMap const& map;
     static constexpr bool kIsX = false;
+    static constexpr int kHalfBytes = Traits::kHalfColumns * int(sizeof(typename Traits::Element));  // of a row
 
     CUTLASS_DEVICE int stage_bytes(Tiles const& tile) const {
-      return p.scale_rows * Traits::kScaleRowBytes / (tile.has_second() ? 1 : 2);
+      return p.scale_rows * kHalfBytes * (tile.has_second() ? 2 : 1);
     }
 
     CUTLASS_DEVICE void load(Tiles const& tile, int k_tile, int stage, uint64_t* full) const {
-      constexpr int kHalfBytes = Traits::kScaleRowBytes / 2;
       for (int row = 0; row < p.scale_rows; ++row) {
         int const k = k_tile * Traits::kTileK + row * p.scale_k;
         // A row beyond K lies outside the tensor map, and arrives as zeros. The scales of another group in its place

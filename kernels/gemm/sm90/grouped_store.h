@@ -1,9 +1,9 @@
-// The epilogue of grouped_sm90: y goes through shared memory, 16 tokens at a time, as in epilogue_store.h. There the two
-// warpgroups that have the gates and what they are multiplied with meet.
+// The epilogue of grouped_sm90: y goes through shared memory, kStoredTokens at a time, and from there to memory in
+// 16-byte stores. There the two warpgroups that have the gates and what they are multiplied with meet.
 #pragma once
 
-#include "cutlass_ext/epilogue/gate.h"
 #include "cutlass_ext/epilogue/column.h"
+#include "cutlass_ext/epilogue/gate.h"
 #include "kernels/gemm/sm90/grouped_traits.h"
 
 namespace weightonly::sm90 {
@@ -12,6 +12,12 @@ template <class Traits>
 struct GroupedStore {
   using Element = typename Traits::Element;
   static constexpr int kRowElements = Traits::kStagedRowElements;
+  static constexpr int kTokens = Traits::kStoredTokens;
+  static constexpr int kVector = 8;  // columns of one store
+
+  struct alignas(16) Vector {
+    Element values[kVector];
+  };
 
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class Smem, class Accumulators>
@@ -25,42 +31,51 @@ struct GroupedStore {
     ColumnPairConstants<Element> const constants(work.operands(p), first + column, !Traits::kHasScales);
     ColumnEpilogue const columns[2] = {constants.column(0, !Traits::kHasScales),
                                        constants.column(1, !Traits::kHasScales)};
-    // The buffers of a panel of the first half are followed by those of the same panel of the second half.
-    Element* const pair_buffers = smem.staged_y() + panel * (4 * Traits::kStagedElements);
-    Element* const buffers = pair_buffers + half * (2 * Traits::kStagedElements);
-    bool const is_vector = vector_stores(p);
-    int const steps = divide_up((work.width + 1) * Traits::kWidthStep, Traits::kStagedTokens);
+    // The buffer of a panel of the first half is followed by that of the same panel of the second half.
+    Element* const of_pair = smem.staged_y() + panel * ((Traits::kGates ? 2 : 1) * Traits::kStoredElements);
+    Element* const buffer = of_pair + half * Traits::kStoredElements;
+    int const tokens = (work.width + 1) * Traits::kWidthStep;  // of the MMA
+    auto const synchronize = [&] {
+      Traits::kGates&& p.is_gated ? pair_barrier(panel)
+                                  : warpgroup_barrier_sync(BarrierId::kFirstWarpgroup + warpgroup);
+    };
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < Traits::kTileM / Traits::kStagedTokens; ++step) {
-      if (step == steps) break;
-      // Two buffers in turn. The barrier of one frees the other: all threads have read it before they come to the
-      // barrier.
-      int const offset = step % 2 * Traits::kStagedElements;
+    for (int begin = 0; begin < Traits::kTileM; begin += kTokens) {
+      if (begin >= tokens) break;
+      synchronize();  // all threads have read what was in the buffer
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2; ++j) {
+      for (int j = 0; j < kTokens / 8; ++j) {
+        if (begin + 8 * j >= tokens) break;
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < 2; ++e) {
           ColumnPair<Element> pair;
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
-            pair.values[h] = Element(columns[h].affine(accum(4 * (2 * step + j) + 2 * h + e)));
+            pair.values[h] = Element(columns[h].affine(accum(4 * (begin / 8 + j) + 2 * h + e)));
           }
-          pair.store(buffers + offset + (8 * j + 2 * t + e) * kRowElements + column);
+          pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }
       }
-      if (p.is_gated) {
-        pair_barrier(panel);
-        store_gated(p, work, 16 * step, work.y_column + panel * kPanelColumns, half * 128 + thread,
-                    pair_buffers + offset);
+      synchronize();
+      int const last = min(min(tokens, begin + kTokens), work.row_end - work.token_begin);
+      int const vector = thread % 8 * kVector;
+      if (Traits::kGates && p.is_gated) {
+        int const y_column = work.y_column + panel * kPanelColumns;
+        if (y_column >= p.columns) continue;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int row = begin + (half * 128 + thread) / 8; row < last; row += 32) {
+          if (row >= work.skipped_tokens) {
+            store_gated(p, work.token_begin + row, y_column + vector, of_pair + (row - begin) * kRowElements + vector);
+          }
+        }
       } else {
-        warpgroup_barrier_sync(BarrierId::kFirstWarpgroup + warpgroup);
-        int const row = thread / 8, vector = thread % 8 * 8;
-        store_vector(p, work, 16 * step + row, first + vector, buffers + offset + row * kRowElements + vector,
-                     is_vector);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int row = begin + thread / 8; row < last; row += 16) {
+          if (row >= work.skipped_tokens) {
+            store_vector(p, work.token_begin + row, first + vector, buffer + (row - begin) * kRowElements + vector);
+          }
+        }
       }
-    }
-    if (steps % 2 == 1) {  // the next tile begins with the buffer that this one has just read
-      p.is_gated ? pair_barrier(panel) : warpgroup_barrier_sync(BarrierId::kFirstWarpgroup + warpgroup);
     }
   }
 
@@ -69,38 +84,26 @@ struct GroupedStore {
     asm volatile("bar.sync %0, 256;" ::"r"(BarrierId::kFirstWarpgroup + panel) : "memory");
   }
 
-  /// Four columns of a token's gates and what they are multiplied with. thread: of the two warpgroups.
-  CUTLASS_DEVICE static void store_gated(GroupedParams const& p, GroupedWork const& work, int first_row,
-                                         int first_column, int thread, Element const* buffer) {
-    constexpr int kColumns = 4;
-    struct alignas(8) Vector {
-      Element values[kColumns];
-    };
-    int const row = thread / 16, column = thread % 16 * kColumns;
-    int64_t const token = work.token_begin + first_row + row;
-    if (token >= work.row_end || first_column >= p.columns || first_row + row < work.skipped_tokens) return;
-    auto const* const source = buffer + row * kRowElements + column;
+  /// source: gates; kStoredElements behind it what they are multiplied with.
+  CUTLASS_DEVICE static void store_gated(GroupedParams const& p, int64_t token, int column, Element const* source) {
     Vector z = *reinterpret_cast<Vector const*>(source);
-    Vector const up = *reinterpret_cast<Vector const*>(source + 2 * Traits::kStagedElements);
+    Vector const up = *reinterpret_cast<Vector const*>(source + Traits::kStoredElements);
     apply_gate(p.gate, z.values, up.values);
-    *reinterpret_cast<Vector*>(static_cast<Element*>(p.y) + token * p.ldy + first_column + column) = z;
+    *reinterpret_cast<Vector*>(static_cast<Element*>(p.y) + token * p.ldy + column) = z;
   }
 
-  /// Stores eight neighbouring columns of a token, as far as they exist. row: in the work tile.
-  CUTLASS_DEVICE static void store_vector(GroupedParams const& p, GroupedWork const& work, int row, int column,
-                                          Element const* source, bool is_vector) {
-    int64_t const token = work.token_begin + row;
-    if (token >= work.row_end || column >= p.n || row < work.skipped_tokens) return;
+  /// Columns from p.n on do not exist.
+  CUTLASS_DEVICE static void store_vector(GroupedParams const& p, int64_t token, int column, Element const* source) {
+    if (column >= p.n) return;
+    Vector z = *reinterpret_cast<Vector const*>(source);
+    activate(p.gate, z.values);
     Element* const y = static_cast<Element*>(p.y) + token * p.ldy + column;
-    alignas(16) Element values[8];
-    *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(source);
-    activate(p.gate, values);
-    if (is_vector) {
-      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4 const*>(values);
+    if (vector_stores(p)) {
+      *reinterpret_cast<Vector*>(y) = z;
     } else {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 8; ++j) {
-        if (column + j < p.n) y[j] = values[j];
+      for (int j = 0; j < kVector; ++j) {
+        if (column + j < p.n) y[j] = z.values[j];
       }
     }
   }

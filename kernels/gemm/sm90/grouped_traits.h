@@ -1,7 +1,7 @@
 // What grouped_sm90 knows at compile time, and the arguments of its kernel.
 //
 // A tile of kTileM rows may have fewer, and the rows of an expert rarely fill one: the MMA of a tile is as wide as its
-// rows need, in eighths of kTileM. So one kernel serves few rows and many, and a row's result does not depend on them.
+// rows need, in steps of kWidthStep. So one kernel serves few rows and many, and a row's result does not depend on them.
 #pragma once
 
 #include "cutlass/fast_math.h"
@@ -13,12 +13,12 @@
 
 namespace weightonly::sm90 {
 
-/// Widths of the MMA that a kernel has.
-inline constexpr int kWidths = 8;
+/// Widths of the MMA that a kernel has, at most.
+inline constexpr int kMaxWidths = 8;
 
 /// The arguments of the grouped kernel.
 struct GroupedParams : Params {
-  CUtensorMap x_maps[kWidths];  // in boxes of the rows of each width
+  CUtensorMap x_maps[kMaxWidths];  // in boxes of the rows of each width
   int32_t const* offs;
   int32_t experts;
   int32_t is_gated;
@@ -34,7 +34,7 @@ struct GroupedWork : WorkTile {
   int expert;
   int row_end;
   int second_column;
-  int width;  // the MMA has (width + 1) eighths of kTileM tokens
+  int width;  // the MMA has width + 1 steps of kWidthStep tokens
   int y_column;  // of the first half; of a product without gates that of the second half follows
 
   CUTLASS_DEVICE int token_end(Params const&) const { return row_end; }
@@ -49,18 +49,24 @@ struct GroupedWork : WorkTile {
 /// Persistent CTAs. The epilogue has shared memory of its own, so that the stages take the next tile meanwhile:
 ///
 ///   | mbarriers | x | weights | scales and zeros | codebook | staged y | records | schedule |
-template <class Config>
+///
+/// kScalesPartials_: see Traits. With other groups in one kernel ptxas would make every wgmma wait for the one before.
+template <class Config, bool kScalesPartials_ = false>
 struct GroupedTraits : Traits<Config> {
   using Base = Traits<Config>;
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
   static constexpr bool kMayMulticastX = false;
-  static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the tile's columns
+  /// Whether it computes gated products: the columns are two halves then.
+  static constexpr bool kGates = Base::kWarpgroupsN % 2 == 0;
+  static constexpr int kHalfPanels = kGates ? Base::kWarpgroupsN / 2 : Base::kWarpgroupsN;  // of a half, or of all
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
-  static constexpr int kWidthStep = Base::kTileM / kWidths;  // tokens
-  static_assert(Base::kWarpgroupsK == 1 && Base::kWarpgroupsN % 2 == 0 && kWidthStep % 8 == 0);
+  static constexpr int kWidthStep = cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
+  static constexpr int kWidths = Base::kTileM / kWidthStep;
+  static_assert(Base::kWarpgroupsK == 1 && kWidthStep % 8 == 0 && (kWidths == 2 || kWidths == 4 || kWidths == 8));
 
   static constexpr bool kHasWidths = true;
+  static constexpr bool kScalesPartials = kScalesPartials_;
   template <int kTokens>
   using MmaOf = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float,
@@ -77,27 +83,28 @@ struct GroupedTraits : Traits<Config> {
       cute::Tensor part = cute::make_tensor(accum.data(), shape);  // (V,1,1): of the first kTokens
       issue(tiled_mma, part);
     };
-    switch (width) {
-      case 0:
-        return issue_width(cute::Int<1>{});
-      case 1:
-        return issue_width(cute::Int<2>{});
-      case 2:
-        return issue_width(cute::Int<3>{});
-      case 3:
-        return issue_width(cute::Int<4>{});
-      case 4:
-        return issue_width(cute::Int<5>{});
-      case 5:
-        return issue_width(cute::Int<6>{});
-      case 6:
-        return issue_width(cute::Int<7>{});
-      default:
-        return issue_width(cute::Int<8>{});
+    // Bit by bit: a switch would become an indirect branch, which ptxas takes for a divergent one.
+    auto const issue_two = [&](auto below) {
+      constexpr int kBelow = decltype(below)::value;
+      width & 1 ? issue_width(cute::Int<kBelow + 2>{}) : issue_width(cute::Int<kBelow + 1>{});
+    };
+    auto const issue_four = [&](auto below) {
+      constexpr int kBelow = decltype(below)::value;
+      width & 2 ? issue_two(cute::Int<kBelow + 2>{}) : issue_two(below);
+    };
+    if constexpr (kWidths == 8) {
+      width & 4 ? issue_four(cute::Int<4>{}) : issue_four(cute::Int<0>{});
+    } else if constexpr (kWidths == 4) {
+      issue_four(cute::Int<0>{});
+    } else {
+      issue_two(cute::Int<0>{});
     }
   }
 
-  static constexpr int kEpilogueBytes = 2 * Base::kWarpgroups * Base::kStagedElements * int(sizeof(Element));
+  /// Tokens that go through shared memory to y at a time, and the buffer of a warpgroup for them.
+  static constexpr int kStoredTokens = cutlass::const_min(64, Base::kTileM);
+  static constexpr int kStoredElements = kStoredTokens * Base::kStagedRowElements;
+  static constexpr int kEpilogueBytes = Base::kWarpgroups * kStoredElements * int(sizeof(Element));
   static constexpr int kRecordsOffset = Base::kStagesBytes + kEpilogueBytes;  // from x
   /// Producers are up to kStages tiles ahead, and write one more, while consumers still read that of their epilogue.
   static constexpr int kRecords = Base::kStages + 2;

@@ -68,6 +68,8 @@ struct Mainloop {
                                  Accumulators& accum) {
     if constexpr (Traits::kLeastGroup == 16) {
       mma<4>(work, reader, x, accum);
+    } else if constexpr (Traits::kScalesPartials) {
+      mma_scaling_partials(work, reader, x, accum);
     } else if (Traits::kHasScales && p.scale_k == 32) {
       mma<2>(work, reader, x, accum);
     } else if constexpr (kMayScaleAccumulators) {
@@ -92,14 +94,10 @@ struct Mainloop {
     return descriptor;
   }
 
-  /// Converts a k_block of weights into w and issues accum += w x, or accum = w x if kClears. It does not wait for the
-  /// tensor cores. x: any B fragment, of which only the layout counts. x_k_block: the descriptor of x of this k_block.
-  /// kGroups: groups in a k_block. scales(group): their scales. kScalesWeights: whether these multiply the weights.
-  template <int kGroups, bool kScalesWeights, bool kClears, class AFragment, class XFragment, class Accumulators,
-            class Scales>
-  CUTLASS_DEVICE static void mma_k_block(Reader const& reader, Words const& words, AFragment& w, XFragment const& x,
-                                         cute::GmmaDescriptor x_k_block, Accumulators& accum, Scales const& scales) {
-    using namespace cute;
+  /// Converts a k_block of weights into w. kGroups: groups in a k_block. scales(group): their scales. kScalesWeights:
+  /// whether these multiply the weights.
+  template <int kGroups, bool kScalesWeights, class AFragment, class Scales>
+  CUTLASS_DEVICE static void convert(Reader const& reader, Words const& words, AFragment& w, Scales const& scales) {
     using Fragment = ScaledFragment<Element, Weight, kScaleMode, kScalesWeights>;
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kGroups; ++group) {
@@ -110,6 +108,14 @@ struct Mainloop {
                        reinterpret_cast<uint32_t*>(&w(0)) + 4 * k16);
       }
     }
+  }
+
+  /// Issues accum += w x of a k_block, or accum = w x if kClears. It does not wait for the tensor cores. x: any B
+  /// fragment, of which only the layout counts. x_k_block: the descriptor of x of this k_block.
+  template <bool kClears, class AFragment, class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void issue(Reader const& reader, AFragment& w, XFragment const& x,
+                                   cute::GmmaDescriptor x_k_block, Accumulators& accum) {
+    using namespace cute;
     warpgroup_fence_operand(accum);
     Traits::with_mma(reader.width, accum, [&](auto tiled_mma, auto& accum) {
       warpgroup_arrive();
@@ -122,6 +128,14 @@ struct Mainloop {
       }
       warpgroup_commit_batch();
     });
+  }
+
+  template <int kGroups, bool kScalesWeights, bool kClears, class AFragment, class XFragment, class Accumulators,
+            class Scales>
+  CUTLASS_DEVICE static void mma_k_block(Reader const& reader, Words const& words, AFragment& w, XFragment const& x,
+                                         cute::GmmaDescriptor x_k_block, Accumulators& accum, Scales const& scales) {
+    convert<kGroups, kScalesWeights>(reader, words, w, scales);
+    issue<kClears>(reader, w, x, x_k_block, accum);
   }
 
   /// Waits for all wgmmas but those of the last k_block.
@@ -137,7 +151,8 @@ struct Mainloop {
     using namespace cute;
     Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
     Tensor w1 = make_fragment_like(w0);  // (V,1,4)
-    auto const multiply = [&](auto& w, Words const& words, GmmaDescriptor x_stage, int k_block) {
+    auto const multiply = [&](auto& w, Words const& words, GmmaDescriptor x_stage,
+                              int k_block) __attribute__((always_inline)) {
       GmmaDescriptor const x_k_block = advanced(x_stage, k_block * reader.k_block_x);
       mma_k_block<kGroups, true, false>(reader, words, w, x, x_k_block, accum, [&](int group) {
         return reader.read_scales(k_block * reader.k_block_scale_bytes + group * kScaleRowBytes);
@@ -146,7 +161,7 @@ struct Mainloop {
     };
     int previous_stage = 0;
     bool is_first = true;
-    auto const multiply_k_tile = [&](auto& w, auto& w_second) {
+    auto const multiply_k_tile = [&](auto& w, auto& w_second) __attribute__((always_inline)) {
       reader.wait();
       Words words;
       [[maybe_unused]] Words second_words;
@@ -190,6 +205,49 @@ struct Mainloop {
 
   CUTLASS_DEVICE static void set_scales(float (&scales)[2], ScalePair<Element, kScaleMode> const& pair) {
     for (int h = 0; h < 2; ++h) scales[h] = float(Element::bitcast(uint16_t(pair.scale[h])));
+  }
+
+  /// The same where all k of a k_tile have one scale, which multiplies its accumulators: they are added when the first
+  /// weights of the next k_tile are converted, so that they need no second copy.
+  template <class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void mma_scaling_partials(WorkTile const& work, Reader& reader, XFragment const& x,
+                                                  Accumulators& accum) {
+    using namespace cute;
+    static_assert(kWarpgroupKBlocks == 2 && Traits::kMayPersist);
+    Tensor w0 = make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeA{}));  // (V,1,4): MMA, m64, k16
+    Tensor w1 = make_fragment_like(w0);  // (V,1,4)
+    Tensor partial = make_fragment_like(accum);  // (V,1,1): of one k_tile
+    float scales[2] = {0.f, 0.f};  // of the k_tile before
+    int previous_stage = 0;
+    clear(accum);
+    clear(partial);
+    auto const add_previous = [&](bool is_first) {
+      warpgroup_wait<0>();
+      if (!is_first) reader.release(previous_stage);
+      add_scaled(accum, scales, partial);
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k_tile = work.k_tile_begin; k_tile < work.k_tile_end; ++k_tile) {
+      reader.wait();
+      Words words;
+      reader.read_words(words, 0);
+      auto const pair = reader.read_scales(0);
+      auto const same = [&](int) { return pair; };
+      GmmaDescriptor const x_stage = advanced(x.data().desc_, reader.x_units());
+      warpgroup_wait<1>();  // the tensor cores have read w0
+      convert<1, false>(reader, words, w0, same);
+      reader.read_words(words, 1);
+      add_previous(k_tile == work.k_tile_begin);
+      // Not by the first wgmma: where widths branch ptxas would give its accumulators other registers in each.
+      clear(partial);
+      issue<false>(reader, w0, x, x_stage, partial);
+      set_scales(scales, pair);
+      convert<1, false>(reader, words, w1, same);
+      issue<false>(reader, w1, x, advanced(x_stage, reader.k_block_x), partial);
+      previous_stage = reader.stage;
+      reader.advance();
+    }
+    add_previous(false);
   }
 
   /// The same where all k of a warpgroup's k_tile have one scale, which multiplies the accumulators of the k_tile.

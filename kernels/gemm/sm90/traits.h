@@ -53,6 +53,8 @@ struct Traits {
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
   /// Whether tiles have MMAs of several widths (grouped_traits.h).
   static constexpr bool kHasWidths = false;
+  /// Whether group scales multiply the accumulators of each k_tile: a kernel for groups of whole k_tiles alone.
+  static constexpr bool kScalesPartials = false;
   /// Calls issue(tiled_mma, accum) with the MMA of a tile.
   template <class Accumulators, class Issue>
   CUTLASS_DEVICE static void with_mma(int, Accumulators& accum, Issue const& issue) {
