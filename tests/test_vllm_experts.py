@@ -35,7 +35,7 @@ import weightonly as wo
 from weightonly.gate import Gate
 from weightonly.vllm import register
 from weightonly.vllm.expert_tensors import of_rows
-from weightonly.vllm.experts import WeightOnlyExpertsMethod, _why_not, gate_of
+from weightonly.vllm.experts import Shard, WeightOnlyExpertsMethod, _why_not, gate_of
 from weightonly.vllm.support import VARIABLE, experts_wanted
 
 HIDDEN, INNER = 128, 192
@@ -284,6 +284,14 @@ def test_experts_without_a_gate(generator: torch.Generator, monkeypatch: pytest.
         y = runner.routed_experts.quant_method.apply(runner.routed_experts, x, weights, ids)
     first = moe.stack(experts.weights["gate_proj"], None, None)
     assert torch.equal(y, wo.fused_experts(x, first, experts.stacks()[1], ids, weights, "relu2"))
+
+
+def test_groups_that_a_rank_cuts_are_counted_on_the_cpu() -> None:
+    """vLLM builds layers where the GPU is the default device: the host would wait for it."""
+    layer = fake_layer(tp_size=2, tp_rank=1, intermediate_size_per_partition=96)
+    with torch.device("meta"):
+        shard = Shard(layer, of_rows("int4", 64, 64, False), "w2")
+    assert shard.source is not None and shard.source.tolist() == [0, 1, 1] and shard.group_size == 32
 
 
 def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
