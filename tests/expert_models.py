@@ -70,8 +70,7 @@ def densified(model: Any, original: Any) -> Any:
         if isinstance(child, Linear):
             original.get_submodule(name).weight.data = child.dequantize().t().contiguous()
         if isinstance(child, Experts):
-            dense = original.get_submodule(name)
+            dense, same = original.get_submodule(name), child.to_dense()
             for product in ("gate_up_proj", "down_proj"):
-                w = getattr(child, product).dequantize()
-                getattr(dense, product).data = (w if dense.is_transposed else w.transpose(1, 2)).contiguous()
+                getattr(dense, product).data = getattr(same, product).data
     return original

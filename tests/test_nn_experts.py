@@ -304,15 +304,6 @@ BAD_RECORDS: dict[str, tuple[Records, type[Exception], str]] = {
         ValueError,
         "activation: expected one of None, 'identity'",
     ),
-    "pairs for interleaved columns": (
-        lambda g: {
-            "gate_up": [tuple(records(2, g))],
-            "down": downs(1, g),
-            "module": make("gpt-oss").model.layers[0].mlp.experts,
-        },
-        ValueError,
-        "gate_up: expected one layer for each expert, as GptOssExperts interleaves gate and up",
-    ),
     "module": (
         lambda g: {"gate_up": [record(64, 192, g)], "down": downs(1, g), "module": torch.nn.Linear(1, 1)},
         TypeError,

@@ -169,6 +169,28 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/nn/experts.py",
+        "nn_gates nn_experts",
+        [
+            ("columns in turns go to the module as they are", "in_turns(y) if alternates(", "y if alternates("),
+            (
+                "dense weights in another order",
+                "            if alternates(dense, product):\n",
+                "            if False:\n",
+            ),
+            ("biases in another order", "columns is None else columns(bias), columns)", "columns else bias, columns)"),
+            ("records in another order", 'if alternates(module, "gate_up_proj"):', "if False:"),
+            ("pairs in another order", "p if isinstance(p, tuple) else", "p if False else"),
+            ("a gate within the limit alone", "max(8.0, 2 * (limit or 0.0)) * z[1]", "0.1 * z[1]"),
+            ("any gate", "rtol=1e-5, atol=1e-5)", "rtol=1e-1, atol=1e-1)"),
+            ("no limit", "for bound in dict.fromkeys((limit, None)):", "for bound in (None,):"),
+            ("no alpha", 'Gate("silu", bound, alpha, shift)', 'Gate("silu", bound, None, shift)'),
+            ("a limit that is none", "and 0 < value < math.inf:", "and 0 < value:"),
+            ("a module that does not compute here", "except (RuntimeError, TypeError):", "except TypeError:"),
+            ("down alternates", 'return product == "gate_up_proj" and module', "return module"),
+        ],
+    ),
+    *of(
         "weightonly/nn/grouped.py",
         "nn_grouped",
         [

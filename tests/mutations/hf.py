@@ -71,6 +71,11 @@ MUTATIONS = [
                 "keeps_layout = arch is None and METHOD in",
                 "keeps_layout = arch is not None and METHOD in",
             ),
+            (
+                "experts in another order",
+                "if in_turns else self.checkpoint.record_of",
+                "if False else self.checkpoint.record_of",
+            ),
             ("two layers at a time", "        with self._lock:\n", "        if self._lock:\n"),
             ("the bias", 'inside += ["bias"] if has_bias else []', "inside += []"),
             ("zero points", 'inside += ["zeros"] if shape.symmetric is False else []', "inside += []"),
@@ -109,6 +114,12 @@ MUTATIONS = [
                 "biases that the model lacks",
                 "elif {layer in biased for layer in layers.values()} != {bool(module.has_bias)}:",
                 "elif module is None:",
+            ),
+            ("blocks in another order", "gates_first(read(tensor), 1))", "read(tensor))"),
+            (
+                "packed layers in another order",
+                "in_order(checkpoint.record_of(layer, arch, read), gates_first)",
+                "checkpoint.record_of(layer, arch, read)",
             ),
             ("fewer experts than the model has", "if shape.experts != count:", "if shape.experts > count:"),
             ("experts of several columns", "or shape.n != like.n:", "or shape.n < 0:"),
@@ -203,6 +214,19 @@ MUTATIONS = [
         "weightonly/hf/conversions.py",
         "hf_from_pretrained hf_quantize hf_experts hf_gpt_oss hf_mxfp4 hf_quantize_errors parallel_hf",
         [
+            (
+                "biases in another order",
+                'if inside == "bias" and in_turns_in_files(model, name):',
+                "if False:",
+            ),
+            ("dense weights in another order", "gates_first if in_turns_in_files(model, name) else None", "None"),
+            ("packed layers in another order", "            if in_turns:\n", "            if False:\n"),
+            ("saved in another order", "        if in_turns_in_files(model, stack):\n", "        if False:\n"),
+            (
+                "scales are saved in another order",
+                'elif tensor in ("scales", "zeros", "bias"):',
+                'elif tensor == "bias":',
+            ),
             (
                 "experts that are transposed",
                 "weight if is_transposed else weight.transpose(1, 2)",

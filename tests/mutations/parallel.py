@@ -86,9 +86,9 @@ MUTATIONS = [
             ("rows in act-order", "if down.perm is not None:", "if down.perm is None and module is None:"),
             ("groups that a cut splits", "        check_rows(inner, inner // down.scales.shape[-2], ranks)\n", ""),
             (
-                "gate and up that alternate",
-                "columns = both if is_concatenated else [(2 * begin, 2 * end)]",
-                "columns = both",
+                "gate and up are not cut alike",
+                "columns = columns_of(2 * inner, (inner, inner), ranks, rank)",
+                "columns = [(2 * begin, 2 * end)]",
             ),
             (
                 "each rank adds the bias",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..layout import CPU
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
-from .experts import plan_experts, stacked
+from .experts import in_turns_in_files, plan_experts, read_gates_first, stacked
 from .files import biased_layers, check_complete
 from .modules import Plan, Stack
 from .names import Names
@@ -149,7 +150,11 @@ class CheckpointWeights:
     def _stack(self, name: str) -> dict[str, torch.Tensor]:
         stack = self._stacks[name]
         assert self.dtype is not None
-        records = [tuple(self.checkpoint.read_layer(layer, self.pack_arch) for layer in parts) for parts in stack.parts]
+        in_turns = self._model is not None and in_turns_in_files(self._model, name)
+        read = functools.partial(read_gates_first, self.checkpoint) if in_turns else self.checkpoint.record_of
+        records = [
+            tuple(read(layer, self.pack_arch, self.checkpoint.shards.read) for layer in parts) for parts in stack.parts
+        ]
         return dict(stacked(name, stack, records, self.dtype).state_dict())
 
     def _packed_shape(self, layer: str) -> LayerShape:

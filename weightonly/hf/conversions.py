@@ -14,10 +14,11 @@ from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
 from ..nn import Experts
-from ..nn.experts import quantize_stack
+from ..nn.experts import gates_first, in_turns, quantize_stack, repacked
+from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
-from .experts import stacked
+from .experts import in_turns_in_files, read_gates_first, stacked
 from .modules import Plan, expert_name
 
 if TYPE_CHECKING:
@@ -103,10 +104,16 @@ class DenseWeights(WeightConverter):
 
 
 class _Keep(ConversionOps):
-    """The tensor as it is: a converter needs an operation, and the quantization follows it."""
+    """The tensor as it is: a converter needs an operation, and the quantization follows it. Biases have none."""
 
-    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any) -> dict[str, Any]:
-        return {full_layer_name: _only(input_dict)}
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        tensor = _only(input_dict)
+        name, _, inside = full_layer_name.rpartition(".")
+        if inside == "bias" and in_turns_in_files(model, name):
+            tensor = gates_first(tensor)
+        return {full_layer_name: tensor}
 
 
 class Quantize(ConversionOps):
@@ -131,7 +138,8 @@ class Quantize(ConversionOps):
             expected = (stack.experts, stack.shape.k, stack.shape.n)
             if weight.shape != expected:
                 raise ValueError(f"{name}: expected [E, K, N] = {list(expected)}, got {list(weight.shape)}")
-            return _tensors(name, quantize_stack(weight, recipe, name))
+            columns = gates_first if in_turns_in_files(model, name) else None
+            return _tensors(name, quantize_stack(weight, recipe, name, columns=columns))
         shape = plan.layers[name]
         weight = weight.t() if name in self.hf_quantizer.conv1d else weight
         is_cut = isinstance(target, ParallelLinear) and target.comes_cut("qweight")
@@ -226,8 +234,13 @@ class Read(ConversionOps):
         inside = {key: tensors[0] if isinstance(tensors, list) else tensors for key, tensors in input_dict.items()}
         input_dict.clear()
 
+        is_stack = name in self.hf_quantizer.plan.stacks
+        in_turns = is_stack and in_turns_in_files(model, name)
+
         def record(layer: str, place: str) -> QuantizedLayer:
             names = {tensor: f"{place}.{key}" for key, tensor in self.checkpoint.layers[layer].tensors.items()}
+            if in_turns:
+                return read_gates_first(self.checkpoint, layer, self.arch, lambda tensor: inside.pop(names[tensor]))
             return self.checkpoint.record_of(layer, self.arch, lambda tensor: inside.pop(names[tensor]))
 
         records = [
@@ -235,7 +248,7 @@ class Read(ConversionOps):
             for expert, parts in enumerate(self.sources[name])
         ]
         dtype = model.get_submodule(name).scales.dtype
-        if name in self.hf_quantizer.plan.stacks:
+        if is_stack:
             return _tensors(name, stacked(name, self.hf_quantizer.plan.stacks[name], records, dtype))
         [[only]] = records
         check_scales_as(only.scales, dtype, only.weight.format)
@@ -262,9 +275,18 @@ class SplitExperts(WeightConverter):
 
 
 class _Split(ConversionOps):
-    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
         stack, _, tensor = full_layer_name.rpartition(".")
-        return {f"{expert_name(stack, expert)}.{tensor}": value for expert, value in enumerate(_only(input_dict))}
+        values = _only(input_dict)
+        if in_turns_in_files(model, stack):
+            if tensor == "qweight":
+                weight = PackedWeight(values.reshape(-1), **model.get_submodule(stack).packed.fields)
+                values = repacked(weight, in_turns).data.view(values.shape)
+            elif tensor in ("scales", "zeros", "bias"):
+                values = in_turns(values)
+        return {f"{expert_name(stack, expert)}.{tensor}": value for expert, value in enumerate(values)}
 
 
 def _tensors(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:

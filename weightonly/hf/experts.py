@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, apply_renamings
 
+from ..formats.checkpoint import Checkpoint
+from ..formats.gpt_oss import METHOD as GPT_OSS
 from ..formats.layers import LayerShape
 from ..formats.records import QuantizedLayer
-from ..nn import GroupedLinear
-from ..nn.experts import stack_parts
+from ..heuristics.arch import Arch
+from ..nn import Experts, GroupedLinear
+from ..nn.experts import ModuleGate, alternates, gates_first, in_order, stack_parts
 from ..packed import PackedWeight
 from .modules import Plan, Stack, expert_shapes
 from .names import Names
@@ -166,6 +169,26 @@ def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, .
         any(shape.act_order for shape in everyone),
         first.layout,
     )
+
+
+def in_turns_in_files(model: torch.nn.Module, name: str) -> bool:
+    """Whether files have gates, and what they are multiplied with, in turns in the columns of a packed layer."""
+    owner, _, product = name.rpartition(".")
+    experts = model.get_submodule(owner)
+    if not isinstance(experts, Experts) or not isinstance(experts.between, ModuleGate):
+        return False
+    return alternates(experts.between.module, product)
+
+
+def read_gates_first(
+    checkpoint: Checkpoint, layer: str, arch: Arch | None, read: Callable[[str], torch.Tensor]
+) -> QuantizedLayer:
+    """`checkpoint.record_of(layer, arch, read)` of columns that are in turns in the file: its gates come first."""
+    if (
+        checkpoint.layers[layer].format.name == GPT_OSS
+    ):  # of its tensors, none of which is packed, N is the second dimension
+        return checkpoint.record_of(layer, arch, lambda tensor: gates_first(read(tensor), 1))
+    return in_order(checkpoint.record_of(layer, arch, read), gates_first)
 
 
 def stacked(

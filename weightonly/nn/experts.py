@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,15 +15,20 @@ from ..experts import run_experts
 from ..formats.records import QuantizedLayer
 from ..gate import Gate
 from ..gemm import autocast
+from ..packed import PackedWeight
 from ..packing import preprocess, unpack
 from .grouped import GroupedLinear, Part
 from .recipe import Recipe
+
+Columns = Callable[[torch.Tensor], torch.Tensor]
+"""[..., N] -> the same in another order."""
 
 
 class Experts(torch.nn.Module):
     """y[m] = sum_j weights[m, j] * (between(x[m] @ first[e]) @ down[e]), with e = ids[m, j].
 
-    gate_up_proj: GroupedLinear [E, H, 2 I]; named up_proj, [E, H, I], where the experts have no gate.
+    gate_up_proj: GroupedLinear [E, H, 2 I], gates first, also of gpt-oss, which has gate and up in turns; named
+        up_proj, [E, H, I], where the experts have no gate.
     down_proj: GroupedLinear [E, I, H].
     between: what is between the two products, (T, 2 I) -> (T, I): a `Gate`, or that of the module it was made from.
     Plain attributes: num_experts, and layer_name, the name in the model, which errors of `forward` begin with, or None.
@@ -74,16 +80,17 @@ class Experts(torch.nn.Module):
         cls,
         gate_up: Sequence[Part] | Sequence[tuple[Part, Part]],
         down: Sequence[Part],
-        activation: str | None = "silu",
+        activation: str | Gate | None = "silu",
         *,
         module: torch.nn.Module | None = None,
         dtype: torch.dtype | None = None,
     ) -> Experts:
         """From the layers of each expert, such as records of a checkpoint (`weightonly.formats.QuantizedLayer`).
 
-        gate_up: for each expert its first layer [H, 2 I], or the pair (gate, up) of layers [H, I], put side by side.
+        gate_up: for each expert its first layer [H, 2 I], its columns in the order of `module`, without one gates
+            first; or the pair (gate, up) of layers [H, I].
         down: for each expert its second layer [I, H].
-        activation: on the gate: None, "relu", "gelu" (the erf form) or "silu".
+        activation: as in `weightonly.fused_experts`.
         module: dense experts, which may be on meta: what is between the products is theirs, and `activation` unused.
         dtype: of scales, zeros and bias; None: that of the scales.
 
@@ -96,12 +103,13 @@ class Experts(torch.nn.Module):
             )
         if len(gate_up) != len(down):
             raise ValueError(f"down: expected {len(gate_up)} experts as gate_up has, got {len(down)}")
-        between = Gate(activation) if module is None else ModuleGate.of(module)
-        is_pairs = bool(gate_up) and isinstance(gate_up[0], tuple)
-        if is_pairs and isinstance(between, ModuleGate) and not between.is_concatenated:
-            raise ValueError(
-                f"gate_up: expected one layer for each expert, as {type(module).__name__} interleaves gate and up"
-            )
+        between: Gate | ModuleGate
+        if module is not None:
+            between = ModuleGate.of(module)
+            if alternates(module, "gate_up_proj"):
+                gate_up = [p if isinstance(p, tuple) else in_order(p, gates_first) for p in gate_up]  # type: ignore[assignment]
+        else:
+            between = activation if isinstance(activation, Gate) else Gate.of(activation)
         return cls(stack_parts("gate_up", gate_up, dtype), stack_parts("down", down, dtype), between)
 
     def forward(
@@ -141,10 +149,13 @@ class Experts(torch.nn.Module):
             layer = self.get_submodule(product)
             assert isinstance(layer, GroupedLinear)
             w = layer.dequantize(dtype)  # (E, K, N)
+            bias = None if layer.bias is None else layer.bias.detach()  # (E, N)
+            if alternates(dense, product):
+                w, bias = in_turns(w), None if bias is None else in_turns(bias)
             weight = w if dense.is_transposed else w.transpose(1, 2).contiguous()
             setattr(dense, product, torch.nn.Parameter(weight))
-            if layer.bias is not None:
-                setattr(dense, f"{product}_bias", torch.nn.Parameter(layer.bias.detach().to(w.dtype)))
+            if bias is not None:
+                setattr(dense, f"{product}_bias", torch.nn.Parameter(bias.to(w.dtype)))
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
@@ -153,11 +164,10 @@ class Experts(torch.nn.Module):
 
 @dataclass(frozen=True, repr=False)
 class ModuleGate:
-    """What dense experts compute between their products; `module` is them without their weights."""
+    """What dense experts compute between their products, gates first; `module` is them without their weights."""
 
     module: Any
     has_gate: bool
-    is_concatenated: bool
     gate: Gate | None
     """The same, where it is one."""
 
@@ -165,39 +175,98 @@ class ModuleGate:
     def of(cls, module: Any) -> ModuleGate:
         shell = copy.copy(module)
         shell.__dict__["_parameters"] = {}
-        is_concatenated = getattr(module, "is_concatenated", True)
-        return cls(shell, module.has_gate, is_concatenated, _gate_of(module) if is_concatenated else None)
+        made = cls(shell, module.has_gate, None)
+        columns = expert_weights(module, expert_products(module)[0]).shape[2]
+        return cls(shell, module.has_gate, _same_gate(made, columns))
 
     def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        return self.module._apply_gate(y) if self.has_gate else self.module.act_fn(y)
+        if not self.has_gate:
+            return self.module.act_fn(y)
+        return self.module._apply_gate(in_turns(y) if alternates(self.module, "gate_up_proj") else y)
 
     def __repr__(self) -> str:
         return type(self.module).__name__
 
 
-def _gate_of(module: Any) -> Gate | None:
-    """What transformers' own gate computes with an activation that kernels have; None for others."""
-    apply, act = type(module)._apply_gate, getattr(module, "act_fn", None)
-    if module.has_gate and (apply.__module__, apply.__name__) != _DEFAULT_GATE:
+@torch.no_grad()
+def _same_gate(between: ModuleGate, columns: int) -> Gate | None:
+    """The gate that computes what a module does: it gives the module's numbers, in fp32, beyond its limits too."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, max(1, 4096 // columns), columns, generator=generator, dtype=torch.float32, device="cpu")
+    limit = _number(between.module, "limit")
+    z[0], z[1] = 2 * z[0], max(8.0, 2 * (limit or 0.0)) * z[1]
+    z = z.flatten(0, 1)
+    try:
+        y = between(z)
+        found = (gate for gate in _gates(between) if torch.allclose(gate(z), y, rtol=1e-5, atol=1e-5))
+        return next(found, None)
+    except (RuntimeError, TypeError):  # of a module that computes on other devices or dtypes alone
         return None
-    activation = _ACTIVATIONS.get(type(act).__name__)
-    if activation is None or getattr(act, "approximate", "none") == "tanh":
-        return None
-    return Gate(activation, has_gate=module.has_gate)
 
 
-_ACTIVATIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "ReLU": "relu",
-    "GELU": "gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "ReLUSquaredActivation": "relu2",
-}
-"""The class of an activation of PyTorch or transformers -> its name here."""
+def _gates(between: ModuleGate) -> Iterator[Gate]:
+    """Gates with the limit and the alpha that a module has as attributes, or without."""
+    names = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+    if not between.has_gate:
+        yield from (Gate(name, has_gate=False) for name in names)
+        return
+    limit, alpha = (_number(between.module, name) for name in ("limit", "alpha"))
+    for bound in dict.fromkeys((limit, None)):
+        yield from (Gate(name, bound) for name in names)
+        yield from (Gate("silu", bound, alpha, shift) for shift in (1.0, 0.0))
 
-_DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
+
+def _number(module: Any, name: str) -> float | None:
+    """The limit or the alpha of a gate, as transformers' models call them."""
+    for attribute in (name, f"swiglu_{name}"):
+        value = getattr(module, attribute, None)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+    return None
+
+
+def alternates(module: Any, product: str) -> bool:
+    """Whether dense experts have gates, and what they are multiplied with, in turns in the columns of a product."""
+    return product == "gate_up_proj" and module.has_gate and not getattr(module, "is_concatenated", True)
+
+
+def gates_first(columns: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """[g0, u0, g1, u1, ...] along `dim` -> [g0, g1, ..., u0, u1, ...]"""
+    order = torch.arange(columns.shape[dim], device=columns.device).view(-1, 2).t().flatten()
+    return columns.index_select(dim, order)
+
+
+def in_turns(columns: torch.Tensor) -> torch.Tensor:
+    """The inverse, of the last dimension."""
+    order = torch.arange(columns.shape[-1], device=columns.device).view(2, -1).t().flatten()
+    return columns.index_select(-1, order)
+
+
+def in_order(layer: Part, columns: Columns) -> QuantizedLayer:
+    """A layer, or all of stacked experts, with its columns in another order."""
+    zeros, bias = (None if t is None else columns(t) for t in (layer.zeros, layer.bias))
+    return QuantizedLayer("gate_up", repacked(layer.weight, columns), columns(layer.scales), zeros, bias, layer.perm)
+
+
+def repacked(weight: PackedWeight, columns: Columns) -> PackedWeight:
+    """The same weight, or stacked ones, with its columns in another order. One expert at a time is unpacked."""
+    each = [weight] if weight.experts is None else weight
+    data = torch.cat([packed_like(weight, columns(unpack(one))).data for one in each])
+    return PackedWeight(data, **weight.fields)
+
+
+def packed_like(weight: PackedWeight, q: torch.Tensor) -> PackedWeight:
+    """One matrix in the format and the layout of `weight`."""
+    return preprocess(
+        q,
+        weight.bits,
+        layout=weight.layout,
+        format=weight.format,
+        code=weight.fields.get("code"),
+        group_size=weight.group_size,
+        zeros=weight.has_zeros,
+        perm=weight.has_perm,
+    )
 
 
 def why_not_experts(module: torch.nn.Module) -> str | None:
@@ -237,6 +306,7 @@ def expert_weights(module: Any, name: str) -> torch.Tensor:
 def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
     weights = expert_weights(module, name)
     bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None  # [E, N]
+    columns = gates_first if alternates(module, name) else None
     if weights.is_meta:
         dtype = weights.dtype if recipe.dtype is None else recipe.dtype
         recipe.check_k(weights.shape[1])
@@ -253,11 +323,17 @@ def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
             device="meta",
             arch=recipe.arch,
         )
-    return quantize_stack(weights, recipe, name, bias)
+    return quantize_stack(weights, recipe, name, bias if bias is None or columns is None else columns(bias), columns)
 
 
-def quantize_stack(weights: torch.Tensor, recipe: Recipe, name: str, bias: torch.Tensor | None = None) -> GroupedLinear:
-    """The layer of weights w [E, K, N] with biases [E, N], each expert quantized by itself.
+def quantize_stack(
+    weights: torch.Tensor,
+    recipe: Recipe,
+    name: str,
+    bias: torch.Tensor | None = None,
+    columns: Columns | None = None,
+) -> GroupedLinear:
+    """The layer of weights w [E, K, N] with biases [E, N], each expert quantized by itself. columns: the order of N.
 
     Raises what `quantize` and `preprocess` raise, naming the layer and the expert.
     """
@@ -265,7 +341,7 @@ def quantize_stack(weights: torch.Tensor, recipe: Recipe, name: str, bias: torch
     parts = []
     for expert, w in enumerate(weights):
         try:
-            weight, scales, zeros = recipe.quantize(w)
+            weight, scales, zeros = recipe.quantize(w if columns is None else columns(w))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}, expert {expert}: {error}") from error
         parts.append(QuantizedLayer(name, weight, scales, zeros, None if bias is None else bias[expert]))
@@ -305,16 +381,7 @@ def _side_by_side(argument: str, expert: int, gate: Part, up: Part) -> Part:
     perms = [perm for perm in (gate.perm, up.perm) if perm is not None]
     if len(perms) == 1 or (perms and not torch.equal(*perms)):
         raise ValueError(f"{argument}: expert {expert}: expected one act-order for gate and up, got different ones")
-    weight = preprocess(
-        torch.cat([unpack(w), unpack(up.weight)], dim=1),
-        w.bits,
-        layout=w.layout,
-        format=w.format,
-        code=fields.get("code"),
-        group_size=w.group_size,
-        zeros=w.has_zeros,
-        perm=w.has_perm,
-    )
+    weight = packed_like(w, torch.cat([unpack(w), unpack(up.weight)], dim=1))
     both = [
         None if a is None or b is None else torch.cat([a, b], dim=-1)
         for a, b in ((gate.scales, up.scales), (gate.zeros, up.zeros), (gate.bias, up.bias))

@@ -133,9 +133,7 @@ class ExpertTensorParallel(ExpertParallel):
         (first,) = layers.keys() - {"down_proj"}
         columns = [(begin, end)]
         if module.between.has_gate:
-            is_concatenated = getattr(module.between, "is_concatenated", True)
-            both = columns_of(2 * inner, (inner, inner), ranks, rank)
-            columns = both if is_concatenated else [(2 * begin, 2 * end)]
+            columns = columns_of(2 * inner, (inner, inner), ranks, rank)
         bias = down.bias if rank == 0 or down.bias is None else torch.zeros_like(down.bias)
         rows = down.rows(begin, end)
         part = Operands(rows.weight, rows.scales, rows.zeros, bias, None)
