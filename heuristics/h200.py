@@ -218,9 +218,9 @@ GROUPED = GroupedConstants(
         ("grouped_sm90_64x256x128_w64x64_s3", "int8"): GroupedTimes(3.0, 5.2, 0.5, 0.008),
         ("grouped_sm90_128x128x128_w128x64_s4", "code4"): GroupedTimes(3.0, 3.0, 0.5, 0.0083),
         ("grouped_sm90_128x128x128_w128x64_s4", "int4"): GroupedTimes(3.0, 3.0, 0.5, 0.0083),
-        ("grouped_sm90_128x128x128_w128x64_s4", "int8"): GroupedTimes(3.0, 3.0, 0.5, 0.0083),
+        ("grouped_sm90_128x128x128_w128x64_s3", "int8"): GroupedTimes(3.0, 3.0, 0.5, 0.0083),
         ("grouped_sm90_256x128x64_w256x64_s5", "int4"): GroupedTimes(3.0, 4.0, 0.6, 0.008),
-        ("grouped_sm90_256x128x64_w256x64_s5", "int8"): GroupedTimes(3.0, 4.0, 0.6, 0.008),
+        ("grouped_sm90_256x128x64_w256x64_s4", "int8"): GroupedTimes(3.0, 4.0, 0.6, 0.008),
         ("grouped_sm90_256x128x64_w256x64_s4", "code4"): GroupedTimes(3.0, 4.0, 0.6, 0.008),
     },
 )

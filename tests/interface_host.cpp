@@ -25,10 +25,12 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 }
 
 using weightonly::GroupedEntry;
-GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false, true};
-GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false, false};
-GroupedEntry const sorting = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true, true};
-GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &sorting};
+GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false, true, true};
+GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false, false, false};
+GroupedEntry const sorting = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true, true, true};
+GroupedEntry const panels = {
+    "grouped_sm90_of_three_panels_f16_int8_group", &count_grouped_launch, 1, false, false, true};
+GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &sorting, &panels};
 
 }  // namespace
 
@@ -37,7 +39,7 @@ namespace weightonly {
 KernelEntry const* const* const kKernels = table;
 int const kKernelCount = 4;
 GroupedEntry const* const* const kGroupedKernels = grouped_table;
-int const kGroupedKernelCount = 3;
+int const kGroupedKernelCount = 4;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

@@ -124,6 +124,11 @@ def test_the_gate_of_an_argument() -> None:
         Gate.of(Gate("relu2", has_gate=False), has_gate=True)
 
 
+def test_gates_that_compute_otherwise_have_other_keys() -> None:
+    others: list[dict[str, Any]] = [{}, {"activation": "relu"}, {"limit": 7.0}, {"alpha": 2.0}, {"shift": 1.0}]
+    assert len({Gate(**fields).key for fields in [*others, {"has_gate": False}]}) == 6
+
+
 def test_numbers_of_kernels() -> None:
     """struct Gate: function, alpha, limit, shift. What is left out changes nothing."""
     assert Gate.of("swigluoai").numbers == (3, 1.702, 7.0, 1.0)

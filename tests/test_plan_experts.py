@@ -279,6 +279,9 @@ def test_layers_of_one_kind_share_a_plan_and_gates_do_not(
         assert y is not None
         torch.testing.assert_close(y, of_cpu(*given, layer, gate), rtol=1e-2, atol=1e-2)
     assert len(kernels.sizes) == 2 * 4
+    x, ids, weights = given
+    y = layer_plans.layer(x, ids.int(), weights, first, gate, second)
+    assert y is not None and torch.equal(y, layer_plans.layer(*given, first, gate, second))
 
 
 def test_what_takes_other_launches(

@@ -18,9 +18,12 @@ import vllm_cases as cases
 import vllm_experts as moe
 from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+from vllm.model_executor.layers import activation as layers
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, MoEActivation, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -29,9 +32,10 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
+from weightonly.gate import Gate
 from weightonly.vllm import register
 from weightonly.vllm.expert_tensors import of_rows
-from weightonly.vllm.experts import WeightOnlyExpertsMethod, _why_not
+from weightonly.vllm.experts import Shard, WeightOnlyExpertsMethod, _why_not, gate_of
 from weightonly.vllm.support import VARIABLE, experts_wanted
 
 HIDDEN, INNER = 128, 192
@@ -194,30 +198,139 @@ def test_router_weights_on_the_input(generator: torch.Generator, monkeypatch: py
     near(y, experts.dense(x * weights.half(), ids, torch.ones_like(weights)), torch.float16)
 
 
-def test_gelu(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+SITU = {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0}
+OAI = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+ACTIVATIONS: dict[str, tuple[dict[str, Any], Gate]] = {
+    "gelu": ({}, Gate("gelu")),
+    "gelu_tanh": ({}, Gate("gelu_tanh")),
+    "silu": ({"swiglu_limit": 0.5}, Gate("silu", limit=0.5)),
+    "situ": (SITU, Gate("situ", alpha=2.0, limit=3.0)),
+    "swigluoai_uninterleave": (OAI, Gate("silu", limit=0.5, alpha=1.702, shift=1.0)),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, gate = ACTIVATIONS[activation]
+    known = inspect.signature(FusedMoEFactory).parameters
+    if not options.keys() <= known.keys() or activation not in (known_one.value for known_one in MoEActivation):
+        pytest.skip("this vLLM does not have it")
     moe.take_ours(monkeypatch)
     experts = moe.random_experts(generator, HIDDEN, INNER)
     x, logits = inputs(generator, torch.float16)
     weights, ids = moe.route(x, logits, moe.TOP_K, True)
     with cases.serving():
-        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER, activation="gelu")
+        config = cases.config("gptq", 4, 64, False)
+        runner = moe.build("gptq", config, HIDDEN, INNER, activation=activation, **options)
         moe.load(runner, experts.tensors("gptq"))
         y = moe.forward(runner, x, logits)
-    assert torch.equal(y, wo.fused_experts(x, *experts.stacks(), ids, weights, "gelu"))
-    near(y, experts.dense(x, ids, weights, torch.nn.functional.gelu), torch.float16)
+    assert torch.equal(y, wo.fused_experts(x, *experts.stacks(), ids, weights, gate))
+    assert not torch.equal(y, wo.fused_experts(x, *experts.stacks(), ids, weights, "silu"))
+
+
+def applied(activation: str, fields: dict[str, Any], z: torch.Tensor) -> torch.Tensor:
+    """What vLLM computes between the products: its own function, or of those in its library the one in PyTorch."""
+    if activation.endswith("_no_mul"):
+        y = torch.empty_like(z)
+        apply_moe_activation(MoEActivation(activation), y, z.clone())
+        return y
+    of_silu = (
+        {} if activation == "silu" else {"alpha": fields.get("swiglu_alpha", 0), "beta": fields.get("swiglu_beta", 0)}
+    )
+    if "swiglu_limit" in fields:
+        return layers.SiluAndMulWithClamp(fields["swiglu_limit"], **of_silu).forward_native(z)
+    if activation == "situ":
+        return layers.SituAndMul(*fields.values()).forward_native(z)
+    if activation == "silu":
+        return layers.SiluAndMul.forward_native(z)
+    return layers.GeluAndMul("tanh" if activation == "gelu_tanh" else "none").forward_native(z)
+
+
+@pytest.mark.parametrize(
+    ("activation", "fields"),
+    [
+        ("silu", {}),
+        *((activation, fields) for activation, (fields, _) in ACTIVATIONS.items()),
+        ("situ", {"activation_situ_beta": 4.0, "activation_situ_linear_beta": None}),
+        *((f"{name}_no_mul", {}) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+    ],
+    ids=str,
+)
+def test_gates_are_what_vllm_applies(activation: str, fields: dict[str, Any], generator: torch.Generator) -> None:
+    """In fp32, beyond the limits, too."""
+    moe_config = fake_layer(activation=SimpleNamespace(value=activation)).moe_config
+    for name, value in fields.items():
+        setattr(moe_config, name, value)
+    z = torch.randn(50, 64, generator=generator) * 4
+    with cases.serving(torch.float32):
+        wanted = applied(activation, fields, z)
+    torch.testing.assert_close(gate_of(moe_config)(z), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_without_a_gate(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Nemotron: one first projection, whose tensors come as those of "w1"."""
+    moe.take_ours(monkeypatch)
+    monkeypatch.setattr(type(current_platform), "is_xpu", lambda _: True)  # vLLM has none on CPUs
+    experts = moe.random_experts(generator, HIDDEN, INNER)
+    x, logits = inputs(generator, torch.float16)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    options = cases.config("gptq", 4, 64, False)
+    with cases.serving():
+        names = {"ckpt_names": ("gate_proj", "down_proj", None)}
+        runner = moe.build("gptq", options, HIDDEN, INNER, activation="relu2_no_mul", **names)
+        monkeypatch.undo()
+        mine = ((name, t) for name, t in experts.tensors("gptq") if "up_proj" not in name)
+        moe.load(runner, mine)
+        y = runner.routed_experts.quant_method.apply(runner.routed_experts, x, weights, ids)
+    first = moe.stack(experts.weights["gate_proj"], None, None)
+    assert torch.equal(y, wo.fused_experts(x, first, experts.stacks()[1], ids, weights, "relu2"))
+
+
+def test_groups_that_a_rank_cuts_are_counted_on_the_cpu() -> None:
+    """vLLM builds layers where the GPU is the default device: the host would wait for it."""
+    layer = fake_layer(tp_size=2, tp_rank=1, intermediate_size_per_partition=96)
+    with torch.device("meta"):
+        shard = Shard(layer, of_rows("int4", 64, 64, False), "w2")
+    assert shard.source is not None and shard.source.tolist() == [0, 1, 1] and shard.group_size == 32
+
+
+def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe.take_ours(monkeypatch)
+    x, logits = inputs(generator, torch.float16)
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER)
+        moe.load(runner, moe.random_experts(generator, HIDDEN, INNER).tensors("gptq"))
+        made: list[str] = []
+        make = WeightOnlyExpertsMethod._weight
+
+        def counted(method: WeightOnlyExpertsMethod, layer: Any, stem: str) -> tuple[Any, ...]:
+            made.append(stem)
+            return make(method, layer, stem)
+
+        monkeypatch.setattr(WeightOnlyExpertsMethod, "_weight", counted)
+        for _ in range(3):
+            moe.forward(runner, x, logits)
+    assert made == ["w13", "w2"]
 
 
 @pytest.mark.parametrize(
     ("changes", "group", "reason"),
     [
-        ({"activation": "swigluoai"}, 64, "activation: expected silu or gelu, got swigluoai"),
-        ({"activation": "gelu_tanh"}, 64, "activation: expected silu or gelu, got gelu_tanh"),
-        ({"swiglu_limit": 7.0}, 64, "no experts with a limit of the activation"),
+        ({"activation": "swigluoai"}, 64, "activation: expected one of silu, .*, relu2_no_mul, got swigluoai"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, 64, "activation: expected gelu without alpha, beta and limit"),
+        ({"swiglu_limit": 0.0}, 64, "limit: expected a finite number above 0, got 0.0"),
         ({"apply_router_weight_on_input": True}, 64, "no experts with router weights on the input"),
         ({}, 16, "w13: group_size must be .* got 16"),
         ({"tp_size": 4}, 64, "w2: group_size must be .* got 16"),  # rows 48 .. 95 of 192: 16 of group 0, 32 of group 1
     ],
-    ids=["swigluoai", "gelu_tanh", "a limit", "weights of several experts on the input", "group 16", "cut to 16"],
+    ids=[
+        "swigluoai",
+        "a limit of gelu",
+        "a limit of 0",
+        "weights of several experts on the input",
+        "group 16",
+        "cut to 16",
+    ],
 )
 def test_refused(
     changes: dict[str, Any], group: int, reason: str, no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
@@ -335,7 +448,8 @@ def test_refused_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the plug-in was not there."""
     moe.take_ours(monkeypatch)
     with cases.serving():
-        layer = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER, swiglu_limit=7.0).routed_experts
+        config = cases.config("gptq", 4, 64, False)
+        layer = moe.build("gptq", config, HIDDEN, INNER, swiglu_limit=0.0).routed_experts  # no Gate has such a limit
     assert type(layer.quant_method).__name__ == "AutoGPTQMoEMethod"
 
 

@@ -72,7 +72,7 @@ class Experts:
         biases: tuple[torch.Tensor | None, ...] = (None, None)
         if self.bias is not None:
             biases = (torch.cat([self.bias["gate_proj"], self.bias["up_proj"]], 1), self.bias["down_proj"])
-        return _stack(first, biases[0], arch), _stack(self.weights["down_proj"], biases[1], arch)
+        return stack(first, biases[0], arch), stack(self.weights["down_proj"], biases[1], arch)
 
     def dense(
         self,
@@ -91,7 +91,7 @@ class Experts:
         return y
 
 
-def _stack(
+def stack(
     weights: list[cases.Weight], bias: torch.Tensor | None, arch: str | None
 ) -> tuple[wo.PackedWeight, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     bits, middle = weights[0].bits, 1 << (weights[0].bits - 1)

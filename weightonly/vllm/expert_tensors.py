@@ -93,7 +93,8 @@ def _awq(config: AutoAWQConfig, prefix: str) -> ExpertTensors | str | None:
 def _compressed_tensors(config: CompressedTensorsConfig, layer: Any, prefix: str) -> ExpertTensors | str | None:
     config._add_fused_moe_to_target_scheme_map()
     projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-    schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections]
+    # Experts without a gate have no name for up: their one first projection has that of gate.
+    schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections if name is not None]
     scheme, weights = schemes[0], (schemes[0] or {}).get("weights")
     if weights is None:
         return None

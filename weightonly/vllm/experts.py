@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoEActivation, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 
 from ..experts import fused_experts
 from ..formats.groups import group_rows
+from ..gate import Gate
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import FORMATS
@@ -28,7 +29,9 @@ from .support import why_not
 
 logger = init_logger(f"vllm.{__name__}")
 
-_ACTIVATIONS = {MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu"}
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ", "swigluoai_uninterleave")
+_WITHOUT_GATE = ("silu", "gelu", "gelu_tanh", "relu2")
+"""Values of vLLM's MoEActivation that a `Gate` computes; those without a gate have another name, "silu_no_mul"."""
 
 _CONFIGS: dict[type[QuantizationConfig], tuple[str, ...]] = {
     AutoGPTQConfig: ("gptq", "gptq_marlin", "auto_gptq"),
@@ -67,11 +70,12 @@ def _with_experts(config: type[QuantizationConfig]) -> type[QuantizationConfig]:
 def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
     """Why `fused_experts` cannot compute a fused MoE layer; None: it can."""
     moe = layer.moe_config
-    if moe.activation not in _ACTIVATIONS:
-        return f"activation: expected {' or '.join(_ACTIVATIONS.values())}, got {moe.activation.value}"
+    try:
+        gate = gate_of(moe)
+    except ValueError as error:
+        return str(error)
     parallel = moe.moe_parallel_config
     refused = {
-        "a limit of the activation (swiglu_limit)": moe.swiglu_limit is not None,
         "LoRA": moe.is_lora_enabled,
         "load balancing of experts (EPLB)": parallel.enable_eplb,
         "all-to-all kernels (data parallelism with expert parallelism)": parallel.use_all2all_kernels,
@@ -82,7 +86,7 @@ def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
         if is_asked:
             return f"weightonly has no experts with {what}"
     inner = moe.intermediate_size_per_partition
-    for stem, k, n in (("w13", moe.hidden_dim, 2 * inner), ("w2", inner, moe.hidden_dim)):
+    for stem, k, n in (("w13", moe.hidden_dim, (2 if gate.has_gate else 1) * inner), ("w2", inner, moe.hidden_dim)):
         try:
             shard = Shard(layer, tensors, stem)
         except ValueError as error:
@@ -94,10 +98,30 @@ def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
     return None
 
 
-class Shard:
-    """What this rank holds of the first product of all experts ("w13": gate beside up) or of the second ("w2").
+def gate_of(moe: Any) -> Gate:
+    """What a layer computes between its products, as apply_moe_activation of vLLM has it.
 
-    k, n: of the product. full_k, full_n: of one projection in the file.
+    moe: its FusedMoEConfig. Raises ValueError for what no `Gate` is.
+    """
+    value = moe.activation.value
+    names = (*_ACTIVATIONS, *(f"{name}_no_mul" for name in _WITHOUT_GATE))
+    if value not in names:
+        raise ValueError(f"activation: expected one of {', '.join(names)}, got {value}")
+    # Older versions do not have all of these.
+    limit, alpha, beta = (getattr(moe, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
+    if value == "swigluoai_uninterleave":
+        return Gate("silu", limit, alpha, shift=beta or 0.0)
+    if alpha is not None or beta is not None or (limit is not None and value != "silu"):
+        raise ValueError(f"activation: expected {value} without alpha, beta and limit, got {alpha}, {beta} and {limit}")
+    if value == "situ":
+        return Gate("situ", moe.activation_situ_linear_beta, moe.activation_situ_beta)
+    return Gate(value.removesuffix("_no_mul"), limit, has_gate=not value.endswith("_no_mul"))
+
+
+class Shard:
+    """What this rank holds of the first product of all experts ("w13": gate beside up, or up alone) or of the second.
+
+    k, n: of the product. parts: projections of the file that it has beside each other. full_k, full_n: of one of them.
     first_row, first_column: of that projection, where this rank's part begins.
     groups: the groups of the file that its rows are in, a range. source: int64, the group in `groups` of each of its
         own, where the rank's part cuts groups; else None. group_size: rows of its own groups.
@@ -109,7 +133,8 @@ class Shard:
         inner, parallel = moe.intermediate_size_per_partition, moe.moe_parallel_config
         begin, full = inner * parallel.tp_rank, inner * parallel.tp_size
         is_first = stem == "w13"
-        self.k, self.n = (moe.hidden_dim, 2 * inner) if is_first else (inner, moe.hidden_dim)
+        self.parts = 2 if is_first and gate_of(moe).has_gate else 1
+        self.k, self.n = (moe.hidden_dim, self.parts * inner) if is_first else (inner, moe.hidden_dim)
         self.full_k, self.full_n = (moe.hidden_dim, full) if is_first else (full, moe.hidden_dim)
         self.first_row, self.first_column = (0, int(begin)) if is_first else (int(begin), 0)
         size = tensors.first_group if is_first else tensors.down_group
@@ -120,7 +145,7 @@ class Shard:
         self.source: torch.Tensor | None = None
         self.group_size = min(size, self.k)
         if len(self.groups) > 1:
-            rows = torch.arange(self.first_row, end) // size - self.groups.start
+            rows = torch.arange(self.first_row, end, device="cpu") // size - self.groups.start
             grouping = group_rows(rows, len(self.groups))
             self.group_size, self.source = grouping.rows, grouping.source
 
@@ -143,11 +168,13 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
             raise ValueError(f"{name}: {reason}")
         self.name = name
         self.tensors = tensors
+        self.gate = gate_of(layer.moe_config)
         self.shards = {stem: Shard(layer, tensors, stem) for stem in ("w13", "w2")}
         self.layouts: dict[str, str] = {}
         self.local_expert = layer._map_global_expert_id_to_local_expert_id
         self.tp_rank = int(layer.moe_config.moe_parallel_config.tp_rank)
         self.loaded_biases: set[str] = set()
+        self._made: tuple[tuple[int, ...], tuple[Any, ...]] | None = None
 
     def create_weights(
         self,
@@ -195,7 +222,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         stem = "w2" if shard_id == "w2" else "w13"
         name = weight_name.rpartition(f"{stem}_")[2]
         shard, half = self.shards[stem], 1 if shard_id == "w3" else 0
-        columns = shard.n if stem == "w2" else shard.n // 2
+        columns = shard.n // shard.parts
         place = param.data[expert][half * columns : (half + 1) * columns]
         if name in self.tensors.unread:
             if name.endswith("g_idx") and not bool((loaded_weight[1:] >= loaded_weight[:-1]).all()):
@@ -224,7 +251,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the weights, in place of what was loaded."""
-        tensors = self.tensors
+        tensors, self._made = self.tensors, None
         for stem, shard in self.shards.items():
             self._pack(layer, f"{stem}_{tensors.qweight}", stem)
             for name in (tensors.scales, tensors.zeros):
@@ -269,8 +296,15 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:  # top_k is 1
             x = x * topk_weights.to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        first, second = (self._weight(layer, stem) for stem in ("w13", "w2"))
-        return fused_experts(x, first, second, topk_ids, topk_weights, _ACTIVATIONS[layer.activation])
+        first, second = self._weights(layer)
+        return fused_experts(x, first, second, topk_ids, topk_weights, self.gate)
+
+    def _weights(self, layer: Any) -> tuple[Any, ...]:
+        """w13 and w2, made when they are asked for first, and again where a reload brought others."""
+        places = tuple(getattr(layer, f"{stem}_{self.tensors.qweight}").data_ptr() for stem in self.shards)
+        if self._made is None or self._made[0] != places:
+            self._made = places, tuple(self._weight(layer, stem) for stem in self.shards)
+        return self._made[1]
 
     def _weight(self, layer: Any, stem: str) -> tuple[Any, ...]:
         """(qweight, scales, zeros, bias), as `fused_experts` takes them."""

@@ -117,6 +117,7 @@ class WeightOnlyConfig(QuantizationConfig):
                     f"{expert}.{name}": self.shapes.get(f"{prefix}.{expert}.{name}")
                     for expert in range(layer.moe_config.num_experts)
                     for name in names
+                    if name is not None  # experts without a gate have one first projection
                 },
             )
             for names in (projections[:2], projections[2:])
