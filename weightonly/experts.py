@@ -132,7 +132,12 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
-    if isinstance(first, Product) and isinstance(second, Product) and isinstance(between, Gate) and runs(x, weights):
+    if (
+        isinstance(first, Product)
+        and isinstance(second, Product)
+        and isinstance(between, Gate)
+        and runs(x, weights, ids)
+    ):
         y = decode_layer(x, ids, weights, first, between, second)
         if y is not None:
             return y
@@ -154,6 +159,7 @@ def _stack(name: str, weight: Weight) -> tuple[PackedWeight, torch.Tensor, torch
 
 
 def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    require_tensor("x", x)
     require_dtype("topk_ids", ids, (torch.int32, torch.int64))
     if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] == 0:
         raise ValueError(f"topk_ids: expected shape [M = {x.shape[0]}, top_k], got {list(ids.shape)}")

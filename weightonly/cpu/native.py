@@ -50,7 +50,10 @@ def gemm(
     if qweight.layout != CPU and qweight.n_padded % TILE:
         qweight = relayout(qweight, CPU)  # int8 of GPUs before sm90, padded to 32 columns
     rows, scales = _rows(x.detach().reshape(m, k)), _rows(scales)
-    zeros = None if zeros is None else _rows(zeros)
+    if zeros is not None:
+        zeros = _rows(zeros)
+        if zeros.stride(0) != scales.stride(0):  # the kernels take one distance for both
+            scales, zeros = scales.contiguous(), zeros.contiguous()
     bias = None if bias is None else bias.contiguous()
     in_torch = None if activation in (None, "identity", "relu") else activation_of(activation).function
     is_direct = in_torch is None and out.stride(-1) == 1 and (out.dim() == 2 or out.is_contiguous())

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from ..activations import activation_of
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
-from ..kernels import _C, FLOAT_TYPES
+from ..kernels import _C, FLOAT_TYPES, MAX_M
+from ..plain import PLAIN, is_watched
 
 MAX_CHOICES = 4096
 """Choices of experts that the kernel sorts: kMaxChoices of kernels/experts/experts.h."""
+
+INT32_MAX = (1 << 31) - 1
 
 _MAX_EXPERTS = 512
 _VECTOR = 8
@@ -30,7 +32,9 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 def runs(*tensors: torch.Tensor) -> bool:
     """Whether the kernels compute with these tensors: on Hopper, without a gradient, and not traced."""
     x = tensors[0]
-    if not x.is_cuda or _C is None or is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
+    if not x.is_cuda or _C is None or is_watched() or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not PLAIN.issuperset(map(type, tensors)):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -40,8 +44,12 @@ def runs(*tensors: torch.Tensor) -> bool:
 
 
 def _is_vectors(*rows: torch.Tensor) -> bool:
-    """Whether the kernels read these rows where they are: contiguous, 16-byte aligned, of a multiple of 8 columns."""
-    return all(r.is_contiguous() and r.shape[-1] % _VECTOR == 0 and r.data_ptr() % 16 == 0 for r in rows)
+    """Whether the kernels read these rows where they are: contiguous, 16-byte aligned, of a multiple of 8 columns, and
+    no more than they count."""
+    return all(
+        r.is_contiguous() and r.shape[-1] % _VECTOR == 0 and r.shape[0] <= MAX_M and r.data_ptr() % 16 == 0
+        for r in rows
+    )
 
 
 def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +60,7 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
     """
     tokens, top_k = ids.shape
     choices = tokens * top_k
-    if 1 <= choices <= MAX_CHOICES and experts <= _MAX_EXPERTS and runs(x) and _is_vectors(x):
+    if runs(x, ids) and 1 <= choices <= MAX_CHOICES and experts <= _MAX_EXPERTS and _is_vectors(x):
         ids = ids.contiguous()
         rows = x.new_empty(choices, x.shape[1])
         offs = torch.empty(experts, dtype=torch.int32, device=x.device)
@@ -74,7 +82,7 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
             _current_stream(device),
         )
         return rows, offs, places
-    order, offs = _route_op(ids, experts) if is_compiling() else _route(ids, experts)  # (T = M * top_k), (E)
+    order, offs = _route_op(ids, experts) if is_watched() else _route(ids, experts)  # (T = M * top_k), (E)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(choices, device=order.device))
     return x[order // top_k], offs, places
 
@@ -144,6 +152,8 @@ def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]
     Raises ValueError for ids out of range, on the CPU: on a GPU the host would have to wait for them.
     """
     flat = ids.reshape(-1)
+    if flat.numel() > INT32_MAX:  # the ends are int32
+        raise ValueError(f"topk_ids: expected at most {INT32_MAX} choices, got {flat.numel()}")
     if flat.device.type == "cpu" and flat.numel():
         low, high = torch.stack(torch.aminmax(flat)).tolist()
         if low < -1 or high > experts:

@@ -9,6 +9,7 @@ from ..device import device_arch
 from ..formats.awq import awq_shape, read_awq
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..operands import aligned
+from ..plain import are_plain
 from ..require import require_dtype
 
 AUTO, ARITHMETIC, BIT_TRICKS = range(3)
@@ -27,7 +28,8 @@ def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Te
 
     The arguments are those of SGLang's op. vLLM's op has three more: they tune its kernel, and its callers pass 0.
     On a GPU this runs on the current stream and can be captured in a CUDA graph. Tensors that are not contiguous, and
-    scales that are not 16-byte aligned, are copied first. Not differentiable.
+    scales that are not 16-byte aligned, are copied first. Under torch.compile, torch.jit.trace and modes, and for
+    subclasses of torch.Tensor, PyTorch's operators do it, with the same bits. Not differentiable.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit and for tensors on different devices,
     RuntimeError where no kernel was built for the device. AWQ: Lin et al., https://arxiv.org/abs/2306.00978.
@@ -37,7 +39,7 @@ def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Te
     require_dtype("qzeros", qzeros, [torch.int32])
     awq_shape(qweight, scales, qzeros)
     check_one_device(qweight=qweight, scales=scales, qzeros=qzeros)
-    if qweight.is_cuda:
+    if qweight.is_cuda and are_plain(qweight, scales, qzeros):
         return on_gpu(qweight, scales, qzeros, AUTO)
     return read_awq(qweight, scales, qzeros).dequantize(scales.dtype)
 

@@ -22,6 +22,7 @@ from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_SORTED_
 from ..heuristics.grouped import select_grouped
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, FLOAT_TYPES, grouped_kernel_numbers, is_compiled, runs_on
+from ..plain import are_plain
 from . import cache
 from .grouped import types_of
 from .kernel import _current_stream
@@ -52,6 +53,8 @@ def decode_layer(
             cache.layers.clear()
         plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_DECODE
     if not isinstance(plan, DecodeLayer) or x.stride() != (x.shape[1], 1):
+        return None
+    if not are_plain(*(t for p in (first, second) for t in (p.qweight.data, p.scales, p.zeros, p.bias))):
         return None
     vectors = (x, first.scales, first.zeros, second.scales, second.zeros)
     if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):
