@@ -96,7 +96,9 @@ def _general(args: GemmArgs) -> torch.Tensor:
     if not needs_dispatch(args):
         return _compute(args)
     is_plain = isinstance(args.qweight, PackedWeight) and args.is_plain() and not is_watched()
-    return _differentiable(args) if is_plain and args.out is args.config is None else dispatch(args, _gemm_op)
+    if is_plain and args.out is None and args.config is None:
+        return _differentiable(args)
+    return dispatch(args, _gemm_op)
 
 
 def needs_dispatch(args: GemmArgs) -> bool:

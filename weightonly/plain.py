@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
@@ -28,12 +29,13 @@ def is_watched() -> bool:
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Inside, sizes are numbers: torch.jit.trace makes tensors of them, and warns where they are compared."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    tracing: Any = torch._C
+    state = tracing._get_tracing_state()
+    tracing._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        tracing._set_tracing_state(state)
 
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:

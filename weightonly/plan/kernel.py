@@ -128,7 +128,7 @@ class KernelPlan(Plan):
             if zeros is not None:
                 zeros = aligned_rows(zeros, self.ld_scales)
                 zeros_address = zeros.data_ptr()
-        if not self.bias_in_place:
+        if bias is not None and not self.bias_in_place:
             bias = bias.contiguous()
             bias_address = bias.data_ptr()
         partials_address = 0
