@@ -48,7 +48,9 @@ def layer(
         plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_LAYER
     if not isinstance(plan, LayerPlan):
         return None
-    if not are_plain(x, ids, weights, *(t for p in (first, second) for t in (p.qweight.data, p.scales, p.zeros, p.bias))):
+    if not are_plain(
+        x, ids, weights, *(t for p in (first, second) for t in (p.qweight.data, p.scales, p.zeros, p.bias))
+    ):
         return None
     vectors = (first.scales, first.zeros, second.scales, second.zeros)
     if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):
