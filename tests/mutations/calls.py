@@ -127,13 +127,6 @@ MUTATIONS = [
         ],
     ),
     *of(
-        "weightonly/cpu/native.py",
-        "arguments",
-        [
-            ("zeros at the distance of scales", "if zeros.stride(0) != scales.stride(0):", "if False:"),
-        ],
-    ),
-    *of(
         "weightonly/plan/cpu.py",
         "arguments",
         [("sizes of 64 bits", "if got > limit:", "if got > 8 * limit:")],
