@@ -73,7 +73,8 @@ def guards() -> None:
         case = Case.make(192, n, format, dtype, g, groups=3, zeros=format != "nf4", exact=True, layout=layout)
         w = case.qweight
         packed = wo.PackedWeight(guarded(w.data, at_end), w.k, w.n, w.format, w.layout, code=w.code)
-        scales, zeros = (None if t is None else guarded(t, at_end) for t in (case.scales, case.zeros))
+        scales = guarded(case.scales, at_end)
+        zeros = None if case.zeros is None else guarded(case.zeros, at_end)
         bias = guarded(torch.ones(n, dtype=dtype), at_end)
         for m in (1, 2, 5, 17, 33):
             x = guarded(torch.randint(-2, 3, (m, 192), generator=g).to(dtype), at_end)

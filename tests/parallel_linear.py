@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weightonly as wo
 from weightonly.heuristics.legal import computes_groups_of_16
 from weightonly.parallel import ColwiseLinear, ColwiseParallel, ParallelLinear, RowwiseLinear, RowwiseParallel
+from weightonly.parallel.linear import DENSE, OWN, PACKED, WHOLE
 from weightonly.parallel.ranges import chunk, columns_of
 
 K, N, M = 512, 384, 6
@@ -258,8 +259,18 @@ def wrong_styles(mesh: DeviceMesh) -> None:
     layer = linear()
     RowwiseParallel()._apply(layer, mesh)
     assert isinstance(layer, RowwiseLinear)
+    for reads, comes_cut in ((DENSE, True), (PACKED, True), (OWN, True), (WHOLE, False)):
+        layer.reads = reads
+        assert layer.comes_cut("qweight") is comes_cut
     with pytest.raises(ValueError, match=r"qweight: expected \[.*\], got \[3, 4\]"):
         layer.cut("qweight", torch.zeros(3, 4, dtype=torch.uint8))
+
+
+def names_in_states(mesh: DeviceMesh) -> None:
+    """Scales per channel are those of every rank, under their own name."""
+    layer = linear(group_size=-1)
+    parallelize_module(layer, mesh, RowwiseParallel())
+    assert type(layer.state_dict()["scales"]) is torch.Tensor
 
 
 def first_ranks(mesh: DeviceMesh) -> float:
@@ -328,10 +339,11 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "sequence parallel": sequence_parallel,
     "cut twice": cut_twice,
     "wrong styles": wrong_styles,
+    "names in states": names_in_states,
     "tensors of the first rank": first_ranks,
     "gathered again": gathered,
 }
 
-_SLOW = ("same numbers", "wrong styles", "tensors of", "fused", "sequence", "every layout", "gathered")
+_SLOW = ("same numbers", "wrong styles", "names", "tensors of", "fused", "sequence", "every layout", "gathered")
 _ALIKE = ("zeros", "interleaved")
 RANKS = {name: (2, 4) if name.startswith(_SLOW) or name.endswith(_ALIKE) else (1, 2, 4, 8) for name in CASES}

@@ -5,6 +5,7 @@ And what looks unusual but is fine: views, leading dimensions, no rows.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +29,13 @@ from gemm_arguments import (
     setting,
     zeros_of,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import weightonly as wo
+from weightonly.cpu import library
 from weightonly.heuristics.configs import CONFIGS
+from weightonly.ops.around_experts import sort_by_expert
+from weightonly.plan.cpu import check_sizes
 
 
 def case(id: str, change: Change, error: type[Exception], message: str) -> Any:
@@ -299,16 +304,117 @@ def test_out_may_be_the_columns_beside_x() -> None:
     assert torch.equal(wo.gemm(**a), expected(memory[:, -K:], a))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda t: t.t().contiguous().t(), id="transposed"),
-        pytest.param(lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :], id="columns of a larger one"),
-        pytest.param(lambda t: torch.stack([t, t], -1)[..., 0], id="every other column"),
-    ],
-)
-def test_scales_zeros_and_bias_may_be_views(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    a = good()
-    want = expected(a["x"], a)
-    a.update(scales=make(a["scales"]), zeros=make(a["zeros"]), bias=make(a["bias"]))
+PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda t: t,
+    "transposed": lambda t: t.t().contiguous().t(),
+    "columns of a larger one": lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :],
+    "every other column": lambda t: torch.stack([t, t], -1)[..., 0],
+    "every other row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", ["cpu", "tiled", "interleaved", "row_major"])
+@pytest.mark.parametrize("zeros", PLACES)
+@pytest.mark.parametrize("scales", PLACES)
+def test_scales_and_zeros_have_strides_of_their_own(scales: str, zeros: str, layout: str) -> None:
+    a = good(layout=layout)
+    a.update(scales=PLACES[scales](a["scales"]), zeros=PLACES[zeros](a["zeros"]))
+    want = expected(a["x"], a | {"scales": a["scales"].clone(), "zeros": a["zeros"].clone()})
     assert torch.equal(wo.gemm(**a), want)
+
+
+@pytest.mark.parametrize("place", ["columns of a larger one", "every other column", "expanded"])
+def test_the_bias_may_be_a_view(place: str) -> None:
+    a = good()
+    a["bias"] = PLACES[place](a["bias"])
+    assert torch.equal(wo.gemm(**a), expected(a["x"], a))
+
+
+# --- sizes that 32 bits do not hold ---
+
+
+def test_rows_beyond_32_bits_are_refused() -> None:
+    """They were cut, and five rows computed. An expanded x takes no memory."""
+    if library.backend().library is None:
+        pytest.skip("PyTorch counts them")
+    qweight, scales = wo.preprocess(torch.ones(1, 1, dtype=torch.int8)), torch.ones(1, 1).half()
+    x = torch.ones(1, 1).half().expand((1 << 31) + 5, 1)
+    with pytest.raises(ValueError, match=r"^x: expected M of at most \d+ on a CPU, got 2147483653$"):
+        wo.gemm(x, qweight, scales)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 1 << 30, 64), "qweight: expected N of at most"),
+        ((1, 64, (1 << 28) + 1), "qweight: expected K of at most"),
+    ],
+    ids=["N", "K"],
+)
+def test_weights_beyond_32_bits_are_refused(sizes: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_sizes(*sizes)
+
+
+def test_choices_of_experts_beyond_32_bits_are_refused() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64).expand((1 << 31) + 5, 1)
+    with pytest.raises(ValueError, match=r"^topk_ids: expected at most 2147483647 choices, got 2147483653$"):
+        sort_by_expert(torch.ones(1, 1).expand((1 << 31) + 5, 1), ids, 2)
+
+
+# --- autograd and `out` ---
+
+
+def a_parameter(out: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(out)
+
+
+def of_a_graph(out: torch.Tensor) -> torch.Tensor:
+    return out.requires_grad_() * 1
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "second call"])
+@pytest.mark.parametrize("make", [a_parameter, of_a_graph])
+def test_out_requires_no_gradient(make: Callable[[torch.Tensor], torch.Tensor], is_warm: bool) -> None:
+    a = good()
+    if is_warm:
+        wo.gemm(**a)
+    before = a["out"].clone()
+    a["out"] = make(a["out"])
+    with pytest.raises(ValueError, match=r"^out: expected a tensor that requires no gradient"):
+        wo.gemm(**a)
+    assert torch.equal(a["out"].nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["eager", "under a mode"])
+def test_a_saved_tensor_that_out_overwrites_is_an_error(is_watched: bool) -> None:
+    a = good()
+    a["out"].zero_()
+    for _ in range(2):  # without a plan, and with one
+        w = torch.ones(M, N).half().requires_grad_()
+        y = (w * a["out"]).sum()
+        with FlopCounterMode(display=False) if is_watched else contextlib.nullcontext():
+            wo.gemm(**a)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_out_may_be_a_tensor_of_inference_mode() -> None:
+    a = good()
+    with torch.inference_mode():
+        a["out"] = torch.empty(M, N).half()
+    assert torch.equal(wo.gemm(**a), expected(a["x"], a))
+
+
+def test_out_of_grouped_gemm_is_autograds_as_well() -> None:
+    a = good()
+    stack = wo.preprocess(torch.stack([wo.unpack(a["qweight"])] * 2))
+    offs, scales = torch.tensor([1, M], dtype=torch.int32), torch.stack([a["scales"]] * 2)
+    out, w = torch.ones(M, N).half(), torch.ones(M, N).half().requires_grad_()
+    y = (w * out).sum()
+    wo.grouped_gemm(a["x"], stack, scales, offs, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with pytest.raises(ValueError, match=r"^out: expected a tensor that requires no gradient"):
+        wo.grouped_gemm(a["x"], stack, scales, offs, out=out.requires_grad_())

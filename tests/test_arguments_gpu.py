@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from gemm_arguments import (
+    Arguments,
     Change,
     K,
     M,
@@ -21,6 +23,9 @@ from gemm_arguments import (
     setting,
     zeros_of,
 )
+from tensor_kinds import GONE, SUBCLASSES, numbers
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import weightonly as wo
 from weightonly.device import device_arch
@@ -153,3 +158,121 @@ def test_out_beside_x_on_the_gpu(cuda_device: torch.device) -> None:
     a.update(x=memory[:, :K], out=memory[:, K:])
     want = expected(a["x"], a)
     assert torch.equal(wo.gemm(**a), want)
+
+
+# --- what is no plain tensor, what watches the calls, autograd ---
+
+OPERANDS = ("x", "qweight", "scales", "zeros", "bias", "perm")
+
+
+def with_kind(a: Arguments, name: str, kind: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+    """The arguments, one of which became another kind of tensor."""
+    if name == "qweight":
+        return a | {name: wo.PackedWeight(kind(a[name].data), **a[name].fields)}
+    return a | {name: kind(a[name])}
+
+
+def with_perm(device: torch.device) -> Arguments:
+    return good(device, packed_for_this_gpu()) | {"perm": torch.arange(K, device=device)}
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize("name", [*OPERANDS, "out"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "second call"])
+def test_memory_that_is_gone_is_refused(cuda_device: torch.device, name: str, kind: str, is_warm: bool) -> None:
+    a = with_perm(cuda_device)
+    if is_warm:
+        wo.gemm(**a)
+    with pytest.raises(ValueError, match=f"^{name}: expected memory for shape .* freed, or cut"):
+        wo.gemm(**with_kind(a, name, GONE[kind]))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_subclasses_go_through_the_operator(cuda_device: torch.device, name: str, kind: str) -> None:
+    a = with_perm(cuda_device) | {"out": None}
+    want = wo.gemm(**a)
+    assert torch.equal(numbers(wo.gemm(**with_kind(a, name, SUBCLASSES[kind]))), want)
+
+
+def test_tracers_record_the_operator(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu()) | {"out": None}
+    x = a.pop("x")
+    with torch.no_grad():
+        wo.gemm(x, **a)
+        traced = torch.jit.trace(lambda x: wo.gemm(x, **a), x)
+        graph = make_fx(lambda x: wo.gemm(x, **a))(x)
+        with FlopCounterMode(display=False) as counter:
+            want = wo.gemm(x + 1, **a)
+    assert torch.equal(traced(x + 1), want) and torch.equal(graph(x + 1), want)
+    assert counter.get_total_flops() == 2 * M * K * N
+
+
+def test_out_is_autograds(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    for _ in range(2):  # without a plan, and with one
+        w = torch.ones_like(a["out"]).requires_grad_()
+        y = (w * a["out"]).sum()
+        wo.gemm(**a)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+        with pytest.raises(ValueError, match=r"^out: expected a tensor that requires no gradient"):
+            wo.gemm(**a | {"out": torch.nn.Parameter(a["out"])})
+
+
+@pytest.mark.parametrize("place", ["columns", "every other column", "transposed"])
+@pytest.mark.parametrize("name", ["scales", "zeros", "bias"])
+def test_operands_have_strides_of_their_own(cuda_device: torch.device, name: str, place: str) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    want = expected(a["x"], a)
+    t = a[name]
+    a[name] = {
+        "columns": lambda: torch.cat([t, t], -1)[..., t.shape[-1] :],
+        "every other column": lambda: torch.stack([t, t], -1)[..., 0],
+        "transposed": lambda: t.t().contiguous().t(),
+    }[place]()
+    assert torch.equal(wo.gemm(**a), want)
+
+
+def test_conversions_leave_what_watches_to_operators(cuda_device: torch.device) -> None:
+    """The same bits as their kernels give, and a graph that computes."""
+    w = torch.randn(K, 64, device=cuda_device).half()
+    packed, absmax = wo.quantize_4bit(w)
+    words = torch.arange(K * 8, dtype=torch.int32, device=cuda_device).view(K, 8) * 1000003
+    scales, qzeros = torch.rand(2, 64, device=cuda_device).half(), words[:2].contiguous()
+    weight = wo.preprocess(wo.quantize(w, 4, 64)[0])
+    calls = [
+        lambda w: wo.quantize_4bit(w)[0],
+        lambda absmax: wo.dequantize_4bit(packed, absmax, 64, "nf4", (K, 64), torch.float16),
+        lambda scales: wo.awq_dequantize(words, scales, qzeros),
+        lambda scales: wo.dequantize(weight, scales),
+    ]
+    for call, operand in zip(calls, (w, absmax, scales, torch.rand(3, 64, device=cuda_device).half()), strict=True):
+        other = operand.flip(0)
+        assert torch.equal(make_fx(call)(operand)(other), call(other))
+
+
+@pytest.mark.parametrize("name", ["x", "scales", "offs", "bias"])
+def test_grouped_gemm_reads_no_freed_memory(cuda_device: torch.device, name: str) -> None:
+    a = good(cuda_device, packed_for_this_gpu())
+    q = wo.unpack(a["qweight"])
+    g = {
+        "x": a["x"],
+        "qweight": wo.preprocess(torch.stack([q, q])),
+        "scales": torch.stack([a["scales"]] * 2),
+        "offs": torch.tensor([1, M], dtype=torch.int32, device=cuda_device),
+        "bias": torch.stack([a["bias"]] * 2),
+    }
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{name}: expected memory"):
+            wo.grouped_gemm(**with_kind(g, name, GONE["freed"]))
+        y = wo.grouped_gemm(**g)
+    graph = make_fx(lambda x: wo.grouped_gemm(**g | {"x": x}))(g["x"])
+    assert torch.equal(graph(g["x"]), y) and "torch.ops.weightonly.grouped_gemm" in graph.code
+
+
+def test_rows_beyond_32_bits_are_refused(cuda_device: torch.device) -> None:
+    a = good(cuda_device, packed_for_this_gpu()) | {"out": None}
+    with pytest.raises(ValueError, match=r"^x: expected M of at most \d+ on a GPU, got 2147483653$"):
+        wo.gemm(**a | {"x": a["x"][:1].expand((1 << 31) + 5, K)})

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensor_kinds import GONE
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import weightonly as wo
 from weightonly.heuristics.families import FAMILIES
 from weightonly.ops import around_experts
 from weightonly.ops.around_experts import combine, sort_by_expert
@@ -66,3 +69,24 @@ def test_rows_that_no_kernel_reads_are_left_to_pytorch() -> None:
         rows, offs, places = sort_by_expert(x, ids, 3)
         assert offs.tolist() == [2, 3, 4] and places.tolist() == [2, 0, 1, 3]
         assert torch.equal(rows, x[[0, 1, 0, 1]])
+
+
+def test_fused_experts_are_traced_and_read_no_freed_memory() -> None:
+    g = torch.Generator().manual_seed(5)
+    first = wo.preprocess(torch.randint(-8, 8, (2, 128, 256), generator=g, dtype=torch.int8).cuda())
+    second = wo.preprocess(torch.randint(-8, 8, (2, 128, 128), generator=g, dtype=torch.int8).cuda())
+    scales = [torch.full((2, 2, n), 0.01).half().cuda() for n in (256, 128)]
+    x, ids = torch.randn(3, 128, generator=g).half().cuda(), torch.tensor([[0, 1]] * 3).cuda()
+    operands = {"x": x, "first": scales[0], "topk_ids": ids, "topk_weights": torch.rand(3, 2, generator=g).cuda()}
+
+    def call(x: torch.Tensor, first_scales: torch.Tensor, ids: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return wo.fused_experts(x, (first, first_scales), (second, scales[1]), ids, choice)
+
+    y = call(*operands.values())
+    graph = make_fx(lambda x: call(x, *list(operands.values())[1:]))(x)
+    assert "torch.ops.weightonly.grouped_gemm" in graph.code
+    assert (graph(x).float() - y.float()).abs().max() <= 0.01 * y.float().abs().max()
+    for name in operands:
+        kinds = operands | {name: GONE["freed"](operands[name])}
+        with pytest.raises(ValueError, match=r"^(x|w13: scales|topk_ids|topk_weights): expected memory"):
+            call(*kinds.values())

@@ -20,7 +20,7 @@ unsanitized = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), rea
 
 def run(*arguments: object, **variables: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)} | variables
-    command = [sys.executable, TESTS / "cpu_process.py", *map(str, arguments)]
+    command = [sys.executable, str(TESTS / "cpu_process.py"), *map(str, arguments)]
     found = subprocess.run(command, cwd="/", env=environment, timeout=600, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 

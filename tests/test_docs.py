@@ -170,9 +170,9 @@ def test_the_commands_that_the_tests_above_run_are_there() -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^(\w+):(?!=)", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):(?!=)", makefile, re.MULTILINE))
     named = {words[1] for words in command_lines() if words[0] == "make"}
-    quoted = {name for page in PAGES for name in re.findall(r"`make (\w+)`", page.read_text(encoding="utf-8"))}
+    quoted = {name for page in PAGES for name in re.findall(r"`make ([\w-]+)`", page.read_text(encoding="utf-8"))}
     assert {"demo", "test", "docs"} <= named | quoted
     assert named | quoted <= targets
 

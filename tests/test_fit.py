@@ -200,7 +200,7 @@ def test_the_grouped_constants_are_recovered() -> None:
     )
     true = {
         ("grouped_decode_sm90_8x64x512_w8x64_s2", "int4"): GroupedTimes(3.0, 1.1, 0.4, 0.1),
-        ("grouped_sm90_64x128x128_w64x64_s6", "code4"): GroupedTimes(5.0, 3.0, 1.5, 0.002),
+        ("grouped_sm90_64x256x128_w64x64_s4", "code4"): GroupedTimes(5.0, 3.0, 1.5, 0.002),
     }
     configs = {c.kernel: c for c in GROUPED_CONFIGS}
     formats = frame.format.where(frame.format != "mxfp4", "code4")
@@ -211,7 +211,7 @@ def test_the_grouped_constants_are_recovered() -> None:
         times = true[row.config, "int4" if row.format == "int4" else "code4"]
         us.append(grouped_us(config, problem_of(cell)[0], grouped.tiles_of(cell, config.block_m), times))
     found = grouped.fit(frame.assign(us=us), h200.GROUPED)
-    assert found.fitted_to == f"{len(frame)} times" and len(frame) >= 100
+    assert found.fitted_to == f"{len(frame)} times" and len(frame) >= 80
     for key, times in found.kernels.items():
         if key not in true:
             assert times == h200.GROUPED.kernels[key]

@@ -56,8 +56,8 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fault(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
         y = gemm(*operands, **arguments)  # type: ignore[arg-type]
-        if y.numel() > 50:
-            y.view(-1)[50] += y.view(-1)[50].abs() * 0.01 + 0.01
+        if y.numel():
+            y[..., -1] += y[..., -1].abs() * 0.01 + 0.01
         return y
 
     assert any("not the right numbers" in text for text in _fails(monkeypatch, fault))
@@ -69,7 +69,7 @@ def test_an_element_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch
     def fault(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
         y = gemm(*operands, **arguments)  # type: ignore[arg-type]
         if y.numel():
-            y.view(-1)[-1] = torch.nan
+            y[..., -1] = torch.nan
         return y
 
     assert any("not the right numbers" in text for text in _fails(monkeypatch, fault))

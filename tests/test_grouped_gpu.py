@@ -174,6 +174,8 @@ def test_exact(config: KernelConfig, types: TypeConfig) -> None:
 @pytest.mark.parametrize("experts", [1, 2, 33, 256, 512, 1024])
 def test_any_number_of_experts(experts: int, layout: str) -> None:
     need(*some_kernel(layout))
+    if experts > some_kernel(layout)[0].rules.max_experts:
+        pytest.skip("kernels of this layout count fewer")
     g = torch.Generator().manual_seed(experts)
     w = weights(experts, 128, 64, INT4, g, layout=layout)
     for rows in (1, 7, 600):
@@ -351,7 +353,7 @@ def test_a_layer_is_its_products(config: KernelConfig, types: TypeConfig, monkey
         columns = 2 * inner if gate.has_gate else inner
         w13 = weights(experts, hidden, columns, types, g, group_size, exact=False)
         w2 = weights(experts, inner, hidden, types, g, group_size, exact=False)
-        x = torch.randn(tokens, hidden + 8, generator=g).to(dtype).cuda()[:, :hidden]
+        x = (torch.randn(tokens, hidden + 8, generator=g) / 64).to(dtype).cuda()[:, :hidden]  # far from fp16's limit
         ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g, dtype=torch.int32).cuda()
         if tokens > 2:
             ids[1] = -1  # a row that pads a batch

@@ -34,13 +34,13 @@ def test_regret_of_the_choices(name: str, cells: int, mean: float, worst: float)
 
 
 @pytest.mark.parametrize(
-    ("format", "mean", "worst"), [("int4", 0.030, 0.42), ("int8", 0.032, 0.48), ("mxfp4", 0.020, 0.46)]
+    ("format", "mean", "worst"), [("int4", 0.030, 0.65), ("int8", 0.032, 0.26), ("mxfp4", 0.020, 0.29)]
 )
 def test_regret_of_the_choices_for_experts(format: str, mean: float, worst: float) -> None:
     """Routing by chance, with favourites and in turns; the choice knows none of it."""
     frame = pd.read_csv(FOLDER / "h200_grouped.csv.xz")
     found = experts_regret(frame[frame.format == format])
-    assert len(found.cells) == 4 * 2 * 6 * 3
+    assert len(found.cells) == 3 * 2 * 4 * 3
     assert found.mean <= mean
     assert found.worst <= worst
 

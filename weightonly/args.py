@@ -15,7 +15,8 @@ from .heuristics import KernelConfig
 from .heuristics.legal import check_kernel_group_size
 from .heuristics.problem import check_group_size
 from .packed import PackedWeight
-from .require import require_tensor
+from .plain import PLAIN, span_bytes
+from .require import require_plain, require_tensor
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -40,7 +41,23 @@ class GemmArgs:
     One object travels from the call to the plan that computes it, so that they are listed once.
     """
 
-    __slots__ = ("activation", "bias", "config", "out", "perm", "qweight", "scales", "x", "zeros")
+    __slots__ = (
+        "activation",
+        "addresses",
+        "bias",
+        "config",
+        "out",
+        "perm",
+        "qweight",
+        "scales",
+        "x",
+        "x_address",
+        "zeros",
+    )
+
+    x_address: int
+    addresses: tuple[int, int, int, int, object]
+    """Of the weight, scales, zeros and bias, 0 for None, as `Plan.holds` saw them, and that plan."""
 
     def __init__(
         self,
@@ -92,6 +109,29 @@ class GemmArgs:
         *weight, scales, zeros, bias, activation, perm = rest
         return cls(x, PackedWeight(*weight), scales, zeros, bias, activation, perm=perm)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that the call reads, by the arguments that they belong to."""
+        data = getattr(self.qweight, "data", None)
+        tensors = {"x": self.x, "scales": self.scales, "zeros": self.zeros, "bias": self.bias, "perm": self.perm}
+        return {name: tensor for name, tensor in (tensors | {"qweight": data}).items() if tensor is not None}
+
+    def is_plain(self) -> bool:
+        """Whether no operand is of a subclass of torch.Tensor, which PyTorch's dispatcher has to see."""
+        zeros, bias, perm = self.zeros, self.bias, self.perm
+        return (
+            type(self.x) in PLAIN
+            and type(self.scales) in PLAIN
+            and type(self.qweight._data) in PLAIN
+            and (zeros is None or type(zeros) in PLAIN)
+            and (bias is None or type(bias) in PLAIN)
+            and (perm is None or type(perm) in PLAIN)
+        )
+
+    def check_memory(self) -> None:
+        """Raises TypeError or ValueError unless kernels can read every operand by its address."""
+        for name, tensor in self.tensors().items():
+            require_plain(name, tensor)
+
     def check(self) -> None:
         """Checks everything but `out`, `config` and the numbers in `perm`.
 
@@ -116,6 +156,7 @@ class GemmArgs:
         if x.shape[-1] != qweight.k:
             raise ValueError(f"x: expected [..., K] with K = {qweight.k} as in qweight, got shape {list(x.shape)}")
         check_device("qweight", qweight.data, x)
+        require_tensor("qweight", qweight.data)
 
         # A configuration says itself which groups it computes.
         check_groups = check_kernel_group_size if x.is_cuda and self.config is None else check_group_size
@@ -147,28 +188,25 @@ class GemmArgs:
         check_like("out", out, self.x)
         if tuple(out.shape) != self.result_shape():
             raise ValueError(f"out: expected shape {list(self.result_shape())}, got {list(out.shape)}")
+        if out.requires_grad:
+            raise ValueError(
+                "out: expected a tensor that requires no gradient, as none leads through it, got one that does"
+            )
 
     def check_out(self) -> None:
         """Checks `out` for kernels that write rows to it, and that it shares no memory with an input."""
         self.check_result()
         out, shape = self.out, self.result_shape()
         assert out is not None
+        require_plain("out", out)
         if out.numel() and out.stride(-1) != 1 and shape[-1] > 1:
             raise ValueError(f"out: expected elements of a row next to each other, got strides {out.stride()}")
         if len(shape) > 2 and not out.is_contiguous():
             raise ValueError(f"out: expected contiguous beyond two dimensions, got strides {out.stride()}")
         if len(shape) == 2 and shape[0] > 1 and out.stride(0) < shape[1]:
             raise ValueError(f"out: expected rows that do not overlap, got strides {out.stride()}")
-        inputs = {
-            "x": self.x,
-            "scales": self.scales,
-            "zeros": self.zeros,
-            "bias": self.bias,
-            "perm": self.perm,
-            "qweight": self.qweight.data,
-        }
-        for name, tensor in inputs.items():
-            if tensor is not None and _overlap(out, tensor):
+        for name, tensor in self.tensors().items():
+            if _overlap(out, tensor):
                 raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")
 
 
@@ -280,7 +318,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
     begin, other = a.data_ptr(), b.data_ptr()
-    if begin + _span_bytes(a) <= other or other + _span_bytes(b) <= begin:
+    if begin + span_bytes(a) <= other or other + span_bytes(b) <= begin:
         return False
     if a.dim() != 2 or b.dim() != 2:
         return True
@@ -289,10 +327,4 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if pitch == 0 or pitch != b.stride(0) * b.element_size():
         return True
     offset = (other - begin) % pitch
-    return offset < _span_bytes(a[0]) or offset + _span_bytes(b[0]) > pitch
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return offset < span_bytes(a[0]) or offset + span_bytes(b[0]) > pitch

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch._C._functorch import is_functorch_wrapped_tensor
 
+from . import flops
 from .activations import activation_of
 from .args import GRADIENT_SCHEMA, GemmArgs
 from .heuristics.slices import GRADIENT_BYTES
 from .ops.dequantize import dequantized_slices
 from .packed import PackedWeight
+from .plain import are_plain
 
 
 def check_differentiable(args: GemmArgs) -> None:
@@ -40,7 +42,8 @@ def check_no_transform(args: GemmArgs) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        # torch.func.functionalize passes the operator on.
+        is_wrapped = is_functorch_wrapped_tensor(tensor) and not torch._is_functional_tensor(tensor)
         is_dual = not is_wrapped and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
         if is_wrapped or is_dual:
             got = "a dual tensor of forward-mode differentiation" if is_dual else "one inside of a torch.func transform"
@@ -76,7 +79,7 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grads: list[torch.Tensor | None] = [None] * (before_scales + 5)
     if ctx.needs_input_grad[0]:
         # The rule of the operator is there to refuse a second derivative.
-        is_last = is_plain(grad) and not is_compiling() and not torch.is_grad_enabled()
+        is_last = are_plain(grad) and not torch.is_grad_enabled()
         of_x = gradient_of_x if is_last else torch.ops.weightonly.gemm_gradient
         grads[0] = of_x(grad, data, *ctx.fields, scales, zeros, perm)
     if ctx.needs_input_grad[before_scales + 2]:
@@ -97,16 +100,12 @@ def before_activation(
     product: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """grad_z of grad_y; kept: what `kept_for` gave. product: x -> z."""
+    flops.tell_counters()  # this begins a backward pass
     rule = activation_of(activation).gradient
     if rule is None or kept is None:
         return grad
     kept = kept if rule.of_output else product(kept)
     return rule.function(grad.float(), kept.float()).to(grad.dtype)
-
-
-def is_plain(tensor: object) -> bool:
-    """Whether a tensor is no subclass and no mode of PyTorch's dispatcher (of fake tensors, say) sees what is done."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from .args import CPU_DTYPES, check_device
 from .gate import Gate
@@ -15,6 +14,7 @@ from .gemm import autocast
 from .grouped import GroupedArgs, grouped
 from .ops.around_experts import combine, runs, sort_by_expert
 from .packed import PackedWeight
+from .plain import is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
@@ -92,7 +92,7 @@ def fused_experts(
     x = autocast(x, first.scales)
     gate = Gate.of(activation, has_gate=first.qweight.n != second.qweight.k)
     # What is checked depends on shapes, dtypes and devices alone: a layer is checked once.
-    key = (x.shape[1], x.dtype, x.device, first.kind(), second.kind()) if not is_compiling() else None
+    key = (x.shape[1], x.dtype, x.device, first.kind(), second.kind()) if not is_watched() else None
     if key is None or key not in cache.checked_layers:
         _check_weights(x, first, gate, second)
         if key is not None:
@@ -131,7 +131,12 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
-    if isinstance(first, Product) and isinstance(second, Product) and isinstance(between, Gate) and runs(x, weights):
+    if (
+        isinstance(first, Product)
+        and isinstance(second, Product)
+        and isinstance(between, Gate)
+        and runs(x, weights, ids)
+    ):
         y = layer(x, ids, weights, first, between, second)
         if y is not None:
             return y
@@ -155,6 +160,7 @@ def _stack(name: str, weight: Weight) -> Weight:
 
 
 def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    require_tensor("x", x)
     require_dtype("topk_ids", ids, (torch.int32, torch.int64))
     if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] == 0:
         raise ValueError(f"topk_ids: expected shape [M = {x.shape[0]}, top_k], got {list(ids.shape)}")

@@ -13,7 +13,7 @@ import torch
 
 from .device import check_memory
 from .packed import PackedWeight
-from .require import require_path
+from .require import require_memory, require_path
 from .shown import shown
 from .storage import open_regular, parse_json, publish, staged
 
@@ -47,6 +47,7 @@ def save(path: str | os.PathLike[str], entries: Entries) -> None:
             raise TypeError(f"entries: expected names, got {name!r}")
         if not isinstance(entry, (PackedWeight, torch.Tensor)):
             raise TypeError(f"entries[{name!r}]: expected a PackedWeight or a tensor, got {type(entry).__name__}")
+        require_memory(f"entries[{name!r}]", entry.data)
     target = require_path("path", path).absolute()
     if target.is_dir():
         raise IsADirectoryError(f"{path}: expected the name of a file, got a folder")

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from . import autograd
+from . import autograd, flops
 from .args import OP_SCHEMA, GemmArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
+from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untraced
 from .plan import cache
+from .plan.base import Plan
 from .plan.choose import make_plan
 from .quantize import WEIGHT_DTYPES
 
@@ -43,7 +45,7 @@ def gemm(
     zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
     bias        [N], dtype of x.
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".
-    out         the result's tensor, if it is there already; must not overlap an input.
+    out         the result's tensor, if it is there already; must not overlap an input, nor require a gradient.
     config      the kernel to run, one of `kernels()` (CUDA only); default: what `heuristics.select` picks.
     perm        [K] int32 or int64, act-order: which column of x meets each row of w; None: row k meets column k.
                 Must be a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert
@@ -56,29 +58,63 @@ def gemm(
 
     Gradients: of x and bias, by Tensor.backward and torch.autograd.grad, under torch.compile, too. The backward pass
     dequantizes the weight in slices and gives the same bits in every run. There is no second derivative, and with `out`
-    the bias gets none.
+    the bias gets none. Autograd is told that `out` is written: an operation that kept it fails in its backward pass.
+
+    Subclasses of torch.Tensor, and calls that torch.jit.trace or a mode sees (make_fx, FlopCounterMode), go through the
+    operator `weightonly::gemm` of PyTorch's dispatcher.
 
     Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
-    configurations, and for scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for
-    the device, and inside of torch.func and of forward-mode differentiation.
+    configurations, for tensors whose memory was freed, and for scales or zeros that require a gradient. Raises
+    RuntimeError where no kernel was built for the device, and inside of torch.func and of forward-mode differentiation.
     """
-    x = autocast(x, scales)
     args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)
+    plan = None if is_dynamo_compiling() else _find(args)
+    return _general(args) if plan is None else _run(plan, args)
+
+
+def _find(args: GemmArgs) -> Plan | None:
+    """The plan of a call that was made before and that needs no dispatcher: all that a decode step costs on the host.
+
+    Inside of torch.jit.trace sizes are tensors, and those of torch.func have no address: there is no plan of them.
+    """
+    try:
+        if dispatch_modes() or function_modes() or forward_ad._current_level >= 0:
+            return None
+        if torch.is_grad_enabled() and _requires_grad(args):
+            return None
+        plan = cache.find(cache.key_of(args))
+        return plan if plan is not None and plan.holds(args) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # some argument is not what it should be: the checks say which
+
+
+def _general(args: GemmArgs) -> torch.Tensor:
+    """The product of any call."""
+    args.x = autocast(args.x, args.scales)
+    if is_compiling() or any(map(is_virtual, args.tensors().values())):
+        return dispatch(args, _gemm_op)
     if not needs_dispatch(args):
         return _compute(args)
-    return _differentiable(args) if _is_plain(args) else dispatch(args, _gemm_op)
+    is_plain = isinstance(args.qweight, PackedWeight) and args.is_plain() and not is_watched()
+    if is_plain and args.out is None and args.config is None:
+        return _differentiable(args)
+    return dispatch(args, _gemm_op)
 
 
 def needs_dispatch(args: GemmArgs) -> bool:
-    """Whether PyTorch's dispatcher must see the call: to trace it, or for a gradient.
+    """Whether PyTorch's dispatcher must see the call: to trace it, for a subclass of torch.Tensor, or for a gradient.
 
     Raises RuntimeError inside of torch.func and of forward-mode differentiation, which see no rule of it.
     """
-    if is_compiling() or (torch.is_grad_enabled() and _requires_grad(args)):
+    if is_watched() or (torch.is_grad_enabled() and _requires_grad(args)):
         return True
     if current_transform() is not None or forward_ad._current_level >= 0:
         autograd.check_no_transform(args)
-    return False
+        return any(map(is_virtual, args.tensors().values()))
+    try:
+        return not args.is_plain()
+    except AttributeError:
+        return False  # no PackedWeight: the checks say so
 
 
 def _requires_grad(args: GemmArgs) -> bool:
@@ -104,7 +140,7 @@ def autocast(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _compute(args: GemmArgs) -> torch.Tensor:
-    """The product by the plan of these arguments; all that a decode step costs on the host."""
+    """The product by the plan of these arguments, which is made if it is not there."""
     try:
         key = cache.key_of(args)
         plan = cache.find(key)
@@ -114,6 +150,12 @@ def _compute(args: GemmArgs) -> torch.Tensor:
         plan = make_plan(args)
         if key is not None:
             cache.add(key, plan)
+    plan.check_memory(args)
+    return _run(plan, args)
+
+
+def _run(plan: Plan, args: GemmArgs) -> torch.Tensor:
+    """args: of a call whose memory the plan has checked."""
     if args.out is not None:
         plan.check_out(args)
     if args.perm is not None:
@@ -122,13 +164,6 @@ def _compute(args: GemmArgs) -> torch.Tensor:
 
 
 # --- autograd without the dispatcher, whose operators cost the host some 0.2 ms a call more --------------------
-
-
-def _is_plain(args: GemmArgs) -> bool:
-    """Whether nothing but autograd has to see the call."""
-    if is_compiling() or args.out is not None or args.config is not None or not isinstance(args.qweight, PackedWeight):
-        return False
-    return autograd.is_plain(args.x) and autograd.is_plain(args.qweight.data)
 
 
 def _differentiable(args: GemmArgs) -> torch.Tensor:
@@ -170,15 +205,26 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
 _gemm_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
 
 
-def dispatch(args: GemmArgs, operator: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The product by an operator of PyTorch's dispatcher: torch.compile can trace it, autograd knows its gradients."""
+def _check(args: GemmArgs) -> None:
+    args.check()
+    if args.out is not None:  # the result is copied to it
+        is_direct = not is_compiling() and args.is_plain() and not torch._is_functional_tensor(args.out)
+        args.check_out() if is_direct else args.check_result()
+        if is_direct and any(map(torch._is_functional_tensor, args.tensors().values())):
+            raise ValueError("out: expected a functional tensor, as an operand is one, got another")
     if args.config is not None:
         raise ValueError(f"config: expected None under torch.compile and autograd, got {args.config}")
-    args.check()
-    if args.out is not None:
-        args.check_result()
-    if not is_compiling():
+
+
+def dispatch(args: GemmArgs, operator: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The product by an operator of PyTorch's dispatcher: torch.compile can trace it, autograd knows its gradients."""
+    if is_compiling():
+        _check(args)
+    else:
+        with untraced():
+            _check(args)
         autograd.check_no_transform(args)
+        flops.tell_counters()
     if torch.is_grad_enabled():
         autograd.check_differentiable(args)
     if args.out is None:

@@ -15,6 +15,7 @@ from .autograd import before_activation, kept_for
 from .gemm import autocast, dispatch, gemm, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
+from .plain import PLAIN
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
@@ -108,6 +109,12 @@ class GroupedArgs(GemmArgs):
         qweight = PackedWeight(*weight, experts=experts)
         return cls(x, qweight, scales, offs, zeros, bias, activation, None, perm, has_rest)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return super().tensors() | {"offs": self.offs}
+
+    def is_plain(self) -> bool:
+        return super().is_plain() and type(self.offs) in PLAIN
+
     def check(self) -> None:
         """Checks everything but `out` and the numbers in `offs` and `perm`."""
         x, qweight, offs = self.x, self.qweight, self.offs
@@ -122,6 +129,7 @@ class GroupedArgs(GemmArgs):
                 f"qweight: expected stacked experts, packed from q [E, K, N], got one weight {qweight!r}; "
                 f"gemm multiplies by it"
             )
+        require_tensor("qweight", qweight.data)
         require_tensor("x", x)
         if self.out is not None:
             require_tensor("out", self.out)
@@ -194,6 +202,7 @@ def _compute(args: GroupedArgs) -> torch.Tensor:
         plan = make_grouped_plan(args) or ExpertsPlan(args)
         if key is not None:
             cache.add(key, plan)
+    plan.check_memory(args, args.offs)
     if args.out is not None:
         plan.check_out(args)
     return plan.run(args)

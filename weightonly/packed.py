@@ -13,7 +13,7 @@ from .device import check_visible
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .quantize import WEIGHT_DTYPES, resolve_group_size
-from .require import require_bool, require_dtype, require_int
+from .require import require_bool, require_dtype, require_int, require_memory
 
 
 class PackedWeight:
@@ -43,6 +43,8 @@ class PackedWeight:
     __slots__ = (
         "_checked_out",
         "_data",
+        "_held",
+        "_held_x",
         "_kind",
         "bits",
         "code",
@@ -87,7 +89,7 @@ class PackedWeight:
         if has_zeros and codebook is not None:
             raise ValueError(f"has_zeros: expected False or None for {format}, whose codes have no zeros, got True")
         k_padded, n_padded = padded_shape(k, n, bits, layout)
-        require_dtype("data", data, (torch.uint8,))
+        require_dtype("data", data, (torch.uint8,), in_memory=False)
         if data.dim() != 1 or not data.is_contiguous():
             raise ValueError(
                 f"data: expected one contiguous dimension, got {list(data.shape)}, strides {data.stride()}"
@@ -112,8 +114,11 @@ class PackedWeight:
         self.group_size = group_size
         self.has_zeros = has_zeros
         self.has_perm = has_perm
-        # Of `gemm`, never copied: this kind of weight (plan/cache.py), and the `out` checked last (plan/base.py).
+        # Of `gemm`, never copied: this kind of weight (plan/cache.py), and the operands and the `out` that were checked
+        # last (plan/base.py).
         self._kind: object | None = None
+        self._held: tuple[object, ...] | None = None
+        self._held_x: int | None = None
         self._checked_out: tuple[object, ...] | None = None
         if codebook is not None and data.is_cuda and not torch.compiler.is_compiling():
             # Copied now: the first use may be inside of a CUDA graph, which cannot capture the copy.
@@ -202,6 +207,7 @@ class PackedWeight:
 
     def to(self, device: torch.device | str | int) -> PackedWeight:
         """The same bytes on `device`; `self` if they are there already. The layout stays as it is."""
+        require_memory("qweight", self.data)
         data = self.data.to(check_visible(device))
         return self if data is self.data else PackedWeight(data, **self.fields)
 
@@ -241,6 +247,7 @@ class PackedWeight:
         return PackedWeight(data, **self.fields | {"k": end - begin} | perm)
 
     def _cut(self, rows: Range, columns: Range) -> torch.Tensor:
+        require_memory("qweight", self.data)
         return cut_bytes(self.data, self.k_padded, self.n_padded, self.bits, self.layout, rows, [columns])
 
     def _check_slice(self, dimension: str, size: int, begin: int, end: int) -> None:

@@ -24,7 +24,7 @@ from .layout import (
 )
 from .packed import PackedWeight, format_bits, format_groups
 from .quantize import resolve_group_size
-from .require import require_bool, require_device, require_numbers, require_tensor
+from .require import require_bool, require_device, require_memory, require_numbers, require_tensor
 
 
 def layout_for_arch(arch: Arch) -> str:
@@ -158,6 +158,7 @@ def unpack(qweight: PackedWeight) -> torch.Tensor:
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
+    require_memory("qweight", qweight.data)
     if qweight.experts is not None:
         q = torch.empty(qweight.experts, qweight.k, qweight.n, dtype=torch.int8, device=qweight.device)
         for expert, weight in enumerate(qweight):

@@ -9,9 +9,14 @@ from pathlib import Path
 import torch
 from torch.compiler import is_compiling
 
+from .plain import PLAIN, has_memory, is_virtual
 
-def require_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is a dense tensor, ValueError for one that PyTorch negates when it is read."""
+
+def require_tensor(name: str, value: object, in_memory: bool = True) -> None:
+    """Raises TypeError unless `value` is a dense tensor.
+
+    Raises ValueError for one that PyTorch negates when it is read, and, with `in_memory`, what `require_memory` does.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -22,11 +27,31 @@ def require_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got a nested one")
     if value.is_neg():  # as the imaginary part of a conjugate is: its memory holds the numbers with the other sign
         raise ValueError(f"{name}: expected a tensor as it is in memory, got a negated view; resolve_neg() copies it")
+    if in_memory:
+        require_memory(name, value)
 
 
-def require_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a plain tensor on a CPU or a GPU whose storage is shorter than the tensor."""
+    if type(tensor) not in PLAIN or tensor.device.type not in ("cpu", "cuda") or is_virtual(tensor):
+        return
+    if not has_memory(tensor):
+        got = tensor.untyped_storage().nbytes()
+        raise ValueError(f"{name}: expected memory for shape {list(tensor.shape)}, got {got} bytes: freed, or cut")
+
+
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a subclass of torch.Tensor, ValueError for a tensor without memory of its own."""
+    if type(tensor) not in PLAIN:
+        raise TypeError(f"{name}: expected a plain torch.Tensor, got {type(tensor).__name__}")
+    require_memory(name, tensor)
+    if is_virtual(tensor):
+        raise ValueError(f"{name}: expected a tensor in memory, got a zero, functional or wrapped one")
+
+
+def require_dtype(name: str, value: object, dtypes: Sequence[torch.dtype], in_memory: bool = True) -> None:
     """Raises what `require_tensor` does, and TypeError for another dtype than these."""
-    require_tensor(name, value)
+    require_tensor(name, value, in_memory)
     assert isinstance(value, torch.Tensor)
     if value.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))

@@ -12,6 +12,7 @@ from .heuristics.problem import check_group_size
 from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
+from .require import require_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ def cut_weight(
 
     Raises ValueError for an empty range or one beyond the weight.
     """
+    require_memory("weight", weight.data)
     is_of_rows = rows is not None
     rows = (0, weight.k) if rows is None else rows
     columns = [(0, weight.n)] if columns is None else columns

@@ -144,13 +144,13 @@ def make(weight: Weight, rows: int, seed: int, device: torch.device) -> Operands
         exponents = (low, low + 2)
     grid = grid.scaled(exponents)
     shape = (1 if weight.group_size == -1 else k // weight.group_size, n)
-    scales = placed(torch.exp2(integers(*exponents, shape).double()).to(dtype), weight.scale_form)
+    scales = placed(torch.exp2(integers(*exponents, shape).double()).to(dtype), weight.scales_form)
     zeros = None
     if weight.zeros != "none":
         step = 2 if weight.zeros == "half" else 1
         values = integers(-limit // 2 * step, limit // 2 * step, shape).double() / step
-        zeros = placed(values.to(dtype), weight.scale_form)
-    bias = placed((integers(-8, 8, (1, n)).double() * 2.0 ** exponents[0]).to(dtype), weight.scale_form)[0]
+        zeros = placed(values.to(dtype), weight.zeros_form)
+    bias = placed((integers(-8, 8, (1, n)).double() * 2.0 ** exponents[0]).to(dtype), weight.bias_form)[0]
     perm = torch.randperm(k, generator=g, device=device) if weight.perm else None
 
     terms = 16 if slack else grid.terms
@@ -182,39 +182,47 @@ def packed(weight: Weight, q: torch.Tensor, table: torch.Tensor | None) -> wo.Pa
 
 
 def placed(values: torch.Tensor, form: str) -> torch.Tensor:
-    """The same [rows, N] values: "plain", as columns of a larger tensor, or "shifted" by one element."""
+    """The same [rows, columns] in another place, with NaN around it: one of FORMS."""
     rows, n = values.shape
-    if form == "plain":
-        return values
-    if form == "columns":
-        wide = values.new_full((rows, n + 24), _NAN)[:, 16 : n + 16]
-    else:
-        wide = values.new_full((rows * n + 1,), _NAN)[1:].view(rows, n)
-    return wide.copy_(values)
+
+    def nan(*shape: int) -> torch.Tensor:
+        return values.new_full(shape, _NAN)
+
+    views = {
+        "plain": lambda: values,
+        "shifted": lambda: nan(rows * n + 1)[1:].view(rows, n),
+        "wide": lambda: nan(rows, n + 3)[:, :n],
+        "columns": lambda: nan(rows, n + 24)[:, 16 : n + 16],
+        "every other row": lambda: nan(2 * rows, n)[::2],
+        "every other column": lambda: nan(rows, 2 * n)[:, ::2],
+        "transposed": lambda: nan(n, rows).t(),
+    }
+    return views[form]().copy_(values)
 
 
 def arranged(x: torch.Tensor, form: str) -> torch.Tensor:
-    """The same rows [M, K] in another place or shape."""
+    """The same rows [M, K] in another place or shape: one of X_FORMS."""
     m, k = x.shape
-    if form in ("strided", "aligned columns"):
-        width = k + 3 if form == "strided" else -(-k // 8) * 8 + 8
-        return x.new_full((m, width), _NAN)[:, :k].copy_(x)
-    if form == "columns":
-        return x.t().contiguous().t()
+    if form == "aligned columns":
+        return x.new_full((m, -(-k // 8) * 8 + 8), _NAN)[:, :k].copy_(x)
     if form == "batched":
         inner = next(size for size in (5, 3, 2, 1) if m % size == 0)
         return x.reshape(m // inner, inner, k)
-    return x[0] if form == "vector" else x
+    return x[0] if form == "vector" else placed(x, form)
 
 
 def frame_for(shape: tuple[int, ...], form: str, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(memory full of NaN, `out` in the middle of it), or None twice where `gemm` is to make the result."""
     if form == "none":
         return None, None
-    if form == "frame" and len(shape) == 2:
+    if form != "line" and len(shape) == 2:
         m, n = shape
-        frame = like.new_full((m + 2, n + 16), _NAN)
-        return frame, frame[1 : m + 1, 8 : n + 8]
+        if form == "every other row":
+            frame = like.new_full((2 * m + 1, n), _NAN)
+            return frame, frame[1::2]
+        margin = 8 if form == "frame" else 3
+        frame = like.new_full((m + 2, n + 2 * margin), _NAN)
+        return frame, frame[1 : m + 1, margin : n + margin]
     size = math.prod(shape)
     frame = like.new_full((size + 14,), _NAN)
     return frame, frame[7 : 7 + size].view(shape)

@@ -21,9 +21,9 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 GROUP_SIZES = (-1, 32, 64, 128, 192, 256)
 
 # Where an operand lies in memory.
-X_FORMS = ("plain", "strided", "aligned columns", "columns", "batched", "vector")
-SCALE_FORMS = ("plain", "columns", "shifted")
-OUT_FORMS = ("frame", "frame", "line", "none")
+FORMS = ("plain", "shifted", "wide", "columns", "every other row", "every other column", "transposed")
+X_FORMS = (*FORMS, "aligned columns", "batched", "vector")
+OUT_FORMS = ("frame", "odd frame", "every other row", "line", "none")
 _TRIES = 20  # configurations of one call, until one computes its problem
 
 OVERLAPS: tuple[LaunchOverlap, ...] = (False, True, "constant_weights")
@@ -56,7 +56,9 @@ class Weight:
     group_size: int  # -1: per channel
     zeros: str  # "none", "whole" or "half" numbers
     perm: bool
-    scale_form: str
+    scales_form: str
+    zeros_form: str
+    bias_form: str
 
     @property
     def types(self) -> TypeConfig:
@@ -128,8 +130,8 @@ class Drawer:
         if format not in CODE_FORMATS and draw.random() < 0.4:
             # bf16 holds 8 bits: those of an int8 less a whole number, but no halves.
             zeros = "whole" if format == "int8" and dtype == "bf16" else draw.choice(["whole", "half"])
-        perm, form = draw.random() < 0.15, draw.choice(SCALE_FORMS)
-        return Weight(k, min(n, most), format, dtype, layout, group_size, zeros, perm, form)
+        perm, forms = draw.random() < 0.15, (draw.choice(FORMS) for _ in range(3))
+        return Weight(k, min(n, most), format, dtype, layout, group_size, zeros, perm, *forms)
 
     def _types(self, draw: random.Random) -> tuple[str, str, str]:
         """Format, dtype and layout: on a GPU those of a kernel, so that none is drawn more rarely than another."""

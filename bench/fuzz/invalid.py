@@ -20,6 +20,15 @@ K, N, GROUP, M = 128, 64, 64, 3
 
 Change = Callable[[random.Random, torch.Tensor], Any]
 
+
+def _freed(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The same, in memory that is gone or shorter than it says."""
+    memory = torch.cat([tensor.flatten(), tensor.flatten()])
+    view = memory[draw.choice([0, tensor.numel()]) :][: tensor.numel()].view(tensor.shape)
+    memory.untyped_storage().resize_(draw.choice([0, tensor.nbytes - 1]))
+    return view
+
+
 # What can be wrong with any tensor.
 _TENSOR: dict[str, Change] = {
     "no tensor": lambda draw, t: draw.choice(["x", 3, 0.5, [1.0], object(), {}]),
@@ -29,6 +38,7 @@ _TENSOR: dict[str, Change] = {
     "meta": lambda draw, t: t.to("meta"),
     "a row or column more": lambda draw, t: torch.cat([t, t[..., -1:]], -1),
     "empty": lambda draw, t: t[..., :0],
+    "freed": _freed,
 }
 
 _ARGUMENTS: dict[str, list[Any]] = {

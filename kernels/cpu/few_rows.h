@@ -1,9 +1,8 @@
 // Few rows of x (M up to kMaxTileRows): the weight is read once, and becomes floats in registers.
 //
 // Every lane is a column. A row of the weight costs a shift and a look-up for 16 columns, and then one FMA for each row
-// of x. Sums of a group are of weights without their scale, which is applied once, in fp32, when the group ends. Integers of
-// zero points go with the weight, so that q - z is zero where it should be, and cost nothing there; what is left of them goes
-// with the sum of x.
+// of x. Sums of a group are of weights without their scale, which is applied once, in fp32, when the group ends. Whole
+// parts of zero points go with the weight, so that q - z is zero where it should be; the rest goes with the sum of x.
 #pragma once
 
 #include "operands.h"
@@ -25,16 +24,9 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
   Floats total[kRows][2];
   for (auto& row : total) row[0] = row[1] = zero();
   int const steps = int(p.group_size / kSteps);
-  Offsets<kFormat> offsets[2] = {Offsets<kFormat>(zero()), Offsets<kFormat>(zero())};
-  Floats rest[2] = {zero(), zero()};  // of zero points
+  ZeroPoints<kFormat> zero_points;
   for (int64_t g = 0; g < p.groups; ++g) {
-    if (zeros != nullptr) {
-      for (int half = 0; half < 2; ++half) {
-        Floats const zero_point = load(zeros + g * kPanel + half * kLanes), whole = whole_part(kFormat, zero_point);
-        rest[half] = sub(zero_point, whole);
-        offsets[half] = Offsets<kFormat>(whole);
-      }
-    }
+    if (kFormat != kCode4 && zeros != nullptr) zero_points.load_group(zeros + g * kPanel);
     Floats part[kSums][kRows][2];
     for (auto& some : part) {
       for (auto& row : some) row[0] = row[1] = zero();
@@ -44,8 +36,8 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       __builtin_prefetch(words + kAhead + kLanes);
       Words const low = load_words(words), high = load_words(words + kLanes);
       unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
-        Floats const w0 = row_of_step<kFormat, e.value>(low, table, offsets[0]);
-        Floats const w1 = row_of_step<kFormat, e.value>(high, table, offsets[1]);
+        Floats const w0 = row_of_step<kFormat, e.value>(low, table, zero_points.offsets[0]);
+        Floats const w1 = row_of_step<kFormat, e.value>(high, table, zero_points.offsets[1]);
         for (int m = 0; m < kRows; ++m) {
           Floats const xm = broadcast(x[e.value * kRows + m]);
           auto& to = part[e.value % kSums][m];
@@ -61,7 +53,8 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       for (int m = 0; m < kRows; ++m) {
         Floats sum = part[0][m][half];
         for (int i = 1; i < kSums; ++i) sum = add(sum, part[i][m][half]);
-        if (zeros != nullptr) sum = fnma(rest[half], broadcast(x_sums[g * kRows + m]), sum);
+        if (kFormat != kCode4 && zeros != nullptr)
+          sum = fnma(zero_points.rest[half], broadcast(x_sums[g * kRows + m]), sum);
         total[m][half] = fma(scale, sum, total[m][half]);
       }
     }
@@ -101,7 +94,8 @@ inline Outcome few_rows(GemmParams const& p, int64_t first, int rows) {
     }
   }
   int const ticket_panels = panels_of_ticket(p, 4);
-  FewRowsPanel const multiply = few_rows_of(p.format, rows);
+  bool const as_codes = kLooksUpInt4 && p.format == kInt4 && p.zeros == nullptr;
+  FewRowsPanel const multiply = few_rows_of(as_codes ? kCode4 : p.format, rows);
   std::atomic<bool> ok{true};
   int const panels = panels_of(p);
   parallel_for(divide_up(panels, ticket_panels), p.threads, [&](int64_t ticket) {

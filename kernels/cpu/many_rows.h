@@ -18,25 +18,30 @@ void dequantize_block(GemmParams const& p, uint32_t const* words, float const* s
                       int64_t k_begin, int rows, float* w) {
   constexpr int kSteps = kStepRows<kFormat>;
   Table const table = table_of(p);
-  Offsets<kFormat> const none(zero());
+  ZeroPoints<kFormat> zero_points;
   words += k_begin / kSteps * kPanel;
   for (int64_t k = k_begin; k < k_begin + rows;) {
     int64_t const g = k / p.group_size, end = std::min(k_begin + rows, (g + 1) * p.group_size);
-    Floats scale[2], zero_point[2];
-    for (int half = 0; half < 2; ++half) {
-      scale[half] = load(scales + g * kPanel + half * kLanes);
-      zero_point[half] = zeros == nullptr ? zero() : load(zeros + g * kPanel + half * kLanes);
-    }
-    for (; k < end; k += kSteps) {
-      for (int half = 0; half < 2; ++half) {
-        Words const part = load_words(words + half * kLanes);
-        unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
-          Floats const q = sub(row_of_step<kFormat, e.value>(part, table, none), zero_point[half]);
-          store(w + e.value * kPanel + half * kLanes, mul(q, scale[half]));
-        });
+    Floats const scale[2] = {load(scales + g * kPanel), load(scales + g * kPanel + kLanes)};
+    if (zeros != nullptr) zero_points.load_group(zeros + g * kPanel);
+    auto const to_floats = [&](auto whole) __attribute__((always_inline)) {
+      for (; k < end; k += kSteps) {
+        for (int half = 0; half < 2; ++half) {
+          Words const part = load_words(words + half * kLanes);
+          unroll<kSteps>([&](auto e) __attribute__((always_inline)) {
+            Floats q = row_of_step<kFormat, e.value>(part, table, zero_points.offsets[half]);
+            if constexpr (!whole) q = sub(q, zero_points.rest[half]);
+            store(w + e.value * kPanel + half * kLanes, mul(q, scale[half]));
+          });
+        }
+        words += kPanel;
+        w += kSteps * kPanel;
       }
-      words += kPanel;
-      w += kSteps * kPanel;
+    };
+    if (zeros == nullptr || zero_points.are_whole()) {
+      to_floats(std::true_type{});
+    } else {
+      to_floats(std::false_type{});
     }
   }
 }

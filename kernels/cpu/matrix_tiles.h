@@ -189,7 +189,8 @@ void multiply_tiles(uint16_t const* x0, uint16_t const* x1, uint16_t const* w, i
   _tile_stored(3, out + 768, 64);
 }
 
-/// sums [16][32] (+)= scale * (tiles - rest of the zero points * x_sum) for one group. tiles: [2][16][16]; other: a second term, or null.
+/// sums [16][32] (+)= scale * (tiles - rest of the zero points * x_sum) for one group. tiles: [2][16][16]; other: a second
+/// term, or null.
 inline void add_scaled(int format, float const* tiles, float const* other, float const* scales, float const* zeros,
                        float const* x_sums, bool add_to, float* sums) {
   for (int half = 0; half < 2; ++half) {

@@ -11,10 +11,10 @@ inline int least(int64_t a, int64_t b) {
   return int(a < b ? a : b);  // one of them is an int
 }
 
-/// The numbers that codes stand for. Integers look nothing up.
+/// The numbers that codes stand for: integers of 4 bits may be looked up, too.
 inline Table table_of(GemmParams const& p) {
-  static constexpr float kNone[16] = {};
-  return make_table(p.format == kCode4 ? p.codebook : kNone);
+  static constexpr float kIntegers[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  return make_table(p.format == kCode4 ? p.codebook : kIntegers);
 }
 
 /// Panels of a ticket: `most`, or half as many and again, down to 2, where threads would get fewer than four tickets each.
@@ -81,6 +81,30 @@ inline Floats whole_part(int format, Floats zero_point) {
   float const most = format == kInt8 ? 128.f : 8.f;
   return round(min(broadcast(most), max(broadcast(-most), zero_point)));
 }
+
+/// Zero points of a panel in one group: whole parts go with the integers, the rest is what is left of them.
+template <int kFormat>
+struct ZeroPoints {
+  Offsets<kFormat> offsets[2] = {Offsets<kFormat>(zero()), Offsets<kFormat>(zero())};
+  Floats rest[2] = {zero(), zero()};
+
+  /// zeros: [32]
+  void load_group(float const* zeros) {
+    for (int half = 0; half < 2; ++half) {
+      Floats const all = load(zeros + half * kLanes), whole = whole_part(kFormat, all);
+      offsets[half] = Offsets<kFormat>(whole);
+      rest[half] = sub(all, whole);
+    }
+  }
+
+  bool are_whole() const {
+    float lanes[2 * kLanes];
+    for (int half = 0; half < 2; ++half) store(lanes + half * kLanes, rest[half]);
+    bool are = true;
+    for (float const lane : lanes) are &= lane == 0;
+    return are;
+  }
+};
 
 /// Whether sums of weights without their scale, times x of such magnitudes, stay within fp32: weights below 2^17.
 inline bool is_within_range(GemmParams const& p, Floats largest) {

@@ -19,6 +19,7 @@ constexpr int kLanes = 16;
 #if defined(__AVX512F__)
 
 constexpr int kRegisters = 1;  // of 16 numbers
+constexpr bool kLooksUpInt4 = true;  // by one instruction
 constexpr int kMaxTileRows = 12;  // 24 accumulators of 32 registers
 
 struct Floats {
@@ -129,6 +130,7 @@ inline void store16(uint16_t* p, Floats a, int type) {
 #elif defined(__AVX2__)
 
 constexpr int kRegisters = 2;    // of 16 numbers
+constexpr bool kLooksUpInt4 = false;
 constexpr int kMaxTileRows = 3;  // 12 accumulators of 16 registers
 
 struct Floats {
@@ -263,6 +265,7 @@ inline void store16(uint16_t* p, Floats x, int type) {
 #else  // plain C++: loops over 16 lanes, which a compiler turns into what the machine has
 
 constexpr int kRegisters = 4;  // of 16 numbers, if a register has 16 bytes
+constexpr bool kLooksUpInt4 = false;
 constexpr int kMaxTileRows = 2;
 
 struct Floats {

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 VARIABLE = "WEIGHTONLY_CPU_FLAGS"
-"""Options of the compiler and the linker after those below, as .ci/run has them: "-O1 -g -fsanitize=address"."""
+"""Options of the compiler and the linker after those below, as .ci/run has them: "-fsanitize=address,undefined"."""
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels" / "cpu"

@@ -73,12 +73,12 @@ MUTATIONS = [
             ),
             (
                 "out on top of an input",
-                "if tensor is not None and _overlap(out, tensor):",
-                "if tensor is not None and out is tensor:",
+                "if _overlap(out, tensor):",
+                "if out is tensor:",
             ),
-            ("out that begins in an input", "begin + _span_bytes(a) <= other or", "begin < other or"),
-            ("columns that meet", "offset < _span_bytes(a[0]) or", "offset == 0 or"),
-            ("columns that meet from the left", "or offset + _span_bytes(b[0]) > pitch", "or offset > pitch"),
+            ("out that begins in an input", "begin + span_bytes(a) <= other or", "begin < other or"),
+            ("columns that meet", "offset < span_bytes(a[0]) or", "offset == 0 or"),
+            ("columns that meet from the left", "or offset + span_bytes(b[0]) > pitch", "or offset > pitch"),
         ],
     ),
     *of(
@@ -97,6 +97,46 @@ MUTATIONS = [
             ("numbers are paths", "if isinstance(value, str | os.PathLike) and", "if not isinstance(value, bytes) and"),
             ("true is a GPU", "if isinstance(device, bool) or not isinstance(device", "if not isinstance(device"),
             ("names of no device", "    except RuntimeError as error:\n", "    except KeyError as error:\n"),
+        ],
+    ),
+    *of(
+        "weightonly/plain.py",
+        "tensor_kinds arguments",
+        [
+            ("modes do not watch", "if is_compiling() or dispatch_modes() or", "if is_compiling() or"),
+            ("jit.trace does not watch", "or torch._C._is_tracing():", "or False:"),
+            ("modes of functions do not watch", "return function_modes() > 0 and", "return function_modes() > 9 and"),
+            ("a default device watches", "isinstance(m, DeviceContext)", "False"),
+            ("sizes stay tensors", "tracing._set_tracing_state(None)", "pass"),
+            ("subclasses are plain", "type(t) in PLAIN and has_memory(t)", "has_memory(t)"),
+            ("zero tensors have memory", "tensor._is_zerotensor() or", "False or"),
+            ("functional tensors have memory", "torch._is_functional_tensor(tensor) or is_func", "is_func"),
+            ("memory that is cut", ">= span_bytes(tensor)", ">= 1"),
+            ("strides have no span", "return (last + 1) * tensor", "return tensor"),
+        ],
+    ),
+    *of(
+        "weightonly/plan/base.py",
+        "tensor_kinds arguments",
+        [
+            ("a freed weight", "if addresses != w._held:", "if w._held is None:"),
+            ("a freed x", "elif x_address != w._held_x and not has_memory(x):", "elif False:"),
+            ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
+            ("autograd is not told", "increment_version(out)", "out.is_neg()"),
+            ("a gradient of the second out", "out.requires_grad,  # type", "None,  # type"),
+        ],
+    ),
+    *of(
+        "weightonly/plan/cpu.py",
+        "arguments",
+        [("sizes of 64 bits", "if got > limit:", "if got > 8 * limit:")],
+    ),
+    *of(
+        "weightonly/flops.py",
+        "tensor_kinds",
+        [
+            ("flops of one row", "math.prod(rows.shape[:-1])", "1"),
+            ("counters of today", 'getattr(mode, "counter", mode)', "mode"),
         ],
     ),
     *of(
@@ -141,7 +181,7 @@ MUTATIONS = [
         [
             (
                 "zeros are not in the key",
-                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device())",
+                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device)",
                 "(zeros.shape, zeros.dtype)",
             ),
             ("no plan goes", "if len(_plans) >= MAX_PLANS:", "if len(_plans) > MAX_PLANS + 1:"),

@@ -181,6 +181,8 @@ MUTATIONS = [
                 "return round(min(broadcast(most), max(broadcast(-most), zero_point)));",
                 "return min(broadcast(most), max(broadcast(-most), zero_point));",
             ),
+            ("no rest of zero points", "rest[half] = sub(all, whole);", "rest[half] = zero();"),
+            ("zero points are whole if the last is", "are &= lane == 0", "are = lane == 0"),
             ("the first half of an order twice", "        order += 64 * kPanel;\n", ""),
             ("blocks of the first pair", "(first / 2 + pair) * p.block_stride_n", "pair * p.block_stride_n"),
         ],
@@ -205,12 +207,7 @@ MUTATIONS = [
         _CPP,
         [
             ("no memory in a ticket", "      ok = false;\n", ""),
-            (
-                "zero points of the first group",
-                "load(zeros + g * kPanel + half * kLanes)",
-                "load(zeros + half * kLanes)",
-            ),
-            ("the rest of zero points", "rest[half] = sub(zero_point, whole);", "rest[half] = zero();"),
+            ("zero points of the first group", "load_group(zeros + g * kPanel)", "load_group(zeros)"),
             ("sums that leave the range", "  if (!is_within_range(p, largest)) return Outcome::kBeyondRange;\n", ""),
             ("one sum of several", "for (int i = 1; i < kSums; ++i)", "for (int i = 2; i < kSums; ++i)"),
             ("a panel alone of blocks", "(end - begin + 1) / 2 * 2", "(end - begin) / 2 * 2"),
@@ -221,6 +218,7 @@ MUTATIONS = [
         _CPP,
         [
             ("no memory in a ticket", "      ok = false;\n", ""),
+            ("the rest is of no matter", "if constexpr (!whole) q = sub(q, zero_points.rest[half]);", ""),
             ("each block starts anew", "w, depth, k > 0, sums", "w, depth, false, sums"),
             ("a row beyond the last one", "least(int(tile) * tile_rows + m, rows - 1)", "int(tile) * tile_rows + m"),
             ("groups end with a block", "std::min(k_begin + rows, (g + 1) * p.group_size)", "k_begin + rows"),

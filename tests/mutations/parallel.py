@@ -149,7 +149,6 @@ MUTATIONS = [
                 'self.placement("scales") and Shard(1) if self.differs("scales") else None',
                 "Shard(1)",
             ),
-            ("cuts inside of tiles", "if begin % align and begin != size:", "if begin % align and begin == size:"),
             (
                 "the rows of a group",
                 "layer.in_features // layer.scales.shape[0]\n    layer.exchange",

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_sm90 import MAX_EXPERTS
 from ..kernels import _C, FLOAT_TYPES
+from ..plain import PLAIN, is_watched
 
 MAX_CHOICES = 1 << 21
 """Choices of experts that the kernel sorts: kMaxChoices of kernels/experts/experts.h."""
@@ -24,13 +24,17 @@ MAX_CHOICES = 1 << 21
 VECTOR = 8
 """Columns of 16 bytes, which the kernels read at once."""
 
+INT32_MAX = (1 << 31) - 1
+
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def runs(*tensors: torch.Tensor) -> bool:
     """Whether the kernels compute with these tensors: on Hopper, without a gradient, and not traced."""
     x = tensors[0]
-    if not x.is_cuda or _C is None or is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
+    if not x.is_cuda or _C is None or is_watched() or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not PLAIN.issuperset(map(type, tensors)):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -54,13 +58,13 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
     """
     tokens, top_k = ids.shape
     choices = tokens * top_k
-    if 1 <= choices <= MAX_CHOICES and experts <= MAX_EXPERTS and runs(x) and is_rows(x):
+    if runs(x, ids) and 1 <= choices <= MAX_CHOICES and experts <= MAX_EXPERTS and is_rows(x):
         offs = torch.empty(experts, dtype=torch.int32, device=x.device)
         places = torch.empty(choices, dtype=torch.int32, device=x.device)
         rows = x.new_empty(choices, x.shape[1])
         route(x, ids.contiguous(), rows, offs, places)
         return rows, offs, places
-    order, offs = _route_op(ids, experts) if is_compiling() else _route(ids, experts)  # (T = M * top_k), (E)
+    order, offs = _route_op(ids, experts) if is_watched() else _route(ids, experts)  # (T = M * top_k), (E)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(choices, device=order.device))
     return x[order // top_k], offs, places
 
@@ -137,6 +141,8 @@ def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]
     Raises ValueError for ids out of range, on the CPU: on a GPU the host would have to wait for them.
     """
     flat = ids.reshape(-1)
+    if flat.numel() > INT32_MAX:  # the ends are int32
+        raise ValueError(f"topk_ids: expected at most {INT32_MAX} choices, got {flat.numel()}")
     if flat.device.type == "cpu" and flat.numel():
         low, high = torch.stack(torch.aminmax(flat)).tolist()
         if low < -1 or high > experts:

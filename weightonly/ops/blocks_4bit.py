@@ -27,6 +27,7 @@ from ..device import device_arch
 from ..formats.words import pack_nibbles, unpack_nibbles
 from ..kernels import _C, FLOAT_TYPES, check_kernels
 from ..operands import aligned
+from ..plain import are_plain
 from ..quantize import WEIGHT_DTYPES, check_weight_dtype, finite_range
 from ..require import require_dtype, require_int
 
@@ -34,7 +35,7 @@ BLOCKSIZES = tuple(32 << i for i in range(8))
 
 _SMALLEST = 1e-38
 _CHUNK_ELEMS = 1 << 22
-"""Elements that the CPU works on at a time, in fp32: a multiple of every blocksize."""
+"""Elements that PyTorch's operators work on at a time, in fp32: a multiple of every blocksize."""
 
 
 @torch.no_grad()
@@ -56,8 +57,9 @@ def quantize_4bit(
     [ceil(elements / blocksize)]. A block of zeros has absmax 0 (a short last one 1e-38) and dequantizes to zeros.
 
     On a GPU the kernel runs on the current stream and can be captured in a CUDA graph. It does not look for NaN and
-    Inf, because the host would have to wait: their block has absmax NaN or Inf, and codes without meaning. Not
-    differentiable.
+    Inf, because the host would have to wait: their block has absmax NaN or Inf, and codes without meaning. Under
+    torch.compile, torch.jit.trace and modes, and for subclasses of torch.Tensor, PyTorch's operators do it, with the
+    same bytes. Not differentiable.
 
     Raises TypeError for wrong types and dtypes. Raises ValueError for another blocksize or quant_type, a code of
     another length or beyond fp16, and on a CPU for NaN or Inf in `w`. Raises RuntimeError where no kernel was built for
@@ -72,11 +74,12 @@ def quantize_4bit(
     absmax = torch.empty(-(-count // blocksize), dtype=torch.float32, device=w.device)
     if count == 0:
         return packed, absmax
-    if w.is_cuda:
+    if w.is_cuda and are_plain(w):
         _launch("quantize_4bit", "w", aligned(w, 16), packed, absmax, blocksize, codebook)
     else:
-        finite_range(w)
-        _quantize_on_cpu(w.reshape(-1), packed.view(-1), absmax, blocksize, codebook)
+        if not w.is_cuda:
+            finite_range(w)
+        _quantize_by_operators(w.reshape(-1), packed.view(-1), absmax, blocksize, codebook)
     return packed, absmax
 
 
@@ -129,10 +132,10 @@ def dequantize_4bit(
     w = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
     if count == 0:
         return w
-    if w.is_cuda:
+    if w.is_cuda and are_plain(packed, absmax):
         _launch("dequantize_4bit", "packed", w, aligned(packed, 4), aligned(absmax, 4), blocksize, codebook)
     else:
-        _dequantize_on_cpu(w.view(-1), packed.reshape(-1), absmax, blocksize, codebook)
+        _dequantize_by_operators(w.view(-1), packed.reshape(-1), absmax, blocksize, codebook)
     return w
 
 
@@ -148,14 +151,14 @@ def _codebook(quant_type: str, code: torch.Tensor | Sequence[float] | None) -> t
     return CODEBOOKS[quant_type] if code is None else codebook_values(code)
 
 
-def _quantize_on_cpu(
+def _quantize_by_operators(
     w: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, codebook: tuple[float, ...]
 ) -> None:
     """w [elements] -> packed [(elements + 1) // 2], absmax [blocks]."""
     order = sorted(range(len(codebook)), key=codebook.__getitem__)  # stable: equal numbers keep their order
-    numbers = torch.tensor([codebook[i] for i in order], dtype=torch.float32, device="cpu")
+    numbers = torch.tensor([codebook[i] for i in order], dtype=torch.float32, device=w.device)
     midpoints = (numbers[:-1] + numbers[1:]) / 2
-    codes = torch.tensor(order, dtype=torch.uint8, device="cpu")
+    codes = torch.tensor(order, dtype=torch.uint8, device=w.device)
     for begin in range(0, w.numel(), _CHUNK_ELEMS):
         x = w[begin : begin + _CHUNK_ELEMS].to(torch.float32, copy=True)
         absmaxes = absmax[begin // blocksize : (begin + x.numel() - 1) // blocksize + 1]
@@ -172,11 +175,11 @@ def _quantize_on_cpu(
         bytes_of_chunk.copy_(pack_nibbles(codes[torch.bucketize(x, midpoints, out_int32=True)]))
 
 
-def _dequantize_on_cpu(
+def _dequantize_by_operators(
     w: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, codebook: tuple[float, ...]
 ) -> None:
     """packed [(elements + 1) // 2], absmax [blocks] -> w [elements]."""
-    numbers = torch.tensor(codebook, dtype=torch.float32, device="cpu")
+    numbers = torch.tensor(codebook, dtype=torch.float32, device=w.device)
     for begin in range(0, w.numel(), _CHUNK_ELEMS):
         chunk = w[begin : begin + _CHUNK_ELEMS]
         codes = unpack_nibbles(packed[begin // 2 : (begin + _CHUNK_ELEMS) // 2], chunk.numel())

@@ -16,8 +16,9 @@ from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_groups_of_16, d
 from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
+from ..plain import are_plain
 from ..quantize import WEIGHT_DTYPES
-from ..require import require_dtype
+from ..require import require_dtype, require_memory
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
 """Layout -> enum PackedLayout of kernels/convert/dequantize.h."""
@@ -37,7 +38,7 @@ def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor 
 
     On a GPU a kernel does it. PyTorch's operators do it more slowly, with the same bits, where there is no kernel
     (layout "row_major", fp32, groups that `gemm` does not take, a GPU that the build leaves out), under torch.compile,
-    and where a gradient is asked for.
+    torch.jit.trace and modes, for subclasses of torch.Tensor, and where a gradient is asked for.
 
     Raises TypeError for a qweight that is not packed or a wrong dtype. Raises ValueError for shapes that do not fit,
     tensors on different devices, and zeros of codes.
@@ -86,6 +87,7 @@ def _check(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | No
     """Raises TypeError or ValueError for arguments that do not fit together."""
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight (see preprocess), got {type(qweight).__name__}")
+    require_memory("qweight", qweight.data)
     _check_group_tensor("scales", scales, qweight)
     if zeros is not None:
         check_zeros_fit(zeros, qweight)
@@ -142,8 +144,8 @@ def dequantize_columns(
 
 
 def _has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
-    """Whether the kernel reads this weight, here and now: not under torch.compile, and not for a gradient."""
-    if not qweight.data.is_cuda or torch.compiler.is_compiling():
+    """Whether the kernel reads this weight, here and now: not where others watch, and not for a gradient."""
+    if not qweight.data.is_cuda or not are_plain(qweight.data, scales, zeros):
         return False
     if qweight.layout not in _LAYOUT_NUMBERS or scales.dtype not in _KERNEL_DTYPES:
         return False

@@ -441,8 +441,6 @@ def _cuts_alike(size: int, align: int, stored: int, unit: int, ranks: int, per_u
     for rank in range(ranks):
         begin, end = chunk(size, ranks, rank)
         padded = -(-end // align) * align
-        if begin % align and begin != size:
-            return False
         if begin < end and chunk(stored, ranks, rank) != (begin * per_unit // unit, padded * per_unit // unit):
             return False
         if begin == end and chunk(stored, ranks, rank) != (stored, stored):

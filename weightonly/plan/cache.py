@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 
-import torch
-
 from ..args import GemmArgs
 from ..packed import PackedWeight
+from ..plain import PLAIN
 from .base import Plan
 
 MAX_PLANS = 1 << 13
@@ -61,33 +60,32 @@ def key_of(args: GemmArgs) -> Key:
     Raises AttributeError, TypeError or RuntimeError where an argument is not of its type; the checks say which.
     """
     x, w, scales, zeros, bias, perm = args.x, args.qweight, args.scales, args.zeros, args.bias, args.perm
-    device = x.get_device()
-    if x.is_neg() or scales.is_neg() or (zeros is not None and zeros.is_neg()) or (bias is not None and bias.is_neg()):
-        raise RuntimeError("a negated view has no plan")
+    if (
+        type(x) not in PLAIN
+        or x.is_neg()
+        or type(scales) not in PLAIN
+        or scales.is_neg()
+        or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
+        or (bias is not None and (type(bias) not in PLAIN or bias.is_neg()))
+        or (perm is not None and type(perm) not in PLAIN)
+    ):
+        raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
     return (
         w._kind or kind_of(w),
         x.shape,
         x.is_contiguous() or x.stride(),
         x.dtype,
-        device if device >= 0 else _devices(args),
+        x.device,
         scales.shape,
         scales.is_contiguous() or scales.stride(),
         scales.dtype,
-        scales.get_device(),
-        None
-        if zeros is None
-        else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device()),
-        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.get_device()),
-        None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.get_device()),
+        scales.device,
+        None if zeros is None else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
+        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
+        None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
         args.activation,
         args.config,
     )
-
-
-def _devices(args: GemmArgs) -> tuple[torch.device | None, ...]:
-    """Of tensors that are on no GPU: `get_device` is -1 for a CPU and for what has no memory at all."""
-    tensors = (args.x, args.scales, args.zeros, args.bias, args.perm)
-    return tuple(None if tensor is None else tensor.device for tensor in tensors)
 
 
 def kind_of(qweight: PackedWeight) -> object:
@@ -95,6 +93,8 @@ def kind_of(qweight: PackedWeight) -> object:
     w = qweight
     if w._kind is not None:
         return w._kind
+    if type(w.data) not in PLAIN:
+        raise TypeError("a subclass of torch.Tensor has no plan")
     expected = (w.group_size, w.has_zeros, w.has_perm)
     w._kind = kind = _kind(w.k, w.n, w.format, w.layout, w.code, w.experts, expected, w.device)
     return kind

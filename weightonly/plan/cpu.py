@@ -7,7 +7,11 @@ import torch
 from .. import reference
 from ..args import GemmArgs, check_perm_range
 from ..cpu import library, native
+from ..kernels import MAX_M, MAX_N
 from .base import Plan
+
+MAX_K = 1 << 28
+"""Rows of a weight whose scales the native kernels step over in 32-bit numbers, in groups of 16."""
 
 
 class CpuPlan(Plan):
@@ -20,6 +24,8 @@ class CpuPlan(Plan):
         if args.config is not None:
             raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {args.config}")
         self.backend = library.backend()
+        if self.backend.library is not None:
+            check_sizes(self.m, self.n, args.qweight.k)
 
     def gather(self, x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
         """Raises ValueError for numbers out of range: index_select on a CPU does not say which argument they are in."""
@@ -29,3 +35,10 @@ class CpuPlan(Plan):
     def run(self, args: GemmArgs) -> torch.Tensor:
         operands = (args.x, args.qweight, args.scales, args.zeros, args.bias, args.activation, args.out)
         return reference.gemm(*operands) if self.backend.library is None else native.gemm(self.backend, *operands)
+
+
+def check_sizes(m: int, n: int, k: int) -> None:
+    """Raises ValueError for sizes beyond what the native kernels count with, in 32 bits."""
+    for name, sizes, got, limit in (("x", "M", m, MAX_M), ("qweight", "N", n, MAX_N), ("qweight", "K", k, MAX_K)):
+        if got > limit:
+            raise ValueError(f"{name}: expected {sizes} of at most {limit} on a CPU, got {got}")

@@ -19,6 +19,7 @@ from ..heuristics.grouped import select_grouped
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, FLOAT_TYPES, grouped_kernel_numbers, is_compiled, runs_on
 from ..ops.around_experts import MAX_CHOICES, VECTOR, add_choices, is_rows, route
+from ..plain import are_plain
 from . import cache
 from .grouped import types_of
 from .kernel import _current_stream
@@ -46,6 +47,10 @@ def layer(
             cache.layers.clear()
         plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_LAYER
     if not isinstance(plan, LayerPlan):
+        return None
+    if not are_plain(
+        x, ids, weights, *(t for p in (first, second) for t in (p.qweight.data, p.scales, p.zeros, p.bias))
+    ):
         return None
     vectors = (first.scales, first.zeros, second.scales, second.zeros)
     if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):

@@ -114,13 +114,13 @@ class KernelPlan(Plan):
         elif self.out_has_rows:
             ldy = out.stride(0)
         ldx = self.ldx
-        x_address = x.data_ptr()
+        x_address = args.x_address if args.perm is None else x.data_ptr()
+        weight_address, scales_address, zeros_address, bias_address, _ = args.addresses
         if not self.rows_aligned or x_address % 16:
             x = self._aligned_copy(x, args.qweight.k)
             x_address = x.data_ptr()
             ldx = self.x_k
-        scales_address = scales.data_ptr()
-        zeros_address = self.codebook if zeros is None else zeros.data_ptr()
+        zeros_address = zeros_address or self.codebook
         scales_in_place = self.scales_in_place and not (scales_address | zeros_address) % 16
         if not scales_in_place:
             scales = aligned_rows(scales, self.ld_scales)
@@ -128,17 +128,14 @@ class KernelPlan(Plan):
             if zeros is not None:
                 zeros = aligned_rows(zeros, self.ld_scales)
                 zeros_address = zeros.data_ptr()
-        if bias is None:
-            bias_address = 0
-        else:
-            if not self.bias_in_place:
-                bias = bias.contiguous()
+        if bias is not None and not self.bias_in_place:
+            bias = bias.contiguous()
             bias_address = bias.data_ptr()
         partials_address = 0
         if self.partials:
             partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
             partials_address = partials.data_ptr()
-        weight_address, y_address = args.qweight.data.data_ptr(), out.data_ptr()
+        y_address = out.data_ptr()
         stream = _current_stream(self.device)
         self.launch(
             x_address,
