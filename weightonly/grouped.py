@@ -53,11 +53,11 @@ def grouped_gemm(
 
     Under torch.autocast x is cast as `gemm` casts it.
 
-    On a GPU one launch computes up to 512 experts, packed in layout "tiled" (compute capability 9.0) or "interleaved"
-    (8.0 and later), in groups of 32 and more. The host does not read `offs`: the call can be captured in a CUDA graph,
-    with ends that change from replay to replay. Ends that are no ascending numbers up to T are no error then: nothing
-    is written outside of the result, whose rows after the last end are zeros. An activation is applied to the rounded
-    product.
+    On a GPU one launch computes up to 1024 experts, packed in layout "tiled" (compute capability 9.0), or up to 512 in
+    layout "interleaved" (8.0 and later) and in groups of 32 and more. The host does not read `offs`: the call can be
+    captured in a CUDA graph, with ends that change from replay to replay. Ends that are no ascending numbers up to T
+    are no error then: nothing is written outside of the result, whose rows after the last end are zeros. An activation
+    is applied to the rounded product.
 
     Otherwise each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`. Row t is then bit
     for bit what `gemm` of all rows of its expert gives. torch.compile can trace both.
