@@ -18,19 +18,19 @@ class Plain(torch.Tensor):
 class Wrapper(torch.Tensor):
     """One without: its numbers are in another tensor."""
 
-    inner: torch.Tensor
+    numbers: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        like: dict[str, Any] = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
         wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **like)
-        wrapper.inner = inner
+        wrapper.numbers = inner
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda t: t.inner if isinstance(t, Wrapper) else t, (args, kwargs or {}))
-        return function(*args, **kwargs)
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map(lambda t: t.numbers if isinstance(t, Wrapper) else t, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from gemm_arguments import (
     setting,
     zeros_of,
 )
+from stand_in import Module
 from torch.utils.flop_counter import FlopCounterMode
 
 import weightonly as wo
@@ -375,7 +376,7 @@ def of_a_graph(out: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "second call"])
-@pytest.mark.parametrize("make", [a_parameter, of_a_graph])
+@pytest.mark.parametrize("make", [a_parameter, of_a_graph, torch.Tensor.requires_grad_])
 def test_out_requires_no_gradient(make: Callable[[torch.Tensor], torch.Tensor], is_warm: bool) -> None:
     a = good()
     if is_warm:
@@ -385,6 +386,15 @@ def test_out_requires_no_gradient(make: Callable[[torch.Tensor], torch.Tensor], 
     with pytest.raises(ValueError, match=r"^out: expected a tensor that requires no gradient"):
         wo.gemm(**a)
     assert torch.equal(a["out"].nan_to_num(), before.nan_to_num())
+
+
+def test_autograd_knows_what_a_kernel_writes(module: Module) -> None:
+    a = good(layout="tiled")
+    for _ in range(2):
+        version = a["out"]._version
+        wo.gemm(**a)
+        assert a["out"]._version > version
+    assert len(module.launches) == 2
 
 
 @pytest.mark.parametrize("is_watched", [False, True], ids=["eager", "under a mode"])
@@ -404,7 +414,7 @@ def test_out_may_be_a_tensor_of_inference_mode() -> None:
     a = good()
     with torch.inference_mode():
         a["out"] = torch.empty(M, N).half()
-    assert torch.equal(wo.gemm(**a), expected(a["x"], a))
+        assert torch.equal(wo.gemm(**a), expected(a["x"], a))
 
 
 def test_out_of_grouped_gemm_is_autograds_as_well() -> None:

@@ -69,7 +69,9 @@ def gemm(
     """
     args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)
     plan = None if is_dynamo_compiling() else _find(args)
-    return _general(args) if plan is None else _run(plan, args)
+    if plan is None:
+        return _general(args)
+    return plan.run(args) if out is None and perm is None else _run(plan, args)
 
 
 def _find(args: GemmArgs) -> Plan | None:
@@ -91,14 +93,14 @@ def _find(args: GemmArgs) -> Plan | None:
 def _general(args: GemmArgs) -> torch.Tensor:
     """The product of any call."""
     args.x = autocast(args.x, args.scales)
-    if is_compiling() or any(map(is_virtual, args.tensors().values())):
+    if is_compiling():
         return dispatch(args, _gemm_op)
     if not needs_dispatch(args):
-        return _compute(args)
-    is_plain = isinstance(args.qweight, PackedWeight) and args.is_plain() and not is_watched()
-    if is_plain and args.out is None and args.config is None:
-        return _differentiable(args)
-    return dispatch(args, _gemm_op)
+        return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else _compute(args)
+    if is_watched() or current_transform() is not None or args.out is not None or args.config is not None:
+        return dispatch(args, _gemm_op)
+    is_plain = isinstance(args.qweight, PackedWeight) and args.is_plain()
+    return _differentiable(args) if is_plain else dispatch(args, _gemm_op)
 
 
 def needs_dispatch(args: GemmArgs) -> bool:
@@ -140,7 +142,17 @@ def autocast(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _compute(args: GemmArgs) -> torch.Tensor:
-    """The product by the plan of these arguments, which is made if it is not there."""
+    """The product by the plan of these arguments."""
+    return _run(_plan_of(args), args)
+
+
+def compute_part(args: GemmArgs) -> torch.Tensor:
+    """The product of a part of a call whose `out` was checked."""
+    return _run(_plan_of(args), args, checks_out=False)
+
+
+def _plan_of(args: GemmArgs) -> Plan:
+    """The plan of these arguments, which is made if it is not there."""
     try:
         key = cache.key_of(args)
         plan = cache.find(key)
@@ -151,12 +163,12 @@ def _compute(args: GemmArgs) -> torch.Tensor:
         if key is not None:
             cache.add(key, plan)
     plan.check_memory(args)
-    return _run(plan, args)
+    return plan
 
 
-def _run(plan: Plan, args: GemmArgs) -> torch.Tensor:
+def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
     """args: of a call whose memory the plan has checked."""
-    if args.out is not None:
+    if args.out is not None and checks_out:
         plan.check_out(args)
     if args.perm is not None:
         args.x = plan.gather(args.x, args.perm)

@@ -12,7 +12,7 @@ import torch
 
 from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device
 from .autograd import before_activation, kept_for
-from .gemm import autocast, dispatch, gemm, needs_dispatch
+from .gemm import autocast, compute_part, dispatch, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import PLAIN
@@ -216,17 +216,7 @@ class ExpertsPlan(Plan):
             args.out = args.x.new_empty(self.shape)
         rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
         for expert, begin, end in rows:
-            one = args.of_expert(expert, begin, end)
-            gemm(
-                one.x,
-                one.qweight,
-                one.scales,
-                zeros=one.zeros,
-                bias=one.bias,
-                activation=one.activation,
-                perm=one.perm,
-                out=one.out,
-            )
+            compute_part(args.of_expert(expert, begin, end))
         args.out[rows[-1][2] if rows else 0 :] = 0
         return args.out
 

@@ -119,8 +119,7 @@ MUTATIONS = [
         "weightonly/plan/base.py",
         "tensor_kinds arguments",
         [
-            ("a freed weight", "if addresses != w._held:", "if w._held is None:"),
-            ("a freed x", "elif x_address != w._held_x and not has_memory(x):", "elif False:"),
+            ("a freed weight", "if not is_same:", "if w._held is None:"),
             ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
             ("autograd is not told", "increment_version(out)", "out.is_neg()"),
             ("a gradient of the second out", "out.requires_grad,  # type", "None,  # type"),
@@ -181,7 +180,7 @@ MUTATIONS = [
         [
             (
                 "zeros are not in the key",
-                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device)",
+                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device())",
                 "(zeros.shape, zeros.dtype)",
             ),
             ("no plan goes", "if len(_plans) >= MAX_PLANS:", "if len(_plans) > MAX_PLANS + 1:"),
@@ -198,7 +197,7 @@ MUTATIONS = [
                 "if where is None or where != args.qweight._checked_out:",
                 "if where is None or args.qweight._checked_out is None:",
             ),
-            ("x is not among the addresses", "                args.x.data_ptr(),\n", ""),
+            ("x is not among the addresses", "                args.x_address,\n", ""),
         ],
     ),
     *of(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 
+import torch
+
 from ..args import GemmArgs
 from ..packed import PackedWeight
 from ..plain import PLAIN
@@ -70,21 +72,36 @@ def key_of(args: GemmArgs) -> Key:
         or (perm is not None and type(perm) not in PLAIN)
     ):
         raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+    device = x.get_device()
     return (
         w._kind or kind_of(w),
         x.shape,
         x.is_contiguous() or x.stride(),
         x.dtype,
-        x.device,
+        device if device >= 0 else _devices(args),
         scales.shape,
         scales.is_contiguous() or scales.stride(),
         scales.dtype,
-        scales.device,
-        None if zeros is None else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
-        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
-        None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
+        scales.get_device(),
+        None
+        if zeros is None
+        else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device()),
+        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.get_device()),
+        None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.get_device()),
         args.activation,
         args.config,
+    )
+
+
+def _devices(args: GemmArgs) -> tuple[torch.device | None, ...]:
+    """Of tensors that are on no GPU: `get_device` is -1 for a CPU and for what has no memory at all."""
+    zeros, bias, perm = args.zeros, args.bias, args.perm
+    return (
+        args.x.device,
+        args.scales.device,
+        None if zeros is None else zeros.device,
+        None if bias is None else bias.device,
+        None if perm is None else perm.device,
     )
 
 
