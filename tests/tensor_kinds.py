@@ -1,6 +1,5 @@
 """Tensors that are not what their type says: subclasses, wrappers, memory that is gone."""
 
-# mypy: disable-error-code="arg-type,assignment,override"
 from __future__ import annotations
 
 from collections.abc import Callable

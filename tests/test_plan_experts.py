@@ -1,6 +1,5 @@
 """The plan of a layer of experts on Hopper: what it hands to kernels, for which a stand-in computes."""
 
-# mypy: disable-error-code="arg-type"
 from __future__ import annotations
 
 import ctypes

@@ -1,6 +1,5 @@
 """What is no plain tensor goes through the operator, or is refused by name; tracers and modes see the operator."""
 
-# mypy: disable-error-code="arg-type"
 from __future__ import annotations
 
 import re
