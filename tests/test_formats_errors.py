@@ -107,11 +107,11 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ct bits": (
         CT | {"config_groups": {"g": {"weights": {"num_bits": 3}}}},
-        "config_groups.g.weights: expected int of 4 or 8 bits, got int of 3",
+        "config_groups.g.weights: expected int of 4 or 8 bits, got 'int' of 3",
     ),
     "ct floats": (
         CT | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}},
-        "config_groups.g.weights: expected int of 4 or 8 bits, got float of 8",
+        "config_groups.g.weights: expected int of 4 or 8 bits, got 'float' of 8",
     ),
     "ct transforms": (CT | {"transform_config": {"config_groups": {"r": {}}}}, "transform_config: expected none, got"),
     "llm.int8": (BNB | {"load_in_8bit": True}, "load_in_8bit: expected 4-bit weights, got true"),

@@ -36,8 +36,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "weights.group_size: expected 16 for nvfp4-pack-quantized, got 32",
     ),
     "channels": ("mxfp4", {"strategy": "channel"}, "weights.group_size: expected 32 .*got -1"),
-    "integers": ("mxfp4", {"type": "int"}, "weights: expected float of 4 bits, got int of 4"),
-    "bits": ("nvfp4", {"num_bits": 8}, "weights: expected float of 4 bits, got float of 8"),
+    "integers": ("mxfp4", {"type": "int"}, "weights: expected float of 4 bits, got 'int' of 4"),
+    "bits": ("nvfp4", {"num_bits": 8}, "weights: expected float of 4 bits, got 'float' of 8"),
     "zero points": (
         "mxfp4",
         {"symmetric": False},

@@ -12,7 +12,7 @@ import torch
 import weightonly as wo
 from weightonly.formats import records
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
-from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
+from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, TypeConfig, kernel_types
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
 from weightonly.heuristics.grouped import select_grouped
@@ -23,6 +23,7 @@ from weightonly.slicing import rows_of_a_group
 PLAN = sys.modules["weightonly.plan.choose"]
 KERNELS = sys.modules["weightonly.kernels"]
 OF_16 = [c for c in CONFIGS if c.groups_of_16]
+GROUPED_OF_16 = [c for c in GROUPED_CONFIGS if c.groups_of_16]
 SHAPES = [(4096, 4096), (4096, 6144), (14336, 4096)]
 
 
@@ -31,8 +32,8 @@ def chosen(m: int, k: int, n: int, arch: int, layout: str, format: str = "nvfp4"
 
 
 def test_a_family_says_of_its_kernels_whether_a_gpu_has_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {c.family for c in OF_16} == set(GROUPS_OF_16_VERIFIED)
-    for config in OF_16:
+    assert {c.family for c in OF_16 + GROUPED_OF_16} == set(GROUPS_OF_16_VERIFIED)
+    for config in OF_16 + GROUPED_OF_16:
         for verified in (True, False):
             monkeypatch.setitem(GROUPS_OF_16_VERIFIED, config.family, verified)
             assert config.is_verified == verified
@@ -150,10 +151,13 @@ def test_what_is_refused_before_is_not_after(groups_of_16: None) -> None:
     assert record.to_linear(arch="sm90").scales.shape == (4, 64)
 
 
-def test_experts_take_a_product_each(groups_of_16: None) -> None:
-    """No kernel computes the rows of many of them."""
-    assert select_grouped(Problem(64, 512, 512, "int4", 32, 90, 132), 8) is not None
-    assert select_grouped(Problem(64, 512, 512, "int4", 16, 90, 132), 8) is None
+def test_experts_take_kernels_of_their_own(groups_of_16: None) -> None:
+    for rows in (64, 4096):
+        for group_size in (16, 32):
+            config = select_grouped(Problem(rows, 512, 512, "int4", group_size, 90, 132), 8)
+            assert config is not None and config.groups_of_16 == (group_size == 16)
+    ampere = Problem(64, 512, 512, "int4", 16, 80, 108, "interleaved")
+    assert select_grouped(ampere, 8) is None, "Ampere takes a product for each expert"
 
 
 def test_cuts_of_a_weight() -> None:
