@@ -195,7 +195,7 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
         gate = Gate("relu", limit=2.0) if one.config.rules.gates(one.config) else Gate("relu", has_gate=False)
         scale = 2.0**-9 if one.types.format == "int8" else 2.0**-5  # results are far from the limits of fp16
         first, _ = experts_of(320, 256 if gate.has_gate else 128, one, generator, scale)
-        second, _ = experts_of(128, 192, one, generator, scale)
+        second, _ = experts_of(128, 320, one, generator, scale)
         x = torch.randint(-1, 2, (one.tokens, 320), generator=generator).to(dtype).cuda()
         ids = torch.randint(-1, 6, (one.tokens, 3), generator=generator).cuda()
         weights = torch.rand(one.tokens, 3, generator=generator).cuda()

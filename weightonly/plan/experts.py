@@ -69,6 +69,7 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
     fits = (
         x.dtype in FLOAT_TYPES
         and first.qweight.n == (2 * inner if gate.has_gate else inner)
+        and first.qweight.k == second.qweight.n
         and inner % (GATED_COLUMNS if gate.has_gate else VECTOR) == 0
         and all(p.scales.dtype == x.dtype and p.in_place() for p in (first, second))
     )
