@@ -139,9 +139,14 @@ class GroupedConstants:
     tb_s      of the memory: weights and scales of all experts that have rows
     unhidden  see DecodeSm90Constants
     kernels   (kernel, format) -> its times
+
+    around_sorting_us  what a layer takes beyond its products, where their kernels sort the choices
+    around_us          the same, where a kernel in front does
     """
 
     fitted_to: str
     tb_s: float
     unhidden: float
+    around_sorting_us: float
+    around_us: float
     kernels: dict[tuple[str, str], GroupedTimes]

@@ -5,26 +5,75 @@ The host knows how many rows there are, not whose they are (routing.py): it choo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
 from .configs import GROUPED_CONFIGS, KernelConfig
-from .families.grouped_decode_sm90 import MAX_ROW_TILES, GroupedDecodeSm90
+from .families import Family
+from .families.grouped_decode_sm90 import MAX_ROW_TILES, MAX_SORTED_CHOICES, GroupedDecodeSm90
 from .families.grouped_sm90 import MAX_TILES
+from .h200 import GROUPED
 from .problem import Problem
 
 
-def select_grouped(problem: Problem, experts: int, is_gated: bool = False) -> KernelConfig | None:
-    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch.
+def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
+    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch."""
+    return _quickest(problem, experts, lambda rules: True)[1]
 
-    is_gated: it applies a gate to the halves of its columns.
+
+class LayerChoice(NamedTuple):
+    """The configurations of both products of a layer of experts.
+
+    sorts: whether their kernels sort the choices of tokens by themselves; else a kernel in front does.
     """
-    found = [
-        c
+
+    first: KernelConfig
+    second: KernelConfig
+    sorts: bool
+
+
+def select_layer(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice | None:
+    """What is quickest for a layer as a whole, with the kernels around its products; None: no kernels compute it.
+
+    first, second: their m are the choices of all tokens. is_gated: the first applies a gate to halves of its columns.
+    """
+    found = []
+    for sorts in (True, False):
+        if sorts and first.m > MAX_SORTED_CHOICES:
+            continue
+        allows = _sort if sorts else _are_in_layers
+        first_us, one = _quickest(first, experts, allows, is_gated)
+        second_us, other = _quickest(second, experts, allows)
+        if one is not None and other is not None:
+            around_us = GROUPED.around_sorting_us if sorts else GROUPED.around_us
+            found.append((first_us + second_us + around_us, LayerChoice(one, other, sorts)))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _are_in_layers(rules: Family) -> bool:
+    return rules.in_layers
+
+
+def _sort(rules: Family) -> bool:
+    return rules.in_layers and rules.sorts
+
+
+def _quickest(
+    problem: Problem, experts: int, allows: Callable[[Family], bool], is_gated: bool = False
+) -> tuple[float, KernelConfig | None]:
+    """Of the families that are allowed, the configuration that takes the least time, and that time."""
+    times_us = {
+        c: c.rules.grouped_us(c, problem, experts, is_gated)
         for c in GROUPED_CONFIGS
         if c.is_verified
+        and allows(c.rules)
         and c.rules.is_calibrated(c, problem.format)
         and (c.rules.gates(c) or not is_gated)
         and why_not_grouped(c, problem, experts) is None
-    ]
-    return min(found, key=lambda c: c.rules.grouped_us(c, problem, experts, is_gated), default=None)
+    }
+    best = min(times_us, key=times_us.__getitem__, default=None)
+    return (math.inf if best is None else times_us[best]), best
 
 
 def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype: str | None = None) -> str | None:

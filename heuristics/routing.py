@@ -12,27 +12,36 @@ _MANY = 64
 """Tiles of an expert from which their number is that of its even share, with half a tile left over."""
 
 
-def tiles_along_m(rows: int, experts: int, tile_m: int) -> float:
-    """Tiles of tile_m rows that `rows` rows of `experts` experts make, on average: sum_j P(an expert has more than
-    j tile_m rows) for each of them."""
+def tiles_along_m(rows: int, experts: int, tile_m: int) -> tuple[float, float]:
+    """Tiles of tile_m rows that `rows` rows of `experts` experts make: their number on average, and its variance.
+
+    With R rows of an expert, and T = sum_j [R > j tile_m] tiles. The rows of all experts are known, so that what their
+    sum says of T does not vary.
+    """
     if experts == 1:
-        return math.ceil(rows / tile_m)
+        return math.ceil(rows / tile_m), 0.0
     share = rows / experts
     if share > _MANY * tile_m:
-        return rows / tile_m + experts / 2
+        return rows / tile_m + experts / 2, 0.0
     more = share / (share + _ALIKE)
-    chance = math.exp(_ALIKE * math.log1p(-more))  # of an expert to have i rows
-    up_to, i, total = chance, 0, 0.0
+    chance = math.exp(_ALIKE * math.log1p(-more))  # of R = i
+    up_to, rows_up_to, i = chance, 0.0, 0  # P(R <= i), E[R; R <= i]
+    mean = of_squares = of_both = 0.0  # E[T], E[T^2], E[T R]
     for j in range(2 * _MANY):
         while i < j * tile_m:
             i += 1
             chance *= (i - 1 + _ALIKE) / i * more
             up_to += chance
+            rows_up_to += i * chance
         left = 1 - up_to
         if left < 1e-6 and i > share:
             break
-        total += left
-    return experts * total
+        mean += left
+        of_squares += (2 * j + 1) * left
+        of_both += share - rows_up_to
+    of_rows = share + share**2 / _ALIKE  # the variance of R
+    variance = of_squares - mean**2 - (of_both - mean * share) ** 2 / of_rows
+    return experts * mean, experts * max(0.0, variance)
 
 
 def with_rows(rows: int, experts: int) -> float:

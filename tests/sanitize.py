@@ -27,6 +27,8 @@ from weightonly.gate import Gate
 from weightonly.grouped import GroupedArgs, grouped
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
+from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
+from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, sort_by_expert
@@ -200,7 +202,9 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
         ids = torch.randint(-1, 6, (one.tokens, 3), generator=generator).cuda()
         weights = torch.rand(one.tokens, 3, generator=generator).cuda()
         torch.cuda.synchronize()
-        layer_plans.select_grouped = grouped_plans.select_grouped = lambda problem, experts, is_gated=False: one.config
+        grouped_plans.select_grouped = lambda problem, experts: one.config
+        sorts = one.config.rules.sorts and ids.numel() <= MAX_SORTED_CHOICES
+        layer_plans.select_layer = lambda *arguments: LayerChoice(one.config, one.config, sorts)
         y = layer_plans.layer(x, ids, weights, first, gate, second)
         rows, offs, places = sort_by_expert(x, ids, 5)
         expected = combine(second(gate(first(rows, offs)), offs), weights, ids, offs, places, dtype)

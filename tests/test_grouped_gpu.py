@@ -17,8 +17,9 @@ from weightonly.experts import Product, fused_experts
 from weightonly.gate import Gate
 from weightonly.grouped import ExpertsPlan, GroupedArgs, grouped
 from weightonly.heuristics.configs import GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
-from weightonly.heuristics.grouped import why_not_grouped
+from weightonly.heuristics.grouped import LayerChoice, why_not_grouped
 from weightonly.heuristics.problem import Problem
 from weightonly.kernels import is_compiled, runs_on
 from weightonly.layout.shapes import TILED
@@ -341,7 +342,11 @@ def test_a_layer_is_its_products(config: KernelConfig, types: TypeConfig, monkey
     functions of gates, which PyTorch rounds in other places. Choices of no expert, int32 and int64, biases."""
     need(config, types)
     group_size = 16 if config.groups_of_16 else 64
-    monkeypatch.setattr(layer_plans, "select_grouped", lambda problem, experts, is_gated=False: config)
+
+    def select(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice:
+        return LayerChoice(config, config, sorts=config.rules.sorts and first.m <= MAX_SORTED_CHOICES)
+
+    monkeypatch.setattr(layer_plans, "select_layer", select)
     monkeypatch.setattr(grouped_plans, "select_grouped", lambda problem, experts: config)
     cache.clear()
     dtype, hidden, inner = DTYPES[types.dtype], 320, 192

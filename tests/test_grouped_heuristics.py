@@ -12,12 +12,12 @@ from weightonly.heuristics import Problem, candidates, grouped, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, kernel_types
 from weightonly.heuristics.constants import GroupedTimes
 from weightonly.heuristics.families import grouped_decode_sm90, grouped_sm90, hopper_grouped
-from weightonly.heuristics.families.grouped_decode_sm90 import MAX_ROW_TILES, GroupedDecodeSm90
+from weightonly.heuristics.families.grouped_decode_sm90 import MAX_ROW_TILES, MAX_SORTED_CHOICES
 from weightonly.heuristics.families.grouped_sm80 import MAX_EXPERTS as MAX_INTERLEAVED
 from weightonly.heuristics.families.grouped_sm80 import GroupedSm80
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, GroupedSm90
 from weightonly.heuristics.families.hopper_grouped import grouped_us
-from weightonly.heuristics.grouped import select_grouped, why_not_grouped
+from weightonly.heuristics.grouped import select_grouped, select_layer, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
 from weightonly.heuristics.routing import tiles_along_m, with_rows
 
@@ -99,19 +99,43 @@ def test_the_choice_is_the_quickest_by_its_cost() -> None:
         assert len(times_us) >= 5 and select_grouped(asked, experts) is min(times_us, key=times_us.__getitem__)
 
 
+def layer_problems(choices: int, format: str = "int4") -> tuple[Problem, Problem]:
+    """Of a gated layer."""
+    return problem(choices, 3072, 4096, format), problem(choices, 4096, 1536, format)
+
+
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_choice_of_gated_products(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quickest of those that gate, by what gating costs them."""
-    for rows in (1, 8, 64, 256, 512, 1024, 4096):
-        asked = problem(rows, 3072, 4096, format)
-        config = select_grouped(asked, 64, is_gated=True)
-        legal = [c for c in GROUPED_CONFIGS if c.rules.gates(c) and why_not_grouped(c, asked, 64) is None]
-        assert config is min(legal, key=lambda c: c.rules.grouped_us(c, asked, 64, True))
-    monkeypatch.setattr(
-        GroupedDecodeSm90, "grouped_us", lambda self, config, p, experts, is_gated=False: 1e9 * is_gated
-    )
-    found = [select_grouped(problem(1, format=format), 64, is_gated) for is_gated in (False, True)]
-    assert [c is not None and c.rules.sorts for c in found] == [True, False]
+def test_the_choice_of_a_layer_is_the_quickest_as_a_whole(format: str) -> None:
+    """Of all pairs of kernels that gate, with what is around them."""
+    legal = [c for c in GROUPED_CONFIGS if c.layout == "tiled" and format in c.formats and not c.groups_of_16]
+    for choices in (1, 8, 64, 128, 129, 256, 1024, 4096):
+        first, second = layer_problems(choices, format)
+        choice = select_layer(first, second, 64, is_gated=True)
+        assert choice is not None and choice.first.rules.gates(choice.first)
+
+        def us(one: KernelConfig, other: KernelConfig, sorts: bool) -> float:
+            around_us = h200.GROUPED.around_sorting_us if sorts else h200.GROUPED.around_us
+            return around_us + one.rules.grouped_us(one, first, 64, True) + other.rules.grouped_us(other, second, 64)  # noqa: B023
+
+        pairs = [(one, other) for one in legal for other in legal if one.rules.gates(one)]
+        pairs = [pair for pair in pairs if not any(why_not_grouped(c, first, 64) for c in pair)]
+        best_us = min(us(*pair, sorts=False) for pair in pairs)
+        if choices <= MAX_SORTED_CHOICES:
+            best_us = min(best_us, *(us(*pair, sorts=True) for pair in pairs if all(c.rules.sorts for c in pair)))
+        assert us(*choice) == best_us
+        assert choice.sorts <= all(c.rules.sorts for c in choice[:2])
+
+
+def test_few_choices_are_sorted_by_the_products() -> None:
+    sorts = [
+        choice is not None and choice.sorts for choice in (select_layer(*layer_problems(m), 64, True) for m in (1, 129))
+    ]
+    assert sorts == [True, False]
+
+
+def test_a_layer_without_kernels_is_none() -> None:
+    first, second = (dataclasses.replace(p, layout="interleaved", arch=80) for p in layer_problems(4))
+    assert select_layer(first, second, 64, True) is None
 
 
 def test_a_kernel_without_constants_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +171,7 @@ def test_more_bytes_and_more_rows_take_longer() -> None:
     ],
 )
 def test_tiles_along_m(rows: int, experts: int, tile_m: int, least: float, most: float) -> None:
-    assert least <= tiles_along_m(rows, experts, tile_m) <= most
+    assert least <= tiles_along_m(rows, experts, tile_m)[0] <= most
 
 
 def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
@@ -156,8 +180,18 @@ def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
         gamma = -torch.rand(4, 40000, generator=generator, dtype=torch.float64).log().sum(0) / 4
         counts = torch.poisson(gamma * (rows / experts), generator=generator)
         wanted = float((counts / tile_m).ceil().mean()) * experts
-        assert tiles_along_m(rows, experts, tile_m) == pytest.approx(wanted, rel=0.03)
+        assert tiles_along_m(rows, experts, tile_m)[0] == pytest.approx(wanted, rel=0.03)
         assert with_rows(rows, experts) == pytest.approx(float((counts > 0).float().mean()) * experts, rel=0.03)
+
+
+@pytest.mark.parametrize(("rows", "experts", "tile_m"), [(128, 8, 32), (1024, 8, 128), (512, 128, 8), (4096, 128, 32)])
+def test_the_variance_of_tiles(rows: int, experts: int, tile_m: int, generator: torch.Generator) -> None:
+    """Beside draws of a router with random favourites, whose rows add up."""
+    shares = -(1 - torch.rand(4, 20000, experts, generator=generator)).log().sum(0)
+    chosen = torch.multinomial(shares, rows, replacement=True, generator=generator)
+    counts = torch.zeros(len(shares), experts).scatter_add_(1, chosen, torch.ones(chosen.shape))
+    tiles = (counts / tile_m).ceil().sum(1)
+    assert tiles_along_m(rows, experts, tile_m)[1] == pytest.approx(float(tiles.var()), rel=0.15)
 
 
 @pytest.mark.parametrize(("rows", "experts", "tile_m"), [(32, 64, 8), (300, 16, 16), (900, 8, 32), (64, 128, 8)])
@@ -169,25 +203,29 @@ def test_tiles_along_m_as_a_sum(rows: int, experts: int, tile_m: int) -> None:
         for i in range(60 * rows)
     ]
     tiles = sum(chance * math.ceil(count / tile_m) for count, chance in enumerate(chances))
-    assert tiles_along_m(rows, experts, tile_m) == pytest.approx(experts * tiles, rel=1e-4)
+    assert tiles_along_m(rows, experts, tile_m)[0] == pytest.approx(experts * tiles, rel=1e-4)
     assert with_rows(rows, experts) == pytest.approx(experts * (1 - chances[0]), rel=1e-9)
 
 
 def test_the_cost_of_waves_and_of_bytes() -> None:
     config = next(c for c in GROUPED_CONFIGS if c.rules.sorts and c.formats == ("int8",) and c.block_k == 256)
     asked, k_us = problem(264, 64, 1024, "int8"), 3.0
-    by_waves = grouped_us(config, asked, (264, 0), GroupedTimes(2.0, k_us, 0.5, 0.0))
+    by_waves = grouped_us(config, asked, (264, 0.0, 0), GroupedTimes(2.0, k_us, 0.5, 0.0))
     assert by_waves == 2.0 + 2 * (k_us + 0.5), "two CTAs on each of 132 SMs, one wave"
-    assert grouped_us(config, asked, (528, 0), GroupedTimes(0.0, k_us, 0.0, 0.0)) == 2 * 2 * k_us
+    assert grouped_us(config, asked, (528, 0.0, 0), GroupedTimes(0.0, k_us, 0.0, 0.0)) == 2 * 2 * k_us
     # A CTA that has two tiles to compute one after another: half of the SMs have none of one wave.
-    few = grouped_us(config, asked, (132, 0), GroupedTimes(2.0, k_us, 0.5, 0.0), in_a_row=2)
+    few = grouped_us(config, asked, (132, 0.0, 0), GroupedTimes(2.0, k_us, 0.5, 0.0), in_a_row=2)
     assert few == 2.0 + 2 * 2 * (k_us + 0.5)
-    by_bytes = grouped_us(config, asked, (264, 7), GroupedTimes(2.0, 0.0, 0.0, 0.0))
+    by_bytes = grouped_us(config, asked, (264, 0.0, 7), GroupedTimes(2.0, 0.0, 0.0, 0.0))
     assert by_bytes == pytest.approx(2.0 + 7 * 64 * (1024 + 2 * 8) / (h200.GROUPED.tb_s * 1e6))
     of_rows = [
-        grouped_us(config, problem(m, 64, 1024, "int8"), (264, 0), GroupedTimes(0, 1, 0, 0.25)) for m in (264, 1056)
+        grouped_us(config, problem(m, 64, 1024, "int8"), (264, 0.0, 0), GroupedTimes(0, 1, 0, 0.25))
+        for m in (264, 1056)
     ]
     assert of_rows == [2.0, 2.0 * (1 + 3 * 0.25)]
+    # Half of the routings have a tile more than a wave has room for.
+    varying = grouped_us(config, asked, (264.5, 1e-3, 0), GroupedTimes(0.0, k_us, 0.0, 0.0))
+    assert varying == pytest.approx(2 * 1.5 * k_us)
 
 
 def test_the_tallest_tile_there_is_takes_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from weightonly.experts import Product
 from weightonly.gate import Gate
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import GROUPED_CONFIGS
+from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
+from weightonly.heuristics.grouped import LayerChoice
 from weightonly.ops import around_experts
 from weightonly.ops.around_experts import MAX_CHOICES
 from weightonly.plan import cache
@@ -27,7 +29,7 @@ def config_of(family: str) -> KernelConfig:
     return next(c for c in GROUPED_CONFIGS if c.family == family and "int4" in c.formats and not c.groups_of_16)
 
 
-SORTS, GATES, NEITHER = (config_of(f"grouped_{name}") for name in ("decode_sm90", "sm90", "sm80"))
+SORTS, GATES = (config_of(f"grouped_{name}") for name in ("decode_sm90", "sm90"))
 
 
 def at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -161,14 +163,14 @@ Layer = tuple[Product, Product, Kernels]
 
 
 @pytest.fixture
-def chosen() -> list[KernelConfig | None]:
-    """Of the first product and the second one."""
+def chosen() -> list[KernelConfig]:
+    """Of the first product and the second one. Where both sort, few choices are sorted by them."""
     return [SORTS, SORTS]
 
 
 @pytest.fixture
 def make(
-    chosen: list[KernelConfig | None], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    chosen: list[KernelConfig], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Layer]]:
     """Products of a layer, for which an H200's kernels stand in."""
 
@@ -182,9 +184,13 @@ def make(
             products.append(Product(wo.preprocess(q, bits=4, layout="tiled"), scales, zeros, given))
             packed[products[-1].qweight.data.data_ptr()] = q.float()
         kernels = Kernels(packed)
+
+        def select(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice:
+            return LayerChoice(*chosen, sorts=first.m <= MAX_SORTED_CHOICES and chosen == [SORTS, SORTS])
+
         for name, value in (
             ("_C", kernels),
-            ("select_grouped", lambda problem, experts, is_gated=False: chosen[problem.k == inner]),
+            ("select_layer", select),
             ("device_arch", lambda device: 90),
             ("sm_count", lambda device: SM_COUNT),
             ("runs_on", lambda config, arch: True),
@@ -259,7 +265,7 @@ def test_a_layer_gives_what_the_cpu_gives(
 
 
 def test_a_kernel_that_does_not_sort_makes_it_five_launches(
-    make: Callable[..., Layer], chosen: list[KernelConfig | None], generator: torch.Generator
+    make: Callable[..., Layer], chosen: list[KernelConfig], generator: torch.Generator
 ) -> None:
     for chosen[:] in ([GATES, SORTS], [SORTS, GATES], [GATES, GATES]):
         first, second, kernels = layer = make()
@@ -286,7 +292,7 @@ def test_layers_of_one_kind_share_a_plan_and_gates_do_not(
 
 
 def test_what_takes_other_launches(
-    make: Callable[..., Layer], chosen: list[KernelConfig | None], generator: torch.Generator
+    make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, kernels = make()
     x, ids, weights = choices(16, 8, torch.int64, generator)
@@ -311,9 +317,9 @@ def test_what_takes_other_launches(
         "no vector's address"
     )
     assert takes() and len(kernels.launches) == 2 * len(THREE)
-    for chosen[:] in ([SORTS, NEITHER], [NEITHER, SORTS], [None, SORTS], [SORTS, None]):
-        cache.clear()
-        assert not takes(), "a product without a kernel that gates"
+    cache.clear()
+    monkeypatch.setattr(layer_plans, "select_layer", lambda *arguments: None)
+    assert not takes(), "products without kernels of layers"
     assert len(kernels.launches) == 2 * len(THREE)
 
 
@@ -334,12 +340,11 @@ def test_the_rows_of_a_problem_are_choices(
     make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = make()
-    asked: list[tuple[Problem, int, bool]] = []
-    monkeypatch.setattr(
-        layer_plans, "select_grouped", lambda problem, experts, is_gated: asked.append((problem, experts, is_gated))
-    )
+    asked: list[tuple[Problem, Problem, int, bool]] = []
+    monkeypatch.setattr(layer_plans, "select_layer", lambda *arguments: asked.append(arguments))
     given = choices(3, 2, torch.int64, generator)
     assert layer_plans.layer(*given, first, Gate("silu"), second) is None
-    ((problem, experts, is_gated),) = asked
-    assert (problem.m, problem.n, problem.k, experts, is_gated) == (6, 2 * INNER, HIDDEN, EXPERTS, True)
-    assert (problem.group_size, problem.zeros) == (HIDDEN // GROUPS, True)
+    ((one, other, experts, is_gated),) = asked
+    assert (one.m, one.n, one.k, experts, is_gated) == (6, 2 * INNER, HIDDEN, EXPERTS, True)
+    assert (other.m, other.n, other.k) == (6, HIDDEN, INNER)
+    assert (one.group_size, one.zeros) == (HIDDEN // GROUPS, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
@@ -30,12 +32,10 @@ def usable(frame: pd.DataFrame) -> pd.Series:
 
 
 def tiles_of(cell: dict[str, object], block_m: int) -> Tiles:
-    """Those that were timed, on average."""
+    """Those that were timed."""
     counts = rows_of_experts(str(cell["model"]), int(str(cell["m"])), str(cell["routing"]), float(str(cell["skew"])))
-    return (
-        float(np.mean([np.ceil(c / block_m).sum() for c in counts])),
-        float(np.mean([(c > 0).sum() for c in counts])),
-    )
+    tiles = [np.ceil(c / block_m).sum() for c in counts]
+    return float(np.mean(tiles)), float(np.var(tiles)), float(np.mean([(c > 0).sum() for c in counts]))
 
 
 def fit(frame: pd.DataFrame, before: GroupedConstants) -> GroupedConstants:
@@ -58,4 +58,4 @@ def fit(frame: pd.DataFrame, before: GroupedConstants) -> GroupedConstants:
 
         found = np.exp(least_squares(residuals, start, bounds=(least, most)).x)
         kernels[name, format] = GroupedTimes(*(float(f"{value:.4g}") for value in found))
-    return GroupedConstants(f"{len(frame)} times", before.tb_s, before.unhidden, dict(sorted(kernels.items())))
+    return replace(before, fitted_to=f"{len(frame)} times", kernels=dict(sorted(kernels.items())))

@@ -45,7 +45,7 @@ class GroupedSm80(GemmSm80):
         Reading weights once is no part of it, as it is the same for every configuration.
         """
         p, times = problem, self.times(config, problem.format, problem.arch)
-        tiles = math.ceil(tiles_along_m(p.m, experts, config.block_m)) * -(-p.n // config.block_n)
+        tiles = math.ceil(tiles_along_m(p.m, experts, config.block_m)[0]) * -(-p.n // config.block_n)
         resident = ctas_per_sm(config, p.format, p.arch, times.registers)
         turns = iterations(-(-p.k_padded // config.k_tile), 1, config.k_tile, config.block_k)
         return float(waves_us(tiles, p.sm_count, resident, turns, times))

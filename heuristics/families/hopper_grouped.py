@@ -13,12 +13,12 @@ from .base import KernelConfig
 _FEW_WAVES = 3
 """Waves up to which the last one counts as a whole. With more, CTAs go on at times of their own."""
 
-Tiles = tuple[float, float]
-"""Tiles along M of all experts, and the experts that have rows."""
+Tiles = tuple[float, float, float]
+"""Tiles along M of all experts, the variance of that number, and the experts that have rows."""
 
 
 def expected_tiles(config: KernelConfig, problem: Problem, experts: int) -> Tiles:
-    return tiles_along_m(problem.m, experts, config.block_m), with_rows(problem.m, experts)
+    return *tiles_along_m(problem.m, experts, config.block_m), with_rows(problem.m, experts)
 
 
 def grouped_us(
@@ -28,15 +28,30 @@ def grouped_us(
 
     Raises KeyError where the kernel is not calibrated.
     """
-    p, (row_tiles, active) = problem, tiles
+    p, (row_tiles, variance, active) = problem, tiles
     if times is None:
         times = GROUPED.kernels[config.measured.kernel, p.format]
     ctas = config.rules.ctas(config)
-    waves = row_tiles * -(-p.n // config.block_n) / (p.sm_count * ctas * in_a_row)
-    waves = in_a_row * (math.ceil(waves - 0.02) if waves < _FEW_WAVES else waves + 0.5)
+    of_wave = p.sm_count * ctas * in_a_row / -(-p.n // config.block_n)  # tiles along M
+    waves = row_tiles / of_wave
+    waves = in_a_row * (_whole_waves(row_tiles, variance, of_wave) if waves < _FEW_WAVES else waves + 0.5)
     k = -(-p.k_padded // config.k_tile) * config.k_tile
     k_us = k / 1024 * times.k_us * (1 + times.row * (p.m / row_tiles - 1))
     sm_us = waves * ctas * (k_us + times.end_us)
+    bytes_us = memory_us(problem, active)
+    return times.start_us + max(sm_us, bytes_us) + GROUPED.unhidden * min(sm_us, bytes_us)
+
+
+def _whole_waves(row_tiles: float, variance: float, of_wave: float) -> float:
+    """The waves of so many tiles along M, on average: sum_w P(there are more than w waves have room for)."""
+    if variance == 0:
+        return math.ceil(row_tiles / of_wave - 0.02)
+    scale = math.sqrt(2 * variance)
+    return 1 + sum(math.erfc((math.floor(w * of_wave) + 0.5 - row_tiles) / scale) / 2 for w in range(1, 2 * _FEW_WAVES))
+
+
+def memory_us(problem: Problem, active: float) -> float:
+    """Of the weights and scales of the experts that have rows."""
+    p = problem
     groups = 1 if p.per_channel else p.k / p.group_size
-    memory_us = active * p.n * (p.k * p.bits / 8 + 2 * groups) / (GROUPED.tb_s * 1e6)
-    return times.start_us + max(sm_us, memory_us) + GROUPED.unhidden * min(sm_us, memory_us)
+    return active * p.n * (p.k * p.bits / 8 + 2 * groups) / (GROUPED.tb_s * 1e6)

@@ -14,11 +14,11 @@ import torch
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
 from ..heuristics import KernelConfig, Problem
-from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_SORTED_CHOICES
-from ..heuristics.grouped import select_grouped
+from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS
+from ..heuristics.grouped import select_layer
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, FLOAT_TYPES, grouped_kernel_numbers, is_compiled, runs_on
-from ..ops.around_experts import MAX_CHOICES, VECTOR, add_choices, is_rows, route
+from ..ops.around_experts import MAX_CHOICES, add_choices, is_rows, route
 from ..plain import are_plain
 from . import cache
 from .grouped import types_of
@@ -70,30 +70,30 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
         x.dtype in FLOAT_TYPES
         and first.qweight.n == (2 * inner if gate.has_gate else inner)
         and first.qweight.k == second.qweight.n
-        and inner % (GATED_COLUMNS if gate.has_gate else VECTOR) == 0
+        and inner % GATED_COLUMNS == 0
         and all(p.scales.dtype == x.dtype and p.in_place() for p in (first, second))
     )
     if not fits:
         return None
-    products = []
-    for product in (first, second):
-        w = product.qweight
-        groups = product.scales.shape[1]
+
+    def problem_of(product: Product) -> Problem:
+        w, groups = product.qweight, product.scales.shape[1]
         group_size = w.k // groups if groups > 1 else -1
-        problem = Problem(
-            ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, product.zeros is not None
-        )
-        config = select_grouped(problem, experts, is_gated=product is first and gate.has_gate)
-        if config is None or not config.rules.in_layers:
-            return None
-        if not runs_on(config, arch) or not is_compiled(config, types_of(problem, x.dtype)):
-            return None
-        products.append((problem, config))
-    return LayerPlan(x, ids, first, gate, second, products)
+        has_zeros = product.zeros is not None
+        return Problem(ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, has_zeros)
+
+    problems = problem_of(first), problem_of(second)
+    choice = select_layer(*problems, experts, gate.has_gate)
+    if choice is None:
+        return None
+    products = [(problems[0], choice.first), (problems[1], choice.second)]
+    if any(not runs_on(c, arch) or not is_compiled(c, types_of(problem, x.dtype)) for problem, c in products):
+        return None
+    return LayerPlan(x, ids, first, gate, second, products, choice.sorts)
 
 
 class LayerPlan:
-    """Holds no address, so that all layers of one kind share it. sorts: whether the products sort the choices."""
+    """Holds no address, so that all layers of one kind share it. sorts: see `LayerChoice`."""
 
     def __init__(
         self,
@@ -103,12 +103,13 @@ class LayerPlan:
         gate: Gate,
         second: Product,
         products: list[tuple[Problem, KernelConfig]],
+        sorts: bool,
     ) -> None:
         self.device, self.dtype = x.get_device(), x.dtype
         self.tokens, self.top_k = ids.shape
         self.experts = first.qweight.experts or 0
         self.inner, self.columns = second.qweight.k, second.qweight.n
-        self.sorts = ids.numel() <= MAX_SORTED_CHOICES and all(config.rules.sorts for _, config in products)
+        self.sorts = sorts
         choices: dict[str, Any] = {}
         if self.sorts:
             choices = {"top_k": self.top_k, "is_int64": ids.dtype == torch.int64}
