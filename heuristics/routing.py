@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-_ALIKE = 4.0
+ALIKE = 2.5
 """How alike the experts are: rows are a negative binomial of this shape. 1: some experts have several times their even
 share; without a limit: as if each row drew its expert with even chances."""
 
@@ -23,14 +23,14 @@ def tiles_along_m(rows: int, experts: int, tile_m: int) -> tuple[float, float]:
     share = rows / experts
     if share > _MANY * tile_m:
         return rows / tile_m + experts / 2, 0.0
-    more = share / (share + _ALIKE)
-    chance = math.exp(_ALIKE * math.log1p(-more))  # of R = i
+    more = share / (share + ALIKE)
+    chance = math.exp(ALIKE * math.log1p(-more))  # of R = i
     up_to, rows_up_to, i = chance, 0.0, 0  # P(R <= i), E[R; R <= i]
     mean = of_squares = of_both = 0.0  # E[T], E[T^2], E[T R]
     for j in range(2 * _MANY):
         while i < j * tile_m:
             i += 1
-            chance *= (i - 1 + _ALIKE) / i * more
+            chance *= (i - 1 + ALIKE) / i * more
             up_to += chance
             rows_up_to += i * chance
         left = 1 - up_to
@@ -39,11 +39,11 @@ def tiles_along_m(rows: int, experts: int, tile_m: int) -> tuple[float, float]:
         mean += left
         of_squares += (2 * j + 1) * left
         of_both += share - rows_up_to
-    of_rows = share + share**2 / _ALIKE  # the variance of R
+    of_rows = share + share**2 / ALIKE  # the variance of R
     variance = of_squares - mean**2 - (of_both - mean * share) ** 2 / of_rows
     return experts * mean, experts * max(0.0, variance)
 
 
 def with_rows(rows: int, experts: int) -> float:
     """Experts that have rows, on average."""
-    return experts * (1 - (1 + rows / experts / _ALIKE) ** -_ALIKE)
+    return experts * (1 - (1 + rows / experts / ALIKE) ** -ALIKE)

@@ -19,7 +19,7 @@ from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS, MAX_TILES, 
 from weightonly.heuristics.families.hopper_grouped import grouped_us
 from weightonly.heuristics.grouped import select_grouped, select_layer, why_not_grouped
 from weightonly.heuristics.machine import HOPPER_SMEM_BYTES, MACHINES
-from weightonly.heuristics.routing import tiles_along_m, with_rows
+from weightonly.heuristics.routing import ALIKE, tiles_along_m, with_rows
 
 FORMATS = ["int4", "int8", "code4"]
 
@@ -174,10 +174,14 @@ def test_tiles_along_m(rows: int, experts: int, tile_m: int, least: float, most:
     assert least <= tiles_along_m(rows, experts, tile_m)[0] <= most
 
 
+def gammas(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch._standard_gamma(torch.full(shape, ALIKE, dtype=torch.float64), generator=generator)
+
+
 def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
     """Beside numbers drawn from the distribution: shares of gamma's, rows of Poisson's."""
     for rows, experts, tile_m in ((256, 16, 8), (640, 32, 16), (4096, 64, 96)):
-        gamma = -torch.rand(4, 40000, generator=generator, dtype=torch.float64).log().sum(0) / 4
+        gamma = gammas(generator, 40000) / ALIKE
         counts = torch.poisson(gamma * (rows / experts), generator=generator)
         wanted = float((counts / tile_m).ceil().mean()) * experts
         assert tiles_along_m(rows, experts, tile_m)[0] == pytest.approx(wanted, rel=0.03)
@@ -187,7 +191,7 @@ def test_tiles_along_m_by_chance(generator: torch.Generator) -> None:
 @pytest.mark.parametrize(("rows", "experts", "tile_m"), [(128, 8, 32), (1024, 8, 128), (512, 128, 8), (4096, 128, 32)])
 def test_the_variance_of_tiles(rows: int, experts: int, tile_m: int, generator: torch.Generator) -> None:
     """Beside draws of a router with random favourites, whose rows add up."""
-    shares = -(1 - torch.rand(4, 20000, experts, generator=generator)).log().sum(0)
+    shares = gammas(generator, 20000, experts).float()
     chosen = torch.multinomial(shares, rows, replacement=True, generator=generator)
     counts = torch.zeros(len(shares), experts).scatter_add_(1, chosen, torch.ones(chosen.shape))
     tiles = (counts / tile_m).ceil().sum(1)
@@ -197,9 +201,15 @@ def test_the_variance_of_tiles(rows: int, experts: int, tile_m: int, generator: 
 @pytest.mark.parametrize(("rows", "experts", "tile_m"), [(32, 64, 8), (300, 16, 16), (900, 8, 32), (64, 128, 8)])
 def test_tiles_along_m_as_a_sum(rows: int, experts: int, tile_m: int) -> None:
     """Of the chances of a negative binomial, up to rows that no expert has."""
-    more = rows / experts / (rows / experts + 4)
+    more = rows / experts / (rows / experts + ALIKE)
     chances = [
-        math.exp(math.lgamma(i + 4) - math.lgamma(4) - math.lgamma(i + 1) + 4 * math.log1p(-more) + i * math.log(more))
+        math.exp(
+            math.lgamma(i + ALIKE)
+            - math.lgamma(ALIKE)
+            - math.lgamma(i + 1)
+            + ALIKE * math.log1p(-more)
+            + i * math.log(more)
+        )
         for i in range(60 * rows)
     ]
     tiles = sum(chance * math.ceil(count / tile_m) for count, chance in enumerate(chances))

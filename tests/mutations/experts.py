@@ -34,7 +34,7 @@ MUTATIONS = [
             ("an even share of all", "share = rows / experts", "share = rows"),
             ("a row more than a tile", "while i < j * tile_m:", "while i <= j * tile_m:"),
             ("the sum ends too early", "if left < 1e-6 and i > share:", "if left < 1e-1 and i > share:"),
-            ("experts without rows", "experts * (1 - (1 + rows / experts / _ALIKE) ** -_ALIKE)", "experts"),
+            ("experts without rows", "experts * (1 - (1 + rows / experts / ALIKE) ** -ALIKE)", "experts"),
         ],
     ),
     *of(
