@@ -94,10 +94,9 @@ def best() -> Backend:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
-    from weightonly.heuristics import select
-    from weightonly.heuristics.space import space_at, space_of
+    from weightonly.heuristics.select import kernels_of, select
 
-    caches: tuple[Any, ...] = (select, space_at, space_of)
+    caches: tuple[Any, ...] = (select, kernels_of)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from ..constants import GemmSm90Constants, TileTimes
-from ..cost import Work, problem_bytes
+from ..constants import TileTimes
+from ..cost import Work
 from ..h200 import GEMM_SM90
 from ..machine import HOPPER_SMEM_BYTES, MAX_CLUSTER, resident_clusters
-from ..problem import Problem, padded_k
-from .base import Bounds, Kernel, KernelConfig, Split, leaves_none
-from .clusters import ClusterFamily, cluster_us, codebook_bytes
+from ..problem import FORMATS, Problem, padded_k
+from .base import KernelConfig
+from .clusters import ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
 MAX_TOKEN_TILES = 65535
 """Tiles of tokens of one launch: with those of columns they are counted in 32 bits."""
@@ -65,68 +64,17 @@ _SHAPES = (
 _OF_16 = ((16, 1, 4), (16, 2, 2), (32, 2, 2), (64, 1, 2), (64, 2, 1), (64, 2, 2), (64, 4, 1))
 
 
-def gemm_sm90_work(
-    launch_us: Any,
-    tiles: Any,
-    clusters: Any,
-    k_tiles: Any,
-    total_bytes: Any,
-    constants: GemmSm90Constants,
-    times: TileTimes,
-) -> Work:
-    """The work of a launch, or of many: numbers or arrays.
+class GemmSm90Launch(ClusterLaunch):
+    __slots__ = ("_clusters",)
 
-    launch_us  of a launch of such clusters
-    clusters   that run at once
-    k_tiles    of one CTA for each of its output tiles
+    def __init__(self, family: GemmSm90, config: KernelConfig, problem: Problem) -> None:
+        super().__init__(family, config, problem)
+        self._clusters = resident_clusters(problem.sm_count, config.split_k)
 
-    In a wave that does not fill the GPU the SMs are quicker, by up to `idle` of their time.
-    """
-    k_tile_us, end_us = times
-    waves = -(-tiles // clusters)
-    missing = waves - tiles / clusters  # the part of the last wave that has no tile
-    return (
-        launch_us + waves * end_us,
-        (waves - constants.idle * missing) * k_tiles * k_tile_us,
-        total_bytes / (constants.tb_s * 1e6),
-        constants.unhidden,
-    )
-
-
-class GemmSm90Kernel(Kernel):
-    __slots__ = ("_parts", "_times")
-
-    def __init__(self, configs: Sequence[KernelConfig], problem: Problem) -> None:
-        config = self.config = configs[0]
-        times = self._times = GEMM_SM90.kernels[config.measured.kernel, problem.format]
-        self._parts = [
-            (resident_clusters(problem.sm_count, c.split_k), GEMM_SM90.fixed_us + cluster_us(GEMM_SM90, c.split_k), c)
-            for c in configs
-        ]
-        k_us, byte_us = times.k_tile_us / (config.block_k * problem.sm_count), 1 / (GEMM_SM90.tb_s * 1e6)
-        self.bounds = Bounds(self._parts[0][1], times.end_us, 0.0, 0.0, 0.0, k_us, (), byte_us, GEMM_SM90.unhidden)
-
-    def splits(self, k: int) -> tuple[Split, ...]:
-        k_tile_us = self._times.k_tile_us
-        k_tiles = -(-padded_k(k) // self.config.block_k)
-        idle, most_m, share_us = GEMM_SM90.idle, self.config.max_m, math.inf
-        found: list[Split] = []
-        for clusters, launch_us, config in reversed(self._parts):
-            split_k = config.split_k
-            if leaves_none(k_tiles, split_k):
-                of_cta = -(-k_tiles // split_k)
-                full_us = of_cta * k_tile_us
-                share_us = min(share_us, full_us / clusters)
-                wave_us, tile_us = (1 - idle) * full_us, idle * full_us / clusters
-                own = launch_us, of_cta
-                found.append(
-                    (1, clusters, math.inf, most_m, launch_us, 0.0, share_us, 1.0, wave_us, tile_us, 0, own, config)
-                )
-        return tuple(reversed(found))
-
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        launch_us, k_tiles = split[-2]
-        return gemm_sm90_work(launch_us, tiles, split[1], k_tiles, total_bytes, GEMM_SM90, self._times)
+    def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
+        c = self.config
+        k_tiles = -(-padded_k(k) // c.block_k)
+        return tiles, self._clusters, -(-k_tiles // c.split_k), c.split_k, total_bytes
 
 
 class GemmSm90(ClusterFamily):
@@ -222,30 +170,30 @@ class GemmSm90(ClusterFamily):
 
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
-        c, bits = config, 8 if format == "int8" else 4
+        c = config
         scale_rows = 0 if per_channel and not zeros else c.block_k // c.least_group * (2 if zeros else 1)
-        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
-
-    def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
-        p, split_k = problem, config.split_k
-        clusters = resident_clusters(p.sm_count, split_k)
-        return self.tiles(config, p.m, p.n), clusters, _k_tiles(config, p.k_padded), split_k, problem_bytes(p)
+        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * FORMATS[format] // 8 + scale_rows * 2)
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
-        tiles, clusters, k_tiles, split_k, total_bytes = counts
-        launch_us = constants.fixed_us + cluster_us(constants, split_k)
-        return gemm_sm90_work(launch_us, tiles, clusters, k_tiles, total_bytes, constants, times)
+        """counts: tiles, clusters that run at once, k-tiles of a CTA for each tile, split_k, bytes.
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> GemmSm90Kernel:
-        return GemmSm90Kernel(configs, problem)
+        In a wave that does not fill the GPU the SMs are quicker, by up to `idle` of their time.
+        """
+        tiles, clusters, k_tiles, split_k, total_bytes = counts
+        k_tile_us, end_us = times
+        waves = -(-tiles // clusters)
+        missing = waves - tiles / clusters  # the part of the last wave that has no tile
+        return (
+            constants.fixed_us + cluster_us(constants, split_k) + waves * end_us,
+            (waves - constants.idle * missing) * k_tiles * k_tile_us,
+            total_bytes / (constants.tb_s * 1e6),
+            constants.unhidden,
+        )
+
+    def launch(self, config: KernelConfig, problem: Problem) -> GemmSm90Launch:
+        return GemmSm90Launch(self, config, problem)
 
 
 def _warpgroup_k(tokens: int) -> int:
     """k of one warpgroup in a block."""
     return 128 if tokens <= 128 else 64
-
-
-def _k_tiles(config: KernelConfig, k_padded: int) -> int:
-    """Of one CTA for each of its output tiles."""
-    k_tiles = -(-k_padded // config.block_k)
-    return -(-k_tiles // config.split_k)
