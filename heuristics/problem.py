@@ -41,9 +41,9 @@ def layouts_of(arch: int) -> tuple[str, ...]:
 class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
-    `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
-    channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
-    that of the packed weight; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
+    `format` is one of FORMATS; CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per channel.
+    `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is the
+    packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
     unknown format, arch or layout, a group size that K is no multiple of, that `gemm` takes nowhere or that is not the
     format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
     """
@@ -106,7 +106,7 @@ class Problem:
 
 
 def padded_k(k: int) -> int:
-    """Rows of a weight with those that `preprocess` adds."""
+    """Rows of a weight, with the rows that `preprocess` adds."""
     return -(-k // K_ALIGNMENT) * K_ALIGNMENT
 
 
@@ -121,7 +121,7 @@ def check_group_size(group_size: int, k: int) -> None:
 
 
 def check_format_groups(format: str, group_size: int, k: int) -> None:
-    """Raises ValueError unless it is that of a format which has one. group_size: -1: all of K."""
+    """Raises ValueError for a format with a group size of its own, unless it is this one; -1: all of K."""
     expected = FORMAT_GROUPS.get(format)
     if expected is not None and (k if group_size == -1 else group_size) != expected:
         raise ValueError(f"group_size must be {expected} for {format}, got {group_size}")

@@ -27,7 +27,7 @@ TAIL_MIN_M = 64
 """Rows of x from which `select` considers two launches."""
 
 _LEAST_GAIN = 0.97  # less of a gain by two launches is less than the model's error
-_LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the estimate of such a pair, in those of one launch
+_LIKELY_PAIRS, _LIKELY = 3, 1.1  # and the most that such a pair takes, in times of one launch
 _MANY_BYTES = 1e15
 _ROUNDING = 1 - 1e-6  # of bounds, which are of the same terms as times
 
@@ -84,7 +84,7 @@ def quickest(
 ) -> tuple[KernelConfig | None, float]:
     """The quickest configuration of one launch and its time, if that is less than limit_us.
 
-    Of equal times that of the kernel that computes for less.
+    Of equal times the kernel wins that computes for less.
     """
     m, n, k, total_bytes = problem.m, problem.n, problem.k, problem_bytes(problem)
     bounded = []
@@ -184,8 +184,8 @@ def select(
     """The configuration that `gemm` runs, but for tuned tables; needs no GPU: select(problem), or what a problem has.
 
     y [m, n] = x [m, k] @ w [k, n]. format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch
-    that of the GPU in any spelling that `parse_arch` knows (90, "sm90", (9, 0)); sm_count any; layout that of the
-    packed weight, None for the one that `preprocess` makes for arch. Raises ValueError naming the argument for values
+    the GPU's, in any spelling that `parse_arch` knows (90, "sm90", (9, 0)); sm_count any; layout the packed weight's,
+    None for the one that `preprocess` makes for arch. Raises ValueError naming the argument for values
     out of range, and for a layout that arch's kernels do not read; TypeError for a size that is no int.
     """
     if isinstance(m, Problem):
@@ -200,7 +200,7 @@ def select(
 
 
 def _last_resort(problem: Problem) -> KernelConfig:
-    """For what no kernel computes that the search looks at. Raises ValueError where nothing else does either."""
+    """For a problem that no considered kernel computes. Raises ValueError where no other one does either."""
     p = problem
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused

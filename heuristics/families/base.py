@@ -45,8 +45,8 @@ class KernelConfig:
     split_k   parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by
               the CTAs of a cluster
     formats   weight formats that the configuration is compiled for
-    tail      None: one launch computes all columns. Else it computes those of its full waves of CTAs, and a second one,
-              of this configuration, the columns that are left, which would keep few SMs busy
+    tail      None: one launch computes all columns. Else it computes the columns of its full waves of CTAs, and a
+              second launch, of this configuration, the columns that are left, which would keep few SMs busy
     verified  False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     groups_of_16  whether it computes groups of 16, and no others; else it computes all others
     """
@@ -81,7 +81,7 @@ class KernelConfig:
 
     @functools.cached_property
     def measured(self) -> KernelConfig:
-        """The configuration whose constants the cost model counts with: for groups of 16 that of all others."""
+        """The configuration that lends the cost model its constants: for groups of 16 the one for all others."""
         return replace(self, groups_of_16=False)
 
     def kernels(self) -> set[str]:
@@ -179,7 +179,7 @@ class Family:
     """A kernel template: the layout that it reads, what it is compiled for, its rules, and the work of a launch.
 
     layout                 of the weights
-    first_arch, last_arch  compute capabilities that it is compiled for, and among whose kernels `select` looks at it
+    first_arch, last_arch  compute capabilities that it is compiled for, and that `select` considers it for
     dtypes                 of x; tensor cores before sm80 have no bf16
     shares_cluster         parts of K are summed by a cluster: machine code of 90a alone, which runs on 9.0 alone
     unfused                dequantizes slices of the weight, which cuBLAS multiplies by
@@ -188,7 +188,7 @@ class Family:
     smem_grows             with M, N or K
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     grouped                computes grouped products alone (heuristics/grouped.py)
-    sorts                  grouped: it can sort the choices of tokens by itself
+    sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
@@ -240,7 +240,7 @@ class Family:
         return False
 
     def first_parts(self, config: KernelConfig) -> int:
-        """The most split_k with which `select` looks at it as the first of two launches; 0: it does not."""
+        """The most split_k with which `select` considers it as the first of two launches; 0: it does not."""
         return 0
 
     def tiles(self, config: KernelConfig, m: int, n: int) -> int:
@@ -333,7 +333,7 @@ class Family:
         raise NotImplementedError
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
-        """The split_k that `select` looks at; none: it does not look at the configuration."""
+        """The split_k that `select` considers; none: it does not consider the configuration."""
         return range(1, config.max_split_k + 1)
 
     def launch(self, config: KernelConfig, problem: Problem) -> Launch:

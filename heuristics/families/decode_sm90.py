@@ -120,7 +120,7 @@ class DecodeSm90(ClusterFamily):
     def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
         """Dynamic shared memory of one CTA, bytes: smem_bytes in kernels/gemm/sm90_decode/traits.h.
 
-        A token has x, and fp32 accumulators: two buffers of those of the warps, and those that other CTAs send.
+        A token has x, and fp32 accumulators: two buffers for the warps, and what other CTAs send.
         """
         c, p, warps_k = config, problem, self.warps_k(config)
         clusters = resident_clusters(p.sm_count, c.split_k)

@@ -74,7 +74,7 @@ class UnfusedLaunch(Launch):
 
 class DequantizeCublas(Family):
     unfused = True
-    least_m: ClassVar[int | None]  # `min_m` of all groups but those of 16
+    least_m: ClassVar[int | None]  # `min_m`, but for groups of 16
 
     def configs(self) -> Iterable[KernelConfig]:
         config = KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)

@@ -14,7 +14,7 @@ from .base import KernelConfig
 from .clusters import ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
 MAX_TOKEN_TILES = 65535
-"""Tiles of tokens of one launch: with those of columns they are counted in 32 bits."""
+"""Tiles of tokens of one launch: all output tiles are counted in 32 bits."""
 
 BARRIERS_BYTES = 1024
 REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
@@ -59,8 +59,8 @@ _SHAPES = (
     (256, 2, 1, 5, 5, 5),
 )
 
-# Tokens, warpgroups along N and K of those that are compiled for groups of 16, too. decode_sm90 has fewer tokens, and
-# with many what dequantizes them for cuBLAS is quicker.
+# Tokens, warpgroups along N and K of the tiles that are compiled for groups of 16, too. decode_sm90 has fewer tokens;
+# with many, dequantizing for cuBLAS is quicker.
 _OF_16 = ((16, 1, 4), (16, 2, 2), (32, 2, 2), (64, 1, 2), (64, 2, 1), (64, 2, 2), (64, 4, 1))
 
 

@@ -66,7 +66,7 @@ class WaveLaunch(Launch):
         self._resident = ctas_per_sm(config, problem.format, problem.arch, self._times.registers)
         self._launch_us, self._output_us = launch_and_output_us(config.split_k, WAVES)
         self._byte_us = 1 / (machine(problem.arch).tb_s * 1e6)
-        # No more CTAs than twice what the GPU holds beside those of one part of K.
+        # Beside the CTAs of one part of K no more than twice what the GPU holds.
         most_ctas = 2 * self._resident * self._sm_count
         k_us = self._times.k_tile_us / (config.block_k * problem.sm_count)
         most_tiles = most_ctas // (config.split_k - 1) if config.split_k > 1 else math.inf
@@ -100,7 +100,7 @@ class WaveFamily(Family):
         return self.cta_smem_bytes(config, problem.format)
 
     def calibrated_as(self, config: KernelConfig, format: str) -> str:
-        """The kernel whose constants count."""
+        """The kernel that lends its constants."""
         return config.measured.kernel
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
