@@ -32,6 +32,11 @@ class TypeConfig:
     def name(self) -> str:
         return f"{self.dtype}_{self.format}_{self.scale_mode}"
 
+    @property
+    def reads_zeros(self) -> bool:
+        """Whether the kernel reads zero points, or the codebook that is in their place."""
+        return self.scale_mode == "group_zeros" or self.format == "code4"
+
 
 TYPES: tuple[TypeConfig, ...] = tuple(
     TypeConfig(dtype, format, mode)

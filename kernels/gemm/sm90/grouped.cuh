@@ -9,7 +9,6 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/arch/barrier.h"
-#include "kernels/api/grouped_registry.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90/grouped_load.h"
 #include "kernels/gemm/sm90/grouped_store.h"
