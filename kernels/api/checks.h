@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "cutlass_ext/epilogue/activation.h"
 #include "kernels/api/registry.h"
 
 namespace weightonly {
@@ -74,7 +75,11 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
     // The kernels go from row to row of scales in steps of 32-bit byte counts.
     if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
   }
-  if (p.activation < 0 || p.activation > int(Activation::kSilu)) return fail("activation", "0 to 3", p.activation);
+  if (p.activation < 0 || p.activation >= int(Activation::kCount)) {
+    char numbers[32];
+    std::snprintf(numbers, sizeof(numbers), "0 to %d", int(Activation::kCount) - 1);
+    return fail("activation", numbers, p.activation);
+  }
   return true;
 }
 

@@ -93,7 +93,7 @@ MUTATIONS = [
             ("groups that no step fits", "p.group_size % 16 != 0", "p.group_size % 8 != 0"),
             ("a level above the CPU's", "if (p.level > highest)", "if (p.level > kAmx)"),
             ("an unknown format", "p.format > kCode4", "p.format > 9"),
-            ("an unknown activation", "p.activation > kSilu", "p.activation > 9"),
+            ("an unknown activation", "p.activation >= int(Activation::kCount)", "p.activation > 9"),
             ("no threads", "if (p.threads < 1 ||", "if (p.threads < 0 ||"),
             ("columns beyond 32 bits", "p.n > most", "p.n > 2 * most"),
             ("padding of less than a block", "p.k_padded % 64 != 0", "p.k_padded % 32 != 0"),
