@@ -48,7 +48,7 @@ struct GemmParams {
 constexpr int kPanel = 32;  // columns of a panel of layout "cpu"
 constexpr int kMaxRows = 512;  // rows of x that are packed at a time
 
-static inline int bits_of(int format) {
+static constexpr int bits_of(int format) {
   return format == kInt8 ? 8 : 4;
 }
 

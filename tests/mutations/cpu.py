@@ -174,8 +174,8 @@ MUTATIONS = [
             ("x beyond K", "k >= p.k ? 0 : least(kLanes, p.k - k)", "k >= p.k ? 0 : kLanes"),
             ("sums of x beyond K", "  end = least(end, p.k);\n", ""),
             ("no end of the range", "0x1p110f / float(p.k_padded)", "0x1p127f"),
-            ("zero points of int8 are those of int4", "format == kInt8 ? 128.f : 8.f", "8.f"),
-            ("zero points of int4 are those of int8", "format == kInt8 ? 128.f : 8.f", "128.f"),
+            ("zero points of int8 are those of int4", "float(1 << (bits_of(format) - 1))", "8.f"),
+            ("zero points of int4 are those of int8", "float(1 << (bits_of(format) - 1))", "128.f"),
             (
                 "zero points are whole",
                 "return round(min(broadcast(most), max(broadcast(-most), zero_point)));",
