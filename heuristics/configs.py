@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .families import FAMILIES, KernelConfig
+from .problem import INTEGER_FORMATS
 
 
 def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
@@ -41,7 +42,7 @@ class TypeConfig:
 TYPES: tuple[TypeConfig, ...] = tuple(
     TypeConfig(dtype, format, mode)
     for dtype in ("f16", "bf16")
-    for format in ("int4", "int8")
+    for format in INTEGER_FORMATS
     for mode in ("channel", "group", "group_zeros")
 ) + tuple(TypeConfig(dtype, "code4", "group") for dtype in ("f16", "bf16"))
 

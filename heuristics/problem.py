@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .arch import parse_arch
 
-FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "mxfp4": 4, "nvfp4": 4, "code4": 4}
+
+class WeightFormat(NamedTuple):
+    """A weight format.
+
+    bits        of a weight
+    is_code     whether weights are codes, which stand for the numbers of a codebook
+    group_size  rows that share a scale, where the format says so
+    """
+
+    bits: int
+    is_code: bool = False
+    group_size: int | None = None
+
+
+_FORMATS = {
+    "int4": WeightFormat(4),
+    "int8": WeightFormat(8),
+    "nf4": WeightFormat(4, is_code=True),
+    "fp4": WeightFormat(4, is_code=True),
+    "mxfp4": WeightFormat(4, is_code=True, group_size=32),
+    "nvfp4": WeightFormat(4, is_code=True, group_size=16),
+    "code4": WeightFormat(4, is_code=True),
+}
+
+FORMATS: dict[str, int] = {name: format.bits for name, format in _FORMATS.items()}
 """Weight formats and their bits."""
 
-CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "mxfp4", "nvfp4", "code4")
-"""Formats whose codes stand for the numbers of a codebook. A kernel is given the codebook: all are "code4" to it."""
+CODE_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if format.is_code)
+"""Formats of codes. A kernel is given the codebook: all are "code4" to it."""
 
-FORMAT_GROUPS: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}
+INTEGER_FORMATS: tuple[str, ...] = tuple(name for name in FORMATS if name not in CODE_FORMATS)
+
+KERNEL_FORMATS: tuple[str, ...] = (*INTEGER_FORMATS, "code4")
+"""Formats as kernels have them."""
+
+FORMATS_BY_BITS: tuple[tuple[str, ...], ...] = tuple(
+    tuple(name for name in KERNEL_FORMATS if FORMATS[name] == bits) for bits in sorted({*FORMATS.values()})
+)
+"""KERNEL_FORMATS, those of one width together."""
+
+FORMAT_GROUPS: dict[str, int] = {name: format.group_size for name, format in _FORMATS.items() if format.group_size}
 """Format -> rows that share a scale, where the format says so."""
 
 K_ALIGNMENT = 64

@@ -21,7 +21,6 @@ from heuristics.arch import PTX, target_number
 from heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
 
 ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
-WEIGHTS = {"int4": "cutlass::uint4b_t", "int8": "uint8_t", "code4": "Code4"}
 SCALE_MODES = {"channel": "kChannel", "group": "kGroup", "group_zeros": "kGroupZeros"}
 
 DEQUANTIZE = "convert/dequantize.cu"
@@ -99,7 +98,7 @@ class Kernel:
             unit=self.config.kernel,
             config="".join(word.capitalize() for word in words),
             element=ELEMENTS[self.types.dtype],
-            weight=WEIGHTS[self.types.format],
+            weight=self.types.format.capitalize(),  # of cutlass_ext/fragment/weight_format.h
             scale_mode=SCALE_MODES[self.types.scale_mode],
             constants="\n".join(f"  static constexpr int {k} = {v};" for k, v in constants.items()),
             symbol=self.symbol,

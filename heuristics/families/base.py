@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..arch import target_number
 from ..cost import Work, problem_bytes
 from ..machine import machine
-from ..problem import Problem
+from ..problem import INTEGER_FORMATS, Problem
 
 NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
@@ -59,7 +59,7 @@ class KernelConfig:
     warp_n: int
     stages: int
     split_k: int = 1
-    formats: tuple[str, ...] = ("int4", "int8")
+    formats: tuple[str, ...] = INTEGER_FORMATS
     tail: KernelConfig | None = None
     verified: bool = True
     groups_of_16: bool = False

@@ -13,7 +13,7 @@ from ..constants import TileTimes
 from ..cost import Work
 from ..h200 import DECODE_SM90
 from ..machine import MAX_CLUSTER, resident_clusters
-from ..problem import FORMATS, Problem, padded_k
+from ..problem import FORMATS, FORMATS_BY_BITS, Problem, padded_k
 from .base import KernelConfig
 from .clusters import PANEL_COLUMNS, ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
@@ -90,7 +90,7 @@ class DecodeSm90(ClusterFamily):
 
     def configs(self) -> Iterable[KernelConfig]:
         # More warps along K hide more latency, more columns an n-tile read x less often; 48 columns fit N = 6144.
-        for formats in (("int4", "code4"), ("int8",)):
+        for formats in FORMATS_BY_BITS:
             for columns, warps_k in ((32, 16), (48, 8), (64, 8)):
                 block_k = warps_k * k_of_tile(formats[0])
                 config = KernelConfig(self.name, 8, columns, block_k, 8, columns, 2, 1, formats)

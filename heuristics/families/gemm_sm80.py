@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..problem import FORMATS
+from ..problem import FORMATS, INTEGER_FORMATS, KERNEL_FORMATS
 from .base import KernelConfig
 from .waves import WaveFamily
 
@@ -32,7 +32,7 @@ class GemmSm80(WaveFamily):
         ):
             for s in stages:
                 has_codes = s == code_stages(block_m, block_n)
-                formats = ("int4", "int8", "code4") if has_codes else ("int4", "int8")
+                formats = KERNEL_FORMATS if has_codes else INTEGER_FORMATS
                 config = KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s, 1, formats)
                 yield config
                 if block_m in (16, 64) and block_n == 128 and has_codes:  # beyond, cuBLAS has what is dequantized

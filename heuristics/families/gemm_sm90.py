@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from ..constants import TileTimes
 from ..cost import Work
 from ..h200 import GEMM_SM90
 from ..machine import HOPPER_SMEM_BYTES, MAX_CLUSTER, resident_clusters
-from ..problem import FORMATS, Problem, padded_k
+from ..problem import FORMATS, FORMATS_BY_BITS, Problem, padded_k
 from .base import KernelConfig
 from .clusters import ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
@@ -19,8 +20,8 @@ MAX_TOKEN_TILES = 65535
 BARRIERS_BYTES = 1024
 REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
 
-# tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose codebook needs room, and for
-# int8. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
+# tokens, warpgroups along N and K, stages for 4 bits (0: not compiled), for codes, whose codebook needs room, and for 8
+# bits. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
 # accumulators to add, and from 48 on have the registers to let scales multiply them. Up to 8 tokens int8 has
 # decode_sm90 alone. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
 # N = 10240.
@@ -87,13 +88,12 @@ class GemmSm90(ClusterFamily):
     of_16: ClassVar[tuple[tuple[int, ...], ...]] = _OF_16
 
     def configs(self) -> Iterable[KernelConfig]:
-        formats: dict[
-            tuple[int, int, int, int], tuple[str, ...]
-        ] = {}  # those with as many stages share a configuration
-        for tokens, n, k, *stages in self.shapes:
-            for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
-                if count:
-                    shape = (tokens, n, k, count)
+        formats: dict[tuple[int, ...], tuple[str, ...]] = {}  # those with as many stages share a configuration
+        for tokens, n, k, of_4_bits, of_codes, of_8_bits in self.shapes:
+            for format in chain(*FORMATS_BY_BITS):
+                stages = of_codes if format == "code4" else of_4_bits if FORMATS[format] == 4 else of_8_bits
+                if stages:
+                    shape = (tokens, n, k, stages)
                     formats[shape] = (*formats.get(shape, ()), format)
         for (tokens, warpgroups_n, warpgroups_k, stages_), names in formats.items():
             block_k = warpgroups_k * _warpgroup_k(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..problem import FORMATS
+from ..problem import FORMATS, INTEGER_FORMATS
 from .base import KernelConfig
 from .waves import WaveFamily
 
@@ -21,7 +21,7 @@ class Gemv(WaveFamily):
     def configs(self) -> Iterable[KernelConfig]:
         # 4 lines of the layout per CTA (16 columns of 4 bits, 8 of 8), which is what 64 registers hold for one token:
         # 32 warps an SM. More warps per CTA suit long K, fewer suit many columns.
-        for format in ("int4", "int8"):
+        for format in INTEGER_FORMATS:
             columns = 4 * _line_columns(format)
             for warps, tokens in ((4, (1, 2)), (8, (1, 2, 4, 8)), (16, (1,))):
                 for t in tokens:

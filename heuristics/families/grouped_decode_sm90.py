@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..machine import HOPPER_SMEM_BYTES
-from ..problem import Problem
+from ..problem import FORMATS_BY_BITS, Problem
 from .base import KernelConfig
 from .decode_sm90 import DecodeSm90, k_of_tile
 from .grouped_sm90 import MAX_EXPERTS
@@ -34,7 +34,7 @@ class GroupedDecodeSm90(DecodeSm90):
     smem_grows = False
 
     def configs(self) -> Iterable[KernelConfig]:
-        for formats in (("int4", "code4"), ("int8",)):
+        for formats in FORMATS_BY_BITS:
             for warps_k in (4, 8):
                 config = KernelConfig(self.name, 8, 64, warps_k * k_of_tile(formats[0]), 8, 64, 2, 1, formats)
                 yield config
