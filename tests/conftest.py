@@ -117,10 +117,10 @@ def no_groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
 
 
 def _set_groups_of_16(monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
-    from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+    from weightonly.heuristics.families import FAMILIES
 
-    for family in GROUPS_OF_16_VERIFIED:
-        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, verified)
+    for family in FAMILIES.values():
+        monkeypatch.setattr(family, "groups_of_16_verified", verified)
 
 
 @pytest.fixture

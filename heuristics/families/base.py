@@ -16,19 +16,6 @@ from ..problem import INTEGER_FORMATS, Problem
 NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
 
-GROUPS_OF_16_VERIFIED: dict[str, bool] = {
-    "decode_sm90": True,
-    "gemm_sm90": True,
-    "gemv": True,
-    "decode_sm80": True,
-    "gemm_sm80": True,
-    "grouped_decode_sm90": True,
-    "grouped_sm90": True,
-    "dequantize_cublas_sm75": True,
-    "dequantize_cublas_sm90": True,
-}
-"""Families that have kernels for groups of 16 -> whether a GPU has run those: see `KernelConfig.is_verified`."""
-
 FAMILIES: dict[str, Family] = {}
 """Every family by its name (families/__init__.py)."""
 
@@ -118,8 +105,9 @@ class KernelConfig:
 
     @property
     def is_verified(self) -> bool:
-        of_groups = GROUPS_OF_16_VERIFIED[self.family] if self.groups_of_16 else True
-        return self.verified and self.rules.verified and of_groups
+        family = self.rules
+        of_groups = family.groups_of_16_verified or not self.groups_of_16
+        return self.verified and family.verified and of_groups
 
     @functools.cached_property
     def max_split_k(self) -> int:
@@ -187,6 +175,7 @@ class Family:
     tail_overlap_us        of the second of them, while the first one runs
     smem_grows             with M, N or K
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    groups_of_16_verified  the same of its kernels for groups of 16
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
@@ -205,6 +194,7 @@ class Family:
     tail_overlap_us: ClassVar[float] = 0.0
     smem_grows: ClassVar[bool] = False
     verified: ClassVar[bool] = True
+    groups_of_16_verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from ..constants import UnfusedConstants
 from ..cost import Work, column_bytes
 from ..h200 import UNFUSED
 from ..machine import machine
-from ..problem import KERNEL_FORMATS, Problem
+from ..problem import Problem
 from ..slices import longest_k, slice_columns
 from .base import Family, KernelConfig, Launch
 
@@ -23,6 +23,8 @@ MIN_M = 256
 
 _MIN_M_OF_16 = 65
 """The same for groups of 16: from here on their fused tiles convert each weight more than once."""
+
+_FORMATS = ("int4", "int8", "code4")  # of kernels/convert/dequantize.cu
 
 _MOST_PARTS = 8  # of K, that cuBLAS is taken to compute at once where tiles are few
 
@@ -75,7 +77,7 @@ class DequantizeCublas(Family):
     least_m: ClassVar[int | None]  # `min_m`, but for groups of 16
 
     def configs(self) -> Iterable[KernelConfig]:
-        config = KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, KERNEL_FORMATS)
+        config = KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)
         yield config
         yield config.for_groups_of_16()
 

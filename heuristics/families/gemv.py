@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..problem import FORMATS, INTEGER_FORMATS
+from ..problem import FORMATS, FORMATS_BY_BITS, INTEGER_FORMATS
 from .base import KernelConfig
 from .waves import WaveFamily
 
@@ -21,11 +21,12 @@ class Gemv(WaveFamily):
     def configs(self) -> Iterable[KernelConfig]:
         # 4 lines of the layout per CTA (16 columns of 4 bits, 8 of 8), which is what 64 registers hold for one token:
         # 32 warps an SM. More warps per CTA suit long K, fewer suit many columns.
-        for format in INTEGER_FORMATS:
-            columns = 4 * _line_columns(format)
+        for formats in FORMATS_BY_BITS:
+            integers = tuple(format for format in formats if format in INTEGER_FORMATS)
+            columns = 4 * _line_columns(formats[0])
             for warps, tokens in ((4, (1, 2)), (8, (1, 2, 4, 8)), (16, (1,))):
                 for t in tokens:
-                    config = KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, (format,))
+                    config = KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, integers)
                     yield config
                     if warps == 8:
                         yield config.for_groups_of_16()
