@@ -35,12 +35,11 @@ _ROUNDING = 1 - 1e-6  # of bounds, which are of the same terms as times
 class Kernel:
     """A kernel on one GPU, for one format and kind of scales: its launches, and what bounds their time from below.
 
-    launches  (fixed_us, launch) for each split_k that `select` considers, fewest parts of K first: none is quicker than
-              its fixed_us, which does not shrink from one to the next
-    start_us  all SMs compute for at least start_us + tiles * K * k_us
-    k_us
-    byte_us   of the memory for one byte
-    unhidden  see `Work`
+    launches        (fixed_us, launch) for each split_k that `select` considers, fewest parts of K first: none is
+                    quicker than its fixed_us, which does not shrink from one to the next
+    start_us, k_us  see `Launch`
+    byte_us         of the memory for one byte
+    unhidden        see `Work`
     """
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -57,7 +56,7 @@ class Kernel:
         self.byte_us = memory_us / _MANY_BYTES * _ROUNDING
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def kernels_of(
     format: str, arch: int, sm_count: int, layout: str, group_step: int, per_channel: bool, zeros: bool
 ) -> tuple[Kernel, ...]:

@@ -143,7 +143,8 @@ class KernelConfig:
 class Launch:
     """One launch of a configuration on one GPU, for one format and kind of scales: its work, for any M, N and K.
 
-    most_tiles  output tiles up to which `select` considers it
+    start_us, k_us  all SMs compute for at least start_us + tiles * K * k_us, with any split_k of the kernel
+    most_tiles      output tiles up to which `select` considers it
     """
 
     __slots__ = ("config", "k_us", "most_tiles", "start_us")
