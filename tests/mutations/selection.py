@@ -200,6 +200,21 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "heuristics/configs.py",
+        "generate",
+        [("codes without a codebook", 'self.scale_mode == "group_zeros" or', 'self.scale_mode == "group_zeros" and')],
+    ),
+    *of(
+        "kernels/api/checks.h",
+        "c_interface",
+        [
+            ("zeros that a kernel reads", "if (kernel.reads_zeros && p.zeros", "if (false && p.zeros"),
+            ("groups of 16 by any kernel", "  if (kernel.least_group == 16) {", "  if (false) {"),
+            ("rows of scales", "p.k_padded / kernel.least_group", "p.k_padded / 32"),
+            ("an unknown activation", "p.activation >= int(Activation::kCount)", "p.activation > 9"),
+        ],
+    ),
+    *of(
         "heuristics/arch.py",
         "arch",
         [
