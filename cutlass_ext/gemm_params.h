@@ -5,8 +5,6 @@
 
 namespace weightonly {
 
-enum class Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
-
 /// Programmatic dependent launch (PDL): what a kernel may do before the kernel in front of it in the stream has ended.
 /// decode_sm90 and gemm_sm90 read it.
 enum class PdlMode : int {
@@ -74,7 +72,7 @@ struct GemmParams {
   int32_t group_size;   // 16 for the kernels of such groups; for others 32 or a multiple of 64, k_padded: one group
   GroupIndex group;     // derived from k and group_size by wo_gemm
   int32_t split_k;      // how many CTAs share the K of one output tile; their partials are summed in a fixed order
-  int32_t activation;   // enum Activation
+  int32_t activation;   // enum Activation of epilogue/activation.h
   int32_t clusters;  // clusters of split_k CTAs that the GPU runs at once: the grid where CTAs compute several tiles
   int32_t pdl_mode;  // enum PdlMode
 };

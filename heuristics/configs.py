@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .families import FAMILIES, KernelConfig
+from .problem import INTEGER_FORMATS
 
 
 def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
@@ -32,11 +33,16 @@ class TypeConfig:
     def name(self) -> str:
         return f"{self.dtype}_{self.format}_{self.scale_mode}"
 
+    @property
+    def reads_zeros(self) -> bool:
+        """Whether the kernel reads zero points, or the codebook that is in their place."""
+        return self.scale_mode == "group_zeros" or self.format == "code4"
+
 
 TYPES: tuple[TypeConfig, ...] = tuple(
     TypeConfig(dtype, format, mode)
     for dtype in ("f16", "bf16")
-    for format in ("int4", "int8")
+    for format in INTEGER_FORMATS
     for mode in ("channel", "group", "group_zeros")
 ) + tuple(TypeConfig(dtype, "code4", "group") for dtype in ("f16", "bf16"))
 

@@ -29,7 +29,7 @@ class WaveConstants:
     """The kernels before Hopper, whose CTAs share SMs.
 
     launch_us         a launch
-    reduce_launch_us  that of the kernel that adds the partials of split-K
+    reduce_launch_us  a launch of the kernel that adds the partials of split-K
     reduce_tb_s       fp32 partials, written and read
     kernels           (kernel, format) -> its times
     """

@@ -25,7 +25,7 @@ A plain tuple: the search makes some for each new problem.
 
 
 def total_us(work: Work, maximum: Callable[[Any, Any], Any] = max) -> Any:
-    """Estimated time of a launch, us. maximum: that of two arrays, where the work is of arrays."""
+    """Estimated time of a launch, us. maximum: np.maximum where the work is of arrays."""
     fixed_us, compute_us, memory_us, unhidden = work
     longer_us = maximum(compute_us, memory_us)
     return fixed_us + longer_us + unhidden * (compute_us + memory_us - longer_us)

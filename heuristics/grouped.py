@@ -1,6 +1,6 @@
 """Which configuration computes a grouped product: the rows of many experts, in one launch.
 
-The host knows how many rows there are, not whose they are (routing.py): it chooses what is quickest on average.
+The host knows how many rows there are, not which expert has which (routing.py): it chooses the quickest on average.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .problem import Problem
 
 
 def first_columns(config: KernelConfig, problem: Problem) -> int:
-    """Columns of the first of two launches: those of its full waves. From n on nothing is left."""
+    """Columns of the first of two launches, which computes its full waves. From n on nothing is left."""
     clusters, token_tiles = resident_clusters(problem.sm_count, config.split_k), -(-problem.m // config.block_m)
     tiles = config.rules.tiles(config, problem.m, problem.n)
     return tiles // clusters * clusters // token_tiles * config.block_n

@@ -39,7 +39,16 @@ def ever_legal(problem: Problem) -> list[KernelConfig]:
     """Those that are legal for some M, N and K, with the problem's GPU, format, layout and kind of scales."""
     of_layout = (config for config in CONFIGS if config.layout == problem.layout and problem.format in config.formats)
     of_arch = (c for c in of_layout if c.is_verified and c.rules.first_arch <= problem.arch <= c.rules.last_arch)
-    return [c for config in of_arch for c in config.splits if c.rules.why_never(c, problem) is None]
+    return [c for config in of_arch for c in config.splits if c.rules.why_unsupported(c, problem) is None]
+
+
+def considered(problem: Problem) -> list[KernelConfig]:
+    """Those of `ever_legal` that `select` considers: calibrated, and not only where nothing else computes a problem."""
+    return [
+        c
+        for c in ever_legal(problem)
+        if c.split_k in c.rules.splits(c) and c.rules.min_m(c) is not None and c.rules.is_calibrated(c, problem.format)
+    ]
 
 
 def computes_groups_of_16(arch: int | None = None, layout: str | None = None) -> bool:

@@ -30,7 +30,7 @@ def last_wave(config: KernelConfig, problem: Problem) -> tuple[float, int]:
 def occupancy_rule(problem: Problem) -> KernelConfig:
     """The GEMM configuration that the rule picks: the least idle part of the last wave, and preferences:
 
-    - Small tiles along M: once a tile holds all rows of x, no taller one is looked at.
+    - Small tiles along M: once a tile holds all rows of x, no taller one is considered.
     - Fewer waves: a configuration of fewer waves wins with a score that is up to 0.1 worse.
     - At equal scores: more stages, then smaller split-K.
     """

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .arch import parse_arch
 
-FORMATS: dict[str, int] = {"int4": 4, "int8": 8, "nf4": 4, "fp4": 4, "mxfp4": 4, "nvfp4": 4, "code4": 4}
+
+class WeightFormat(NamedTuple):
+    """A weight format.
+
+    bits        of a weight
+    is_code     whether weights are codes, which stand for the numbers of a codebook
+    group_size  rows that share a scale, where the format says so
+    """
+
+    bits: int
+    is_code: bool = False
+    group_size: int | None = None
+
+
+_FORMATS = {
+    "int4": WeightFormat(4),
+    "int8": WeightFormat(8),
+    "nf4": WeightFormat(4, is_code=True),
+    "fp4": WeightFormat(4, is_code=True),
+    "mxfp4": WeightFormat(4, is_code=True, group_size=32),
+    "nvfp4": WeightFormat(4, is_code=True, group_size=16),
+    "code4": WeightFormat(4, is_code=True),
+}
+
+FORMATS: dict[str, int] = {name: format.bits for name, format in _FORMATS.items()}
 """Weight formats and their bits."""
 
-CODE_FORMATS: tuple[str, ...] = ("nf4", "fp4", "mxfp4", "nvfp4", "code4")
-"""Formats whose codes stand for the numbers of a codebook. A kernel is given the codebook: all are "code4" to it."""
+CODE_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if format.is_code)
+"""Formats of codes. A kernel is given the codebook: all are "code4" to it."""
 
-FORMAT_GROUPS: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}
+INTEGER_FORMATS: tuple[str, ...] = tuple(name for name in FORMATS if name not in CODE_FORMATS)
+
+KERNEL_FORMATS: tuple[str, ...] = (*INTEGER_FORMATS, "code4")
+"""Formats as kernels have them."""
+
+FORMATS_BY_BITS: tuple[tuple[str, ...], ...] = tuple(
+    tuple(name for name in KERNEL_FORMATS if FORMATS[name] == bits) for bits in sorted({*FORMATS.values()})
+)
+"""KERNEL_FORMATS, those of one width together."""
+
+FORMAT_GROUPS: dict[str, int] = {name: format.group_size for name, format in _FORMATS.items() if format.group_size}
 """Format -> rows that share a scale, where the format says so."""
 
 K_ALIGNMENT = 64
@@ -41,9 +76,9 @@ def layouts_of(arch: int) -> tuple[str, ...]:
 class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
-    `format` is one of FORMATS; those of CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per
-    channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is
-    that of the packed weight; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
+    `format` is one of FORMATS; CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per channel.
+    `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is the
+    packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
     unknown format, arch or layout, a group size that K is no multiple of, that `gemm` takes nowhere or that is not the
     format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
     """
@@ -106,7 +141,7 @@ class Problem:
 
 
 def padded_k(k: int) -> int:
-    """Rows of a weight with those that `preprocess` adds."""
+    """Rows of a weight, with the rows that `preprocess` adds."""
     return -(-k // K_ALIGNMENT) * K_ALIGNMENT
 
 
@@ -121,7 +156,7 @@ def check_group_size(group_size: int, k: int) -> None:
 
 
 def check_format_groups(format: str, group_size: int, k: int) -> None:
-    """Raises ValueError unless it is that of a format which has one. group_size: -1: all of K."""
+    """Raises ValueError for a format with a group size of its own, unless it is this one; -1: all of K."""
     expected = FORMAT_GROUPS.get(format)
     if expected is not None and (k if group_size == -1 else group_size) != expected:
         raise ValueError(f"group_size must be {expected} for {format}, got {group_size}")

@@ -9,7 +9,7 @@ ALIKE = 2.5
 share; without a limit: as if each row drew its expert with even chances."""
 
 _MANY = 64
-"""Tiles of an expert from which their number is that of its even share, with half a tile left over."""
+"""From so many tiles of an expert on, their number is its even share in tiles, and half a tile."""
 
 
 def tiles_along_m(rows: int, experts: int, tile_m: int) -> tuple[float, float]:

@@ -6,7 +6,7 @@ WORKSPACE_BYTES = 64 << 20
 """The most that a slice of a product's weight may take in 16-bit floats."""
 
 GRADIENT_BYTES = 256 << 20
-"""The same of a gradient: nearly every weight is one slice, whose product needs no sum of parts in fp32."""
+"""The same of a gradient: nearly every weight is one slice, and its product needs no sum of parts in fp32."""
 
 _ALIGN = 64  # the kernel that dequantizes starts at multiples of this
 _TILE = 256  # where there is room, as widths of cuBLAS' tiles are divisors of it

@@ -94,10 +94,9 @@ def best() -> Backend:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
-    from weightonly.heuristics import select
-    from weightonly.heuristics.space import space_at, space_of
+    from weightonly.heuristics.select import kernels_of, select
 
-    caches: tuple[Any, ...] = (select, space_at, space_of)
+    caches: tuple[Any, ...] = (select, kernels_of)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -118,10 +117,10 @@ def no_groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
 
 
 def _set_groups_of_16(monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
-    from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+    from weightonly.heuristics.families import FAMILIES
 
-    for family in GROUPS_OF_16_VERIFIED:
-        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, verified)
+    for family in FAMILIES.values():
+        monkeypatch.setattr(family, "groups_of_16_verified", verified)
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ cudaError_t count_launch(weightonly::GemmParams const&, cudaStream_t) {
 }
 
 using weightonly::KernelEntry;
-KernelEntry const gemv = {"gemv_f16_int4_group", &count_launch, 4, 0};
-KernelEntry const gemm = {"gemm_sm80_f16_int8_group_zeros", &count_launch, 1 << 30, 0};
-KernelEntry const decode = {"decode_sm90_f16_code4_group", &count_launch, 16, 8};
-KernelEntry const of_16 = {"gemm_sm80_g16_f16_int4_group", &count_launch, 1 << 30, 0};
-KernelEntry const* const table[] = {&gemv, &gemm, &decode, &of_16};
+KernelEntry const table[] = {
+    {{"gemv_f16_int4_group", 4, 0, false, 32}, &count_launch},
+    {{"gemm_sm80_f16_int8_group_zeros", 1 << 30, 0, true, 32}, &count_launch},
+    {{"decode_sm90_f16_code4_group", 16, 8, true, 32}, &count_launch},
+    {{"gemm_sm80_g16_f16_int4_group", 1 << 30, 0, false, 16}, &count_launch},
+};
 
 cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStream_t) {
   ++launches;
@@ -25,20 +26,21 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 }
 
 using weightonly::GroupedEntry;
-GroupedEntry const grouped = {"grouped_sm90_f16_int4_group", &count_grouped_launch, 1, false, true, true};
-GroupedEntry const interleaved = {"grouped_sm80_f16_int8_channel", &count_grouped_launch, 0, false, false, false};
-GroupedEntry const sorting = {"grouped_decode_sm90_f16_int4_group", &count_grouped_launch, 1, true, true, true};
-GroupedEntry const panels = {
-    "grouped_sm90_of_three_panels_f16_int8_group", &count_grouped_launch, 1, false, false, true};
-GroupedEntry const* const grouped_table[] = {&grouped, &interleaved, &sorting, &panels};
+constexpr int kAnyM = INT_MAX;
+GroupedEntry const grouped_table[] = {
+    {{"grouped_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, false, true, true},
+    {{"grouped_sm80_f16_int8_channel", kAnyM, 0, false, 32}, &count_grouped_launch, false, false, false},
+    {{"grouped_decode_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, true, true, true},
+    {{"grouped_sm90_of_three_panels_f16_int8_group", kAnyM, 1, false, 32}, &count_grouped_launch, false, false, true},
+};
 
 }  // namespace
 
 namespace weightonly {
 
-KernelEntry const* const* const kKernels = table;
+KernelEntry const* const kKernels = table;
 int const kKernelCount = 4;
-GroupedEntry const* const* const kGroupedKernels = grouped_table;
+GroupedEntry const* const kGroupedKernels = grouped_table;
 int const kGroupedKernelCount = 4;
 char const* const kArchs = "80,90a";
 

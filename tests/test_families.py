@@ -14,7 +14,7 @@ import pytest
 from weightonly.heuristics import Problem, candidates, select
 from weightonly.heuristics.configs import CONFIGS
 from weightonly.heuristics.families import FAMILIES
-from weightonly.heuristics.space import space_at, space_of
+from weightonly.heuristics.select import kernels_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("weightonly", "heuristics", "bench", "kernels", "examples")
@@ -76,7 +76,7 @@ def test_what_no_gpu_has_run_is_neither_built_nor_selected(what: str, monkeypatc
     else:
         marked = (dataclasses.replace(c, verified=c is not of_build) for c in generate.CONFIGS)
         monkeypatch.setattr(generate, "CONFIGS", tuple(marked))
-    caches: tuple[Any, ...] = (select, space_at, space_of)
+    caches: tuple[Any, ...] = (select, kernels_of)
     for cache in caches:
         cache.cache_clear()
     try:

@@ -54,35 +54,37 @@ def test_constants_of_a_unit(symbol: str, expected: dict[str, int]) -> None:
     assert constants(symbol) == expected
 
 
-def test_a_kernel_names_its_launch_and_its_limits() -> None:
+def test_a_unit_defines_a_function_for_each_kernel() -> None:
     unit = {k.symbol: k.text() for k in generate.all_kernels()}
     decode = unit["decode_sm90_8x64x1024_w8x64_s2_bf16_int4_group_zeros"]
-    assert "&launch_decode_sm90<decode_sm90_8x64x1024_w8x64_s2::Bf16Int4GroupZeros>, 8, 8};" in decode
+    assert "return launch_decode_sm90<decode_sm90_8x64x1024_w8x64_s2::Bf16Int4GroupZeros>(params, stream);" in decode
     assert "using Element = cutlass::bfloat16_t;" in decode
     assert "ScaleMode::kGroupZeros" in decode
-    for name, types, limits in (
-        ("gemm_sm90_32x256x128_w32x64_s6", "F16Int4Group", "2097120, 8"),
-        ("gemm_sm90_256x128x64_w256x64_s5", "F16Int4Group", "16776960, 1"),
-        ("gemm_sm80_16x64x64_w16x32_s4", "F16Int4Group", "2147483647, 0"),
-        ("gemv_1x16x1024", "F16Int4Channel", "1, 0"),
-    ):
-        symbol = f"{name}_f16_int4_{types.removeprefix('F16Int4').lower()}"
-        assert re.search(rf"&launch_\w+<{name}::{types}>, {limits}}};", unit[symbol]), unit[symbol]
+    for symbol, text in unit.items():
+        params = "GroupedGemmParams" if symbol.startswith("grouped") else "GemmParams"
+        assert f"cudaError_t {symbol}({params} const& params, cudaStream_t stream) {{" in text
 
 
-def test_a_grouped_kernel_says_what_it_takes() -> None:
-    """CTAs of a cluster, whether it sorts, computes gated products, and may be in a layer."""
-    unit = {k.symbol: k.text() for k in generate.all_kernels(unverified=True)}
-    for symbol, facts in (
-        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "1, false, true, true"),
-        ("grouped_sm90_32x192x128_w32x64_s5_f16_code4_group", "1, false, false, true"),
-        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "1, true, true, true"),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "0, false, false, false"),
-    ):
-        types = "Code4Group" if "code4" in symbol else "Int4Group"
-        assert re.search(
-            rf"GroupedEntry const \w+{{\"{symbol}\", &launch_\w+<\w+::F16{types}>, {facts}}};", unit[symbol]
-        )
+@pytest.mark.parametrize(
+    ("symbol", "facts", "flags"),
+    [
+        # rows, CTAs of a cluster, whether it reads zeros, the smallest groups
+        ("gemm_sm90_32x256x128_w32x64_s6_f16_int4_group", "2097120, 8, false, 32", ""),
+        ("gemm_sm90_256x128x64_w256x64_s5_bf16_int8_group_zeros", "16776960, 1, true, 32", ""),
+        ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32", ""),
+        ("gemv_1x16x1024_f16_int4_channel", "1, 0, false, 32", ""),
+        ("gemv_1x16x2048_g16_f16_int4_group", "1, 0, false, 16", ""),
+        # and whether it sorts, computes gated products, and may be in a layer
+        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32", ", false, true, true"),
+        ("grouped_sm90_32x192x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32", ", false, false, true"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "2147483647, 1, false, 32", ", true, true, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "2147483647, 0, false, 32", ", false, false, false"),
+    ],
+)
+def test_facts_of_a_kernel_stand_in_the_registry(symbol: str, facts: str, flags: str, tmp_path: Path) -> None:
+    generate.generate(tmp_path, ["75", "80", "90a"], unverified=True)
+    registry = (tmp_path / "registry.cu").read_text()
+    assert f'    {{{{"{symbol}", {facts}}}, &{symbol}{flags}}},\n' in registry
 
 
 def test_a_unit_has_the_kernels_of_one_configuration() -> None:
@@ -92,7 +94,7 @@ def test_a_unit_has_the_kernels_of_one_configuration() -> None:
     weights = ("Int4Channel", "Int4Group", "Int4GroupZeros", "Code4Group")
     types = {dtype + weight for dtype in ("F16", "Bf16") for weight in weights}
     assert set(re.findall(r"^struct (\w+) {", text, re.MULTILINE)) == types
-    assert all(f'"{k.symbol}"' in text and k.text() in text for k in kernels) and len(kernels) == 8
+    assert all(k.text() in text for k in kernels) and len(kernels) == 8
 
 
 def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
@@ -141,16 +143,12 @@ def test_other_targets_are_refused(arch: str) -> None:
 
 
 @pytest.mark.parametrize("unverified", [False, True], ids=["verified", "all"])
-def test_a_build_has_kernels_of_groups_of_16(tmp_path: Path, unverified: bool) -> None:
+def test_a_build_has_kernels_of_groups_of_16(tmp_path: Path, unverified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU has run them: only a build that asks for them."""
     # The build's list is one of its own: generate.py imports heuristics/ without the package.
-    flags = sys.modules["heuristics.families.base"].GROUPS_OF_16_VERIFIED
-    before = dict(flags)
-    flags.update(dict.fromkeys(flags, False))
-    try:
-        kernels = generate.generate(tmp_path, ["80", "90a"], unverified)
-    finally:
-        flags.update(before)
+    for family in sys.modules["heuristics.families"].FAMILIES.values():
+        monkeypatch.setattr(family, "groups_of_16_verified", False)
+    kernels = generate.generate(tmp_path, ["80", "90a"], unverified)
     families = {k.config.family for k in kernels if k.config.groups_of_16}
     expected = {"decode_sm90", "gemm_sm90", "gemv", "decode_sm80", "gemm_sm80", "grouped_decode_sm90", "grouped_sm90"}
     assert families == (expected if unverified else set())

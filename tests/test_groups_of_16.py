@@ -14,7 +14,7 @@ from weightonly.formats import records
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, TypeConfig, kernel_types
 from weightonly.heuristics.cost import total_us
-from weightonly.heuristics.families.base import GROUPS_OF_16_VERIFIED
+from weightonly.heuristics.families import FAMILIES
 from weightonly.heuristics.grouped import select_grouped
 from weightonly.heuristics.legal import check_kernel_group_size, computes_groups_of_16, why_not
 from weightonly.heuristics.problem import layouts_of
@@ -32,10 +32,9 @@ def chosen(m: int, k: int, n: int, arch: int, layout: str, format: str = "nvfp4"
 
 
 def test_a_family_says_of_its_kernels_whether_a_gpu_has_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {c.family for c in OF_16 + GROUPED_OF_16} == set(GROUPS_OF_16_VERIFIED)
     for config in OF_16 + GROUPED_OF_16:
         for verified in (True, False):
-            monkeypatch.setitem(GROUPS_OF_16_VERIFIED, config.family, verified)
+            monkeypatch.setattr(config.rules, "groups_of_16_verified", verified)
             assert config.is_verified == verified
             assert config.measured.is_verified
 
@@ -105,7 +104,7 @@ def test_any_number_of_rows_where_the_unfused_product_is_verified(
     arch: int, layout: str, no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for family in ("dequantize_cublas_sm75", "dequantize_cublas_sm90"):
-        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, True)
+        monkeypatch.setattr(FAMILIES[family], "groups_of_16_verified", True)
     for format, zeros in (("int4", True), ("int8", False), ("nf4", False), ("nvfp4", False)):
         for m in (1, 8, 9, 64, 65, 300, 8192):
             config = select(m, 4096, 4096, format, 16, arch, 132, layout, zeros)
@@ -116,13 +115,13 @@ def test_not_computed_where_a_part_of_the_kernels_is_verified(
     no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused kernel leaves some rows to what dequantizes; that reads one layout."""
-    for family in GROUPS_OF_16_VERIFIED:
-        monkeypatch.setitem(GROUPS_OF_16_VERIFIED, family, not family.startswith("dequantize"))
+    for family in FAMILIES.values():
+        monkeypatch.setattr(family, "groups_of_16_verified", not family.unfused)
     assert not computes_groups_of_16() and not computes_groups_of_16(90)
-    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "dequantize_cublas_sm90", True)
+    monkeypatch.setattr(FAMILIES["dequantize_cublas_sm90"], "groups_of_16_verified", True)
     assert computes_groups_of_16() and computes_groups_of_16(90) and not computes_groups_of_16(80)
     assert computes_groups_of_16(90, "tiled") and not computes_groups_of_16(90, "interleaved")
-    monkeypatch.setitem(GROUPS_OF_16_VERIFIED, "gemm_sm80", False)
+    monkeypatch.setattr(FAMILIES["gemm_sm80"], "groups_of_16_verified", False)
     with pytest.raises(ValueError, match="on sm90 in layout 'interleaved'; got 16, which the CPU"):
         chosen(64, 4096, 4096, 90, "interleaved")
 

@@ -252,7 +252,7 @@ def test_clusters_that_share_k_need_no_partials(module: Module, split_k: int) ->
 
 
 def test_activations_have_the_numbers_of_the_kernels() -> None:
-    text = (ROOT / "cutlass_ext" / "gemm_params.h").read_text()
+    text = (ROOT / "cutlass_ext" / "epilogue" / "activation.h").read_text()
     enum = re.search(r"enum class Activation : int \{(.*?)\}", text, re.DOTALL)
     assert enum
     numbers = {name.lower(): int(value) for name, value in re.findall(r"k(\w+) = (\d+)", enum[1])}

@@ -132,7 +132,7 @@ def test_chosen_for_many_rows(k: int, n: int) -> None:
             assert not select(m, n, k, format, group_size, 70, 80).unfused
 
 
-def test_not_looked_at_for_few_rows() -> None:
+def test_not_considered_for_few_rows() -> None:
     """However slow the others are: a column of few SMs."""
     p = Problem(MIN_M - 1, 1, 40000, "int4", -1, 90, 132, "interleaved")
     assert not select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout).unfused

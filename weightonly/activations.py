@@ -28,7 +28,7 @@ class Activation:
     """One activation of `gemm`."""
 
     number: int
-    """enum Activation of cutlass_ext/gemm_params.h."""
+    """enum Activation of cutlass_ext/epilogue/activation.h."""
 
     function: Function
     """fp32 tensor -> fp32 tensor."""

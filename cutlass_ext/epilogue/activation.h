@@ -1,9 +1,16 @@
-// Activations: a formula each, and the choice of one at run time. A new activation is a formula and a case in both
-// switches here.
+// Activations: a number and a formula each, and the choice of one at run time. A new activation is a formula and a case in
+// both switches here.
 #pragma once
 
+namespace weightonly {
+
+/// On GPUs and CPUs, and in weightonly/activations.py.
+enum class Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3, kCount };
+
+}  // namespace weightonly
+
+#if defined(__CUDACC__)
 #include "cutlass/cutlass.h"
-#include "cutlass_ext/gemm_params.h"
 
 namespace weightonly {
 
@@ -55,3 +62,4 @@ CUTLASS_DEVICE void activate(float (&values)[kCount], int activation) {
 }
 
 }  // namespace weightonly
+#endif

@@ -40,6 +40,10 @@
 
 namespace weightonly {
 
+// The names of the heuristics, capitalized; codebook.h has Code4.
+using Int4 = cutlass::uint4b_t;
+using Int8 = uint8_t;
+
 template <class Weight>
 struct WeightFormat;
 
@@ -74,7 +78,7 @@ struct ConvertedFragment {
 }  // namespace detail
 
 template <>
-struct WeightFormat<cutlass::uint4b_t> {
+struct WeightFormat<Int4> {
   static constexpr int kBits = 4;
   static constexpr int kBias = 8;
   static constexpr bool kIsCodebook = false;
@@ -111,7 +115,7 @@ struct WeightFormat<cutlass::uint4b_t> {
 };
 
 template <>
-struct WeightFormat<uint8_t> {
+struct WeightFormat<Int8> {
   static constexpr int kBits = 8;
   static constexpr int kBias = 128;
   static constexpr bool kIsCodebook = false;

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ..arch import target_number
 from ..cost import Work, problem_bytes
 from ..machine import machine
-from ..problem import Problem
+from ..problem import INTEGER_FORMATS, Problem
 
 NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
-
-GROUPS_OF_16_VERIFIED: dict[str, bool] = {
-    "decode_sm90": True,
-    "gemm_sm90": True,
-    "gemv": True,
-    "decode_sm80": True,
-    "gemm_sm80": True,
-    "grouped_decode_sm90": True,
-    "grouped_sm90": True,
-    "dequantize_cublas_sm75": True,
-    "dequantize_cublas_sm90": True,
-}
-"""Families that have kernels for groups of 16 -> whether a GPU has run those: see `KernelConfig.is_verified`."""
 
 FAMILIES: dict[str, Family] = {}
 """Every family by its name (families/__init__.py)."""
@@ -44,8 +32,8 @@ class KernelConfig:
     split_k   parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by
               the CTAs of a cluster
     formats   weight formats that the configuration is compiled for
-    tail      None: one launch computes all columns. Else it computes those of its full waves of CTAs, and a second one,
-              of this configuration, the columns that are left, which would keep few SMs busy
+    tail      None: one launch computes all columns. Else it computes the columns of its full waves of CTAs, and a
+              second launch, of this configuration, the columns that are left, which would keep few SMs busy
     verified  False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     groups_of_16  whether it computes groups of 16, and no others; else it computes all others
     """
@@ -58,7 +46,7 @@ class KernelConfig:
     warp_n: int
     stages: int
     split_k: int = 1
-    formats: tuple[str, ...] = ("int4", "int8")
+    formats: tuple[str, ...] = INTEGER_FORMATS
     tail: KernelConfig | None = None
     verified: bool = True
     groups_of_16: bool = False
@@ -80,7 +68,7 @@ class KernelConfig:
 
     @functools.cached_property
     def measured(self) -> KernelConfig:
-        """The configuration whose constants the cost model counts with: for groups of 16 that of all others."""
+        """The configuration that lends the cost model its constants: for groups of 16 the one for all others."""
         return replace(self, groups_of_16=False)
 
     def kernels(self) -> set[str]:
@@ -117,8 +105,9 @@ class KernelConfig:
 
     @property
     def is_verified(self) -> bool:
-        of_groups = GROUPS_OF_16_VERIFIED[self.family] if self.groups_of_16 else True
-        return self.verified and self.rules.verified and of_groups
+        family = self.rules
+        of_groups = family.groups_of_16_verified or not self.groups_of_16
+        return self.verified and family.verified and of_groups
 
     @functools.cached_property
     def max_split_k(self) -> int:
@@ -151,101 +140,45 @@ class KernelConfig:
         return replace(self, tail=tail)
 
 
-Split = tuple[int, int, float, int, float, float, float, float, float, float, int, Any, KernelConfig]
-"""A configuration, with one split_k, for one K: what bounds its time from below.
+class Launch:
+    """One launch of a configuration on one GPU, for one format and kind of scales: its work, for any M, N and K.
 
-    parts, slots  a wave is slots output tiles, where each counts parts times
-    most_tiles    output tiles from which `select` does not look at it
-    most_m        rows of x that fit with one end of a tile or more
-    fixed_us      of a launch: fixed_us + outputs * output_us, which more parts do not lessen, and of each wave
-    output_us     ... wave_ends ends of an output tile, but one at least
-    share_us      no configuration with as many parts or more computes for less than tiles * share_us
-    wave_ends     see output_us
-    wave_us       computing takes waves * wave_us + tiles * tile_us, less what the last wave saves, beside copies of x
-    tile_us
-    turns         that each CTA takes in a wave: see `Bounds.last_us`
-    own           what its family keeps for `work`
-    config        the configuration
-
-A plain tuple: the search makes some for each new K.
-"""
-
-
-class Bounds(NamedTuple):
-    """What bounds the time of a kernel from below, whatever its split_k.
-
-    launch_us  of a launch
-    end_us     of an output tile, ...
-    token_us   ... and beyond it for each row of x. No SM has less than one, nor less than its share of them
-    copy_us    of a k of a row of x, by each output tile, or by each CTA where those are fewer: a part of computing
-    start_us   all SMs compute for at least start_us + tiles * K * k_us
-    k_us
-    last_us    what the last wave saves in each turn, by the CTAs of its busiest SM; (): nothing
-    byte_us    of the memory for one byte
-    unhidden   see `Work`
+    start_us, k_us  all SMs compute for at least start_us + tiles * K * k_us, with any split_k of the kernel
+    most_tiles      output tiles up to which `select` considers it
     """
 
-    launch_us: float
-    end_us: float
-    token_us: float
-    copy_us: float
-    start_us: float
-    k_us: float
-    last_us: tuple[float, ...]
-    byte_us: float
-    unhidden: float
+    __slots__ = ("config", "k_us", "most_tiles", "start_us")
 
+    def __init__(
+        self, config: KernelConfig, k_us: float = 0.0, start_us: float = 0.0, most_tiles: float = math.inf
+    ) -> None:
+        self.config, self.k_us, self.start_us, self.most_tiles = config, k_us, start_us, most_tiles
 
-class Kernel:
-    """A kernel on one GPU, for one format and kind of scales: what M, N and K leave to compute of its work.
-
-    config   one of its configurations
-    bounds   of its time
-    """
-
-    __slots__ = ("bounds", "config")
-
-    config: KernelConfig
-    bounds: Bounds
-
-    def splits(self, k: int) -> tuple[Split, ...]:
-        """Its configurations for one K, but those that leave a part of it without work."""
+    def work(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> Work:
+        """What it has to do. tiles: output tiles of M and N; total_bytes: see `problem_bytes`."""
         raise NotImplementedError
 
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        """What one launch has to do."""
-        raise NotImplementedError
 
-    def fits(self, split: Split, m: int, n: int) -> bool:
-        """Whether M and N leave it enough shared memory."""
-        return True
-
-    def dominates(self, other: Kernel) -> bool:
-        """Whether the other one takes no less time for any M, N and K."""
-        return False
-
-
-def leaves_none(k_tiles: int, split_k: int) -> bool:
-    """Whether each of split_k parts of K gets k-tiles."""
-    return (split_k - 1) * -(-k_tiles // split_k) < k_tiles
+def has_empty_part(k_tiles: int, split_k: int) -> bool:
+    """Whether split_k equal parts of K leave one without k-tiles."""
+    return (split_k - 1) * -(-k_tiles // split_k) >= k_tiles
 
 
 class Family:
     """A kernel template: the layout that it reads, what it is compiled for, its rules, and the work of a launch.
 
     layout                 of the weights
-    first_arch, last_arch  compute capabilities that it is compiled for, and among whose kernels `select` looks at it
+    first_arch, last_arch  compute capabilities that it is compiled for, and that `select` considers it for
     dtypes                 of x; tensor cores before sm80 have no bf16
     shares_cluster         parts of K are summed by a cluster: machine code of 90a alone, which runs on 9.0 alone
     unfused                dequantizes slices of the weight, which cuBLAS multiplies by
-    panel_columns          columns of its layout that are padded together
     takes_tail             may be the first of two launches
     tail_overlap_us        of the second of them, while the first one runs
     smem_grows             with M, N or K
-    min_m                  rows of x from which `select` looks at it; None: only where nothing else computes a problem
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
+    groups_of_16_verified  the same of its kernels for groups of 16
     grouped                computes grouped products alone (heuristics/grouped.py)
-    sorts                  grouped: it can sort the choices of tokens by itself
+    sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
@@ -258,12 +191,11 @@ class Family:
     dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
     shares_cluster: ClassVar[bool] = False
     unfused: ClassVar[bool] = False
-    panel_columns: ClassVar[int] = 1
     takes_tail: ClassVar[bool] = False
     tail_overlap_us: ClassVar[float] = 0.0
     smem_grows: ClassVar[bool] = False
-    min_m: ClassVar[int | None] = 1
     verified: ClassVar[bool] = True
+    groups_of_16_verified: ClassVar[bool] = True
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False
@@ -283,6 +215,10 @@ class Family:
         """The k that split-K hands out."""
         return config.block_k
 
+    def min_m(self, config: KernelConfig) -> int | None:
+        """Rows of x from which `select` considers it; None: only where nothing else computes a problem."""
+        return 1
+
     def max_m(self, config: KernelConfig) -> int:
         """Rows of x that one launch handles."""
         return 2**31 - 1
@@ -295,17 +231,12 @@ class Family:
         return False
 
     def first_parts(self, config: KernelConfig) -> int:
-        """The most split_k with which `select` looks at it as the first of two launches; 0: it does not."""
+        """The most split_k with which `select` considers it as the first of two launches; 0: it does not."""
         return 0
 
     def tiles(self, config: KernelConfig, m: int, n: int) -> int:
         """Output tiles of a launch."""
-        columns = -(-n // self.panel_columns) * self.panel_columns
-        return -(-m // config.block_m) * -(-columns // config.block_n)
-
-    def looked_at_from(self, config: KernelConfig) -> int | None:
-        """Rows of x from which `select` looks at a configuration: see min_m."""
-        return self.min_m
+        return -(-m // config.block_m) * -(-n // config.block_n)
 
     # --- code generation ---
 
@@ -330,9 +261,9 @@ class Family:
 
     def why_not(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
         """Why a launch of the configuration cannot compute a problem; None if it can. dtype of x: "f16" or "bf16"."""
-        return self.why_never(config, problem, dtype) or self.why_not_sizes(config, problem)
+        return self.why_unsupported(config, problem, dtype) or self.why_not_sizes(config, problem)
 
-    def why_never(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
+    def why_unsupported(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
         """The part of `why_not` that M, N and K do not change."""
         p = problem
         if self.layout != p.layout:
@@ -361,7 +292,7 @@ class Family:
         if self.smem_grows and (reason := self._why_not_smem(config, p)) is not None:
             return reason
         k_tiles = -(-p.k_padded // config.k_tile)
-        if not leaves_none(k_tiles, config.split_k):
+        if has_empty_part(k_tiles, config.split_k):
             return (
                 f"split_k of {config.split_k} leaves a part of K without work: K = {p.k} is {k_tiles} k-tiles of "
                 f"{config.kernel}"
@@ -393,11 +324,11 @@ class Family:
         raise NotImplementedError
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
-        """The split_k that `select` looks at; none: it does not look at the configuration."""
+        """The split_k that `select` considers; none: it does not consider the configuration."""
         return range(1, config.max_split_k + 1)
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> Kernel:
-        """The kernel of configurations that differ in split_k alone. M, N and K of the problem do not count.
+    def launch(self, config: KernelConfig, problem: Problem) -> Launch:
+        """Its launch on the problem's GPU, for its format and kind of scales. M, N and K do not count.
 
         Raises KeyError where it is not calibrated.
         """
@@ -405,7 +336,5 @@ class Family:
 
     def work(self, config: KernelConfig, problem: Problem) -> Work:
         """What one launch of a legal configuration has to do. Raises KeyError where it is not calibrated."""
-        tiles = self.tiles(config, problem.m, problem.n)
-        kernel = self.kernel([config], problem)
-        (split,) = kernel.splits(problem.k)
-        return kernel.work(split, problem.m, problem.n, tiles, problem_bytes(problem))
+        p = problem
+        return self.launch(config, p).work(p.m, p.n, p.k, self.tiles(config, p.m, p.n), problem_bytes(p))

@@ -6,20 +6,36 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..constants import DecodeSm90Constants, GemmSm90Constants, TileTimes
-from ..cost import Work
+from ..cost import Work, problem_bytes
 from ..problem import Problem
-from .base import Family, KernelConfig
+from .base import Family, KernelConfig, Launch
 
 PANEL_COLUMNS = 64
 """Columns of layout "tiled" that are padded together: a column panel (weightonly/layout/shapes.py)."""
 
 CLUSTERS = (1, 2, 3, 4, 5, 6, 8)
-"""CTAs of a cluster that `select` looks at: as many clusters of 8 run at once as of 7."""
+"""CTAs of a cluster that `select` considers: as many clusters of 8 run at once as of 7."""
+
+
+class ClusterLaunch(Launch):
+    """A launch of clusters. Its work is `counted_work` of its `counts`."""
+
+    __slots__ = ("_family", "_times")
+
+    def __init__(self, family: ClusterFamily, config: KernelConfig, problem: Problem) -> None:
+        self._family, self._times = family, family.constants.kernels[config.measured.kernel, problem.format]
+        super().__init__(config, self._times.k_tile_us / (config.block_k * problem.sm_count))
+
+    def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def work(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> Work:
+        counts = self.counts(m, n, k, tiles, total_bytes)
+        return self._family.counted_work(counts, self._family.constants, self._times)
 
 
 class ClusterFamily(Family):
     layout = "tiled"
-    panel_columns = PANEL_COLUMNS
     first_arch = last_arch = 90
     shares_cluster = True
 
@@ -27,6 +43,10 @@ class ClusterFamily(Family):
 
     def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
         """What `counted_work` needs of a launch."""
+        p = problem
+        return self.launch(config, p).counts(p.m, p.n, p.k, self.tiles(config, p.m, p.n), problem_bytes(p))
+
+    def launch(self, config: KernelConfig, problem: Problem) -> ClusterLaunch:
         raise NotImplementedError
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:

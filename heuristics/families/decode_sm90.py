@@ -6,39 +6,41 @@ each CTA. So there is no last wave.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from ..constants import DecodeSm90Constants, TileTimes
-from ..cost import Work, problem_bytes
+from ..constants import TileTimes
+from ..cost import Work
 from ..h200 import DECODE_SM90
-from ..machine import MAX_CLUSTER, machine, resident_clusters
-from ..problem import Problem, padded_k
-from .base import Bounds, Kernel, KernelConfig, Split, leaves_none
-from .clusters import PANEL_COLUMNS, ClusterFamily, cluster_us, codebook_bytes
+from ..machine import MAX_CLUSTER, resident_clusters
+from ..problem import FORMATS, FORMATS_BY_BITS, Problem, padded_k
+from .base import KernelConfig
+from .clusters import PANEL_COLUMNS, ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
-_K_TILE_BYTES = 1024
+K_TILE_BYTES = 1024
 """Weights of a k-tile of 16 columns: 128 k of int4, 64 of int8."""
 
 
-def _stream_us(constants: DecodeSm90Constants) -> float:
-    """One SM's time to read a k-tile."""
-    return _K_TILE_BYTES / (constants.sm_kb_us * 1e3)
+def k_of_tile(format: str) -> int:
+    """k of a k-tile."""
+    return K_TILE_BYTES * 8 // (16 * FORMATS[format])
 
 
-_STREAM_US = _stream_us(DECODE_SM90)
-
-
-WorkUnit = tuple[int, int, int, int, int]
-"""What falls to one CTA:
+class WorkUnit(NamedTuple):
+    """What falls to one CTA.
 
     k_tiles    of all its n-tiles together
     ends       n-tiles, whole or shared, that it has a part of, one after another
     rounds     k-tiles of the busiest of its warps along K
     x_k_tiles  k-tiles of x that it copies
     ctas       that have a work unit
-"""
+    """
+
+    k_tiles: int
+    ends: int
+    rounds: int
+    x_k_tiles: int
+    ctas: int
 
 
 def ends_of(k_tiles: int, of_n_tile: int, n_tiles: int) -> int:
@@ -56,122 +58,28 @@ def work_unit(n: int, block_n: int, clusters: int, split_k: int, of_n_tile: int,
     rounds = -(-k_tiles * -(-of_n_tile // warps_k) // of_n_tile)
     x_k_tiles = k_tiles if k_tiles < of_n_tile else of_n_tile
     ctas = -(-n_tiles // cluster_n_tiles) * split_k
-    return k_tiles, ends_of(k_tiles, of_n_tile, cluster_n_tiles), rounds, x_k_tiles, ctas
+    return WorkUnit(k_tiles, ends_of(k_tiles, of_n_tile, cluster_n_tiles), rounds, x_k_tiles, ctas)
 
 
-def decode_sm90_work(
-    launch_us: Any,
-    ends: Any,
-    products: Any,
-    streamed: Any,
-    x_bytes: Any,
-    m: Any,
-    total_bytes: Any,
-    constants: DecodeSm90Constants,
-    times: TileTimes,
-    maximum: Callable[[Any, Any], Any] = max,
-) -> Work:
-    """The work of a launch, or of many: numbers or arrays.
+class DecodeSm90Launch(ClusterLaunch):
+    __slots__ = ("_clusters", "_rows", "_streamed", "_warps_k", "_x_bytes")
 
-    launch_us  of a launch of such clusters
-    ends       of a work unit
-    products   k-tiles of 16 columns that it multiplies, as if all warps along K had as many as the busiest
-    streamed   those that it reads
-    x_bytes    an SM's share of what all of them copy
-    """
-    k_tile_us, end_us = times
-    stream_us = streamed * _stream_us(constants)
-    return (
-        launch_us + ends * (end_us + m * constants.token_us),
-        x_bytes / (constants.x_kb_us * 1e3) + maximum(stream_us, products * k_tile_us),
-        total_bytes / (constants.tb_s * 1e6),
-        constants.unhidden,
-    )
-
-
-class DecodeSm90Kernel(Kernel):
-    __slots__ = (
-        "_k_tile",
-        "_parts",
-        "_products",
-        "_smem_limit_bytes",
-        "_stream_us",
-        "_streamed",
-        "_times",
-        "_warps_k",
-        "_x_bytes",
-    )
-
-    def __init__(self, family: DecodeSm90, configs: Sequence[KernelConfig], problem: Problem) -> None:
-        config = self.config = configs[0]
-        times = self._times = DECODE_SM90.kernels[config.measured.kernel, problem.format]
-        rows, warps_k = config.block_n // 16, family.warps_k(config)
-        self._k_tile, self._warps_k, self._products = config.k_tile, warps_k, rows * warps_k
+    def __init__(self, family: DecodeSm90, config: KernelConfig, problem: Problem) -> None:
+        super().__init__(family, config, problem)
+        rows, streamed = config.block_n // 16, family.streamed(config, problem)
+        self._rows, self._streamed, self._warps_k = rows, rows * streamed, family.warps_k(config)
+        self._clusters = resident_clusters(problem.sm_count, config.split_k)
         self._x_bytes = config.k_tile * 2 / problem.sm_count
-        self._streamed = family.streamed(config, problem)
-        self._stream_us = self._streamed * _STREAM_US
-        self._smem_limit_bytes = machine(problem.arch).smem_bytes
-        self._parts = [
-            (
-                resident_clusters(problem.sm_count, c.split_k),
-                DECODE_SM90.fixed_us + cluster_us(DECODE_SM90, c.split_k),
-                family.smem_parts(c, problem),
-                c,
-            )
-            for c in configs
-        ]
-        self.bounds = Bounds(
-            launch_us=self._parts[0][1],
-            end_us=times.end_us,
-            token_us=DECODE_SM90.token_us,
-            copy_us=2 / (DECODE_SM90.x_kb_us * 1e3 * problem.sm_count),
-            start_us=0.0,
-            # No split_k reads less than an SM's share of the columns, nor multiplies less.
-            k_us=rows * max(self._stream_us, times.k_tile_us) / (self._k_tile * problem.sm_count),
-            last_us=(),
-            byte_us=1 / (DECODE_SM90.tb_s * 1e6),
-            unhidden=DECODE_SM90.unhidden,
-        )
+        stream_us = streamed * K_TILE_BYTES / (DECODE_SM90.sm_kb_us * 1e3)
+        self.k_us = rows * max(stream_us, self._times.k_tile_us) / (config.k_tile * problem.sm_count)
 
-    def splits(self, k: int) -> tuple[Split, ...]:
-        block_n, warps_k, times = self.config.block_n, self._warps_k, self._times
-        k_tiles = -(-padded_k(k) // self._k_tile)
-        rounds = -(-k_tiles // warps_k)
-        n_tile_us = max(k_tiles * (block_n // 16) * self._stream_us, rounds * self._products * times.k_tile_us)
-        found: list[Split] = []
-        for clusters, launch_us, smem, config in self._parts:
-            split_k = config.split_k
-            if leaves_none(k_tiles, split_k):
-                own = launch_us, smem, (block_n, clusters, split_k, k_tiles, warps_k)
-                most_m = self._most_m(smem, k_tiles)
-                wave_us = n_tile_us / split_k
-                found.append(
-                    (1, clusters, math.inf, most_m, launch_us, 0.0, 0.0, 1 / split_k, wave_us, 0.0, 0, own, config)
-                )
-        return tuple(found)
-
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        launch_us, _, unit = split[-2]
-        k_tiles, ends, rounds, x_k_tiles, ctas = work_unit(n, *unit)
-        x_bytes = m * x_k_tiles * ctas * self._x_bytes
-        products, streamed = rounds * self._products, k_tiles * (self.config.block_n // 16) * self._streamed
-        return decode_sm90_work(launch_us, ends, products, streamed, x_bytes, m, total_bytes, DECODE_SM90, self._times)
-
-    def _most_m(self, smem: tuple[int, int, int], x_k_tiles: int) -> int:
-        """Rows of x that fit, where a CTA has a part of one n-tile or more."""
-        none, one = smem_bytes(smem, 0, x_k_tiles), smem_bytes(smem, 1, x_k_tiles)
-        return (self._smem_limit_bytes - none) // (one - none)
-
-    def fits(self, split: Split, m: int, n: int) -> bool:
-        _, smem, unit = split[-2]
-        _, _, _, x_k_tiles, _ = work_unit(n, *unit)
-        return smem_bytes(smem, m, x_k_tiles) <= self._smem_limit_bytes
-
-
-def smem_bytes(parts: tuple[int, int, int], m: int, x_k_tiles: int) -> int:
-    """Dynamic shared memory of one CTA, bytes: smem_bytes in kernels/gemm/sm90_decode/traits.h."""
-    cta_bytes, token_bytes, x_bytes = parts
-    return cta_bytes + m * (token_bytes + x_k_tiles * x_bytes)
+    def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
+        c = self.config
+        of_n_tile = -(-padded_k(k) // c.k_tile)
+        unit = work_unit(n, c.block_n, self._clusters, c.split_k, of_n_tile, self._warps_k)
+        products, streamed = unit.rounds * self._rows * self._warps_k, unit.k_tiles * self._streamed
+        x_bytes = m * unit.x_k_tiles * unit.ctas * self._x_bytes
+        return unit.ends, products, streamed, x_bytes, m, c.split_k, total_bytes
 
 
 class DecodeSm90(ClusterFamily):
@@ -182,14 +90,15 @@ class DecodeSm90(ClusterFamily):
 
     def configs(self) -> Iterable[KernelConfig]:
         # More warps along K hide more latency, more columns an n-tile read x less often; 48 columns fit N = 6144.
-        for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):  # the same bytes
+        for formats in FORMATS_BY_BITS:
             for columns, warps_k in ((32, 16), (48, 8), (64, 8)):
-                config = KernelConfig(self.name, 8, columns, k_tile * warps_k, 8, columns, 2, 1, formats)
+                block_k = warps_k * k_of_tile(formats[0])
+                config = KernelConfig(self.name, 8, columns, block_k, 8, columns, 2, 1, formats)
                 yield config
                 yield config.for_groups_of_16()
 
     def k_tile(self, config: KernelConfig) -> int:
-        return 64 if "int8" in config.formats else 128
+        return k_of_tile(config.formats[0])
 
     def max_m(self, config: KernelConfig) -> int:
         return config.block_m  # all accumulators are in registers
@@ -208,50 +117,43 @@ class DecodeSm90(ClusterFamily):
             "kLeastGroup": config.least_group,
         }
 
-    def unit(self, config: KernelConfig, k_padded: int, sm_count: int) -> tuple[int, int, int, int, int]:
-        """The arguments of `work_unit` after n."""
-        clusters = resident_clusters(sm_count, config.split_k)
-        return config.block_n, clusters, config.split_k, -(-k_padded // config.k_tile), self.warps_k(config)
-
     def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
-        p = problem
-        _, _, _, x_k_tiles, _ = work_unit(p.n, *self.unit(config, p.k_padded, p.sm_count))
-        return smem_bytes(self.smem_parts(config, p), p.m, x_k_tiles)
+        """Dynamic shared memory of one CTA, bytes: smem_bytes in kernels/gemm/sm90_decode/traits.h.
 
-    def smem_parts(self, config: KernelConfig, problem: Problem) -> tuple[int, int, int]:
-        """Bytes of a CTA, of one of its tokens, and of one k-tile of a token's x. M and N of the problem do not count.
-
-        A token has fp32 accumulators: two buffers of those of the warps, and those that other CTAs send.
+        A token has x, and fp32 accumulators: two buffers for the warps, and what other CTAs send.
         """
-        cta_bytes = 128 + codebook_bytes(config, problem.format) + self._pipeline_bytes(config, problem)
-        token_bytes = (2 * self.warps_k(config) + config.split_k - 1) * config.block_n * 4 + 16
-        return cta_bytes, token_bytes, config.k_tile * 2
+        c, p, warps_k = config, problem, self.warps_k(config)
+        clusters = resident_clusters(p.sm_count, c.split_k)
+        unit = work_unit(p.n, c.block_n, clusters, c.split_k, -(-p.k_padded // c.k_tile), warps_k)
+        token_bytes = (2 * warps_k + c.split_k - 1) * c.block_n * 4 + 16 + unit.x_k_tiles * c.k_tile * 2
+        return 128 + codebook_bytes(c, p.format) + self._pipeline_bytes(c, p) + p.m * token_bytes
 
     def _pipeline_bytes(self, config: KernelConfig, problem: Problem) -> int:
         """Weights in flight, with their scales (not per channel) and zero points."""
         groups = max(1, config.k_tile // problem.group_step)  # of a k-tile, as the kernel counts them
         panels = 1 if PANEL_COLUMNS % config.block_n == 0 else 2  # that an n-tile may lie in
         scale_rows = groups * panels * (2 if problem.zeros else 0 if problem.per_channel else 1)
-        return config.stages * self.warps_k(config) * (config.warp_n // 16 * _K_TILE_BYTES + scale_rows * 64 * 2)
+        return config.stages * self.warps_k(config) * (config.warp_n // 16 * K_TILE_BYTES + scale_rows * 64 * 2)
 
     def streamed(self, config: KernelConfig, problem: Problem) -> float:
         """Bytes that it reads for each byte of weights. The constants of all other groups have their scales in them."""
         if not config.groups_of_16:
             return 1.0
-        return 1.0 + config.k_tile // 16 * 16 * 2 * (2 if problem.zeros else 1) / _K_TILE_BYTES
-
-    def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
-        p, rows = problem, config.block_n // 16
-        k_tiles, ends, rounds, x_k_tiles, ctas = work_unit(p.n, *self.unit(config, p.k_padded, p.sm_count))
-        x_bytes = p.m * x_k_tiles * ctas * config.k_tile * 2 / p.sm_count
-        products = rounds * rows * self.warps_k(config)
-        streamed = k_tiles * rows * self.streamed(config, p)
-        return ends, products, streamed, x_bytes, p.m, config.split_k, problem_bytes(p)
+        return 1.0 + config.k_tile // 16 * 16 * 2 * (2 if problem.zeros else 1) / K_TILE_BYTES
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
+        """counts: ends of a work unit; k-tiles of 16 columns that it multiplies, as if all warps along K had as many as
+        the busiest; those that it reads; an SM's share of the bytes of x that all copy; m, split_k, bytes.
+        """
         ends, products, streamed, x_bytes, m, split_k, total_bytes = counts
-        launch_us = constants.fixed_us + cluster_us(constants, split_k)
-        return decode_sm90_work(launch_us, ends, products, streamed, x_bytes, m, total_bytes, constants, times, maximum)
+        k_tile_us, end_us = times
+        stream_us = streamed * (K_TILE_BYTES / (constants.sm_kb_us * 1e3))
+        return (
+            constants.fixed_us + cluster_us(constants, split_k) + ends * (end_us + m * constants.token_us),
+            x_bytes / (constants.x_kb_us * 1e3) + maximum(stream_us, products * k_tile_us),
+            total_bytes / (constants.tb_s * 1e6),
+            constants.unhidden,
+        )
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> DecodeSm90Kernel:
-        return DecodeSm90Kernel(self, configs, problem)
+    def launch(self, config: KernelConfig, problem: Problem) -> DecodeSm90Launch:
+        return DecodeSm90Launch(self, config, problem)

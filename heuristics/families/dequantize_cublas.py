@@ -7,8 +7,8 @@ as there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
 from ..constants import UnfusedConstants
 from ..cost import Work, column_bytes
@@ -16,15 +16,15 @@ from ..h200 import UNFUSED
 from ..machine import machine
 from ..problem import Problem
 from ..slices import longest_k, slice_columns
-from .base import Bounds, Family, Kernel, KernelConfig, Split
+from .base import Family, KernelConfig, Launch
 
 MIN_M = 256
-"""Rows of x from which `select` looks at it: with fewer, reading the packed weight is quicker."""
+"""Rows of x from which `select` considers it: with fewer, reading the packed weight is quicker."""
 
 _MIN_M_OF_16 = 65
 """The same for groups of 16: from here on their fused tiles convert each weight more than once."""
 
-_FORMATS = ("int4", "int8", "code4")
+_FORMATS = ("int4", "int8", "code4")  # of kernels/convert/dequantize.cu
 
 _MOST_PARTS = 8  # of K, that cuBLAS is taken to compute at once where tiles are few
 
@@ -56,38 +56,33 @@ def unfused_work(counts: Counts, arch: int, constants: UnfusedConstants) -> Work
     )
 
 
-class UnfusedKernel(Kernel):
+class UnfusedLaunch(Launch):
     __slots__ = ("_arch", "_family", "_sm_count")
 
     def __init__(self, family: DequantizeCublas, config: KernelConfig, problem: Problem) -> None:
-        self.config, self._family = config, family
-        self._arch, self._sm_count = problem.arch, problem.sm_count
-        # It computes for K itself, not the padded one, and moves other bytes than the problem has: no bound of use.
-        self.bounds = Bounds(UNFUSED.slice_us, 0.0, 0.0, 0.0, 0.0, 0.0, (), 0.0, 0.0)
+        super().__init__(config)
+        self._family, self._arch, self._sm_count = family, problem.arch, problem.sm_count
 
-    def splits(self, k: int) -> tuple[Split, ...]:
+    def work(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> Work:
         if k > longest_k():
-            return ()
-        most_m = self.config.max_m
-        return ((1, self._sm_count, math.inf, most_m, UNFUSED.slice_us, 0.0, 0.0, 0.0, 0.0, 0.0, 0, k, self.config),)
-
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        k = split[-2]
+            return math.inf, 0.0, 0.0, 0.0  # no slice fits
         weight_bytes = total_bytes - 2 * m * (k + n)
-        counts = self._family.counts_of(self.config, m, n, k, self._sm_count, weight_bytes)
-        return unfused_work(counts, self._arch, UNFUSED)
+        return unfused_work(
+            self._family.counts_of(self.config, m, n, k, self._sm_count, weight_bytes), self._arch, UNFUSED
+        )
 
 
 class DequantizeCublas(Family):
     unfused = True
+    least_m: ClassVar[int | None]  # `min_m`, but for groups of 16
 
     def configs(self) -> Iterable[KernelConfig]:
         config = KernelConfig(self.name, 128, 128, 64, 128, 128, 1, 1, _FORMATS)
         yield config
         yield config.for_groups_of_16()
 
-    def looked_at_from(self, config: KernelConfig) -> int | None:
-        return _MIN_M_OF_16 if config.groups_of_16 else self.min_m
+    def min_m(self, config: KernelConfig) -> int | None:
+        return _MIN_M_OF_16 if config.groups_of_16 else self.least_m
 
     def kernel_name(self, config: KernelConfig) -> str:
         return self.name
@@ -125,15 +120,15 @@ class DequantizeCublas(Family):
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return True
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> UnfusedKernel:
-        return UnfusedKernel(self, configs[0], problem)
+    def launch(self, config: KernelConfig, problem: Problem) -> UnfusedLaunch:
+        return UnfusedLaunch(self, config, problem)
 
 
 class DequantizeCublasSm75(DequantizeCublas):
     name = "dequantize_cublas_sm75"
     layout = "interleaved"
     first_arch = 75
-    min_m = MIN_M
+    least_m = MIN_M
 
 
 class DequantizeCublasSm90(DequantizeCublas):
@@ -146,4 +141,4 @@ class DequantizeCublasSm90(DequantizeCublas):
     name = "dequantize_cublas_sm90"
     layout = "tiled"
     first_arch = last_arch = 90
-    min_m = None
+    least_m = None

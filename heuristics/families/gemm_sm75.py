@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..problem import KERNEL_FORMATS
 from . import gemm_sm80
 from .base import KernelConfig
 from .waves import WaveFamily
@@ -17,9 +18,8 @@ class GemmSm75(WaveFamily):
     header = "sm75.cuh"
 
     def configs(self) -> Iterable[KernelConfig]:
-        formats = ("int4", "int8", "code4")  # 128 tokens and a codebook are more than an SM has room for
-        for m in (16, 32, 64):
-            yield KernelConfig(self.name, m, 128, 64, min(m, 32), 64 if m > 16 else 32, 2, 1, formats)
+        for m in (16, 32, 64):  # 128 tokens and a codebook are more than an SM has room for
+            yield KernelConfig(self.name, m, 128, 64, min(m, 32), 64 if m > 16 else 32, 2, 1, KERNEL_FORMATS)
         yield KernelConfig(self.name, 128, 128, 64, 64, 32, 2)
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:

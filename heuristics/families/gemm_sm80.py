@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..problem import FORMATS, INTEGER_FORMATS, KERNEL_FORMATS
 from .base import KernelConfig
 from .waves import WaveFamily
 
@@ -31,7 +32,7 @@ class GemmSm80(WaveFamily):
         ):
             for s in stages:
                 has_codes = s == code_stages(block_m, block_n)
-                formats = ("int4", "int8", "code4") if has_codes else ("int4", "int8")
+                formats = KERNEL_FORMATS if has_codes else INTEGER_FORMATS
                 config = KernelConfig(self.name, block_m, block_n, 64, block_m, 32, s, 1, formats)
                 yield config
                 if block_m in (16, 64) and block_n == 128 and has_codes:  # beyond, cuBLAS has what is dequantized
@@ -56,11 +57,11 @@ class GemmSm80(WaveFamily):
 
 def pipeline_bytes(config: KernelConfig, format: str) -> int:
     """Shared memory of the stages, x, weights, scales and zero points, in whose place y is collected at the end."""
-    bits = 8 if format == "int8" else 4
-    scales_and_zeros = 2 * (config.block_k // config.least_group) * config.block_n * 2
-    stage = config.block_m * config.block_k * 2 + config.block_n * config.block_k * bits // 8 + scales_and_zeros
+    c = config
+    scales_and_zeros = 2 * (c.block_k // c.least_group) * c.block_n * 2
+    stage = c.block_m * c.block_k * 2 + c.block_n * c.block_k * FORMATS[format] // 8 + scales_and_zeros
     codebook_bytes = CODEBOOK_BYTES if format == "code4" else 0
-    return max(config.stages * stage + codebook_bytes, config.block_m * (config.block_n + 8) * 2)
+    return max(c.stages * stage + codebook_bytes, c.block_m * (c.block_n + 8) * 2)
 
 
 def tile_constants(config: KernelConfig) -> dict[str, int]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
-from ..constants import GemmSm90Constants, TileTimes
-from ..cost import Work, problem_bytes
+from ..constants import TileTimes
+from ..cost import Work
 from ..h200 import GEMM_SM90
 from ..machine import HOPPER_SMEM_BYTES, MAX_CLUSTER, resident_clusters
-from ..problem import Problem, padded_k
-from .base import Bounds, Kernel, KernelConfig, Split, leaves_none
-from .clusters import ClusterFamily, cluster_us, codebook_bytes
+from ..problem import FORMATS, FORMATS_BY_BITS, Problem, padded_k
+from .base import KernelConfig
+from .clusters import ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
 MAX_TOKEN_TILES = 65535
-"""Tiles of tokens of one launch: with those of columns they are counted in 32 bits."""
+"""Tiles of tokens of one launch: all output tiles are counted in 32 bits."""
 
 BARRIERS_BYTES = 1024
 REDUCTION_TILE_BYTES = 128 * 16  # fp32 accumulators of 8 tokens and 64 columns
 
-# tokens, warpgroups along N and K, stages for int4 (0: not compiled), for codes, whose codebook needs room, and for
-# int8. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
+# tokens, warpgroups along N and K, stages for 4 bits (0: not compiled), for codes, whose codebook needs room, and for 8
+# bits. Up to 16 tokens sixteen warps that multiply hide more than eight, where K is long; from 32 on eight leave fewer
 # accumulators to add, and from 48 on have the registers to let scales multiply them. Up to 8 tokens int8 has
 # decode_sm90 alone. Fewer columns a CTA leave more CTAs, more columns read x less often; three warpgroups fit
 # N = 10240.
@@ -60,73 +60,22 @@ _SHAPES = (
     (256, 2, 1, 5, 5, 5),
 )
 
-# Tokens, warpgroups along N and K of those that are compiled for groups of 16, too. decode_sm90 has fewer tokens, and
-# with many what dequantizes them for cuBLAS is quicker.
+# Tokens, warpgroups along N and K of the tiles that are compiled for groups of 16, too. decode_sm90 has fewer tokens;
+# with many, dequantizing for cuBLAS is quicker.
 _OF_16 = ((16, 1, 4), (16, 2, 2), (32, 2, 2), (64, 1, 2), (64, 2, 1), (64, 2, 2), (64, 4, 1))
 
 
-def gemm_sm90_work(
-    launch_us: Any,
-    tiles: Any,
-    clusters: Any,
-    k_tiles: Any,
-    total_bytes: Any,
-    constants: GemmSm90Constants,
-    times: TileTimes,
-) -> Work:
-    """The work of a launch, or of many: numbers or arrays.
+class GemmSm90Launch(ClusterLaunch):
+    __slots__ = ("_clusters",)
 
-    launch_us  of a launch of such clusters
-    clusters   that run at once
-    k_tiles    of one CTA for each of its output tiles
+    def __init__(self, family: GemmSm90, config: KernelConfig, problem: Problem) -> None:
+        super().__init__(family, config, problem)
+        self._clusters = resident_clusters(problem.sm_count, config.split_k)
 
-    In a wave that does not fill the GPU the SMs are quicker, by up to `idle` of their time.
-    """
-    k_tile_us, end_us = times
-    waves = -(-tiles // clusters)
-    missing = waves - tiles / clusters  # the part of the last wave that has no tile
-    return (
-        launch_us + waves * end_us,
-        (waves - constants.idle * missing) * k_tiles * k_tile_us,
-        total_bytes / (constants.tb_s * 1e6),
-        constants.unhidden,
-    )
-
-
-class GemmSm90Kernel(Kernel):
-    __slots__ = ("_parts", "_times")
-
-    def __init__(self, configs: Sequence[KernelConfig], problem: Problem) -> None:
-        config = self.config = configs[0]
-        times = self._times = GEMM_SM90.kernels[config.measured.kernel, problem.format]
-        self._parts = [
-            (resident_clusters(problem.sm_count, c.split_k), GEMM_SM90.fixed_us + cluster_us(GEMM_SM90, c.split_k), c)
-            for c in configs
-        ]
-        k_us, byte_us = times.k_tile_us / (config.block_k * problem.sm_count), 1 / (GEMM_SM90.tb_s * 1e6)
-        self.bounds = Bounds(self._parts[0][1], times.end_us, 0.0, 0.0, 0.0, k_us, (), byte_us, GEMM_SM90.unhidden)
-
-    def splits(self, k: int) -> tuple[Split, ...]:
-        k_tile_us = self._times.k_tile_us
-        k_tiles = -(-padded_k(k) // self.config.block_k)
-        idle, most_m, share_us = GEMM_SM90.idle, self.config.max_m, math.inf
-        found: list[Split] = []
-        for clusters, launch_us, config in reversed(self._parts):
-            split_k = config.split_k
-            if leaves_none(k_tiles, split_k):
-                of_cta = -(-k_tiles // split_k)
-                full_us = of_cta * k_tile_us
-                share_us = min(share_us, full_us / clusters)
-                wave_us, tile_us = (1 - idle) * full_us, idle * full_us / clusters
-                own = launch_us, of_cta
-                found.append(
-                    (1, clusters, math.inf, most_m, launch_us, 0.0, share_us, 1.0, wave_us, tile_us, 0, own, config)
-                )
-        return tuple(reversed(found))
-
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        launch_us, k_tiles = split[-2]
-        return gemm_sm90_work(launch_us, tiles, split[1], k_tiles, total_bytes, GEMM_SM90, self._times)
+    def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
+        c = self.config
+        k_tiles = -(-padded_k(k) // c.block_k)
+        return tiles, self._clusters, -(-k_tiles // c.split_k), c.split_k, total_bytes
 
 
 class GemmSm90(ClusterFamily):
@@ -139,13 +88,12 @@ class GemmSm90(ClusterFamily):
     of_16: ClassVar[tuple[tuple[int, ...], ...]] = _OF_16
 
     def configs(self) -> Iterable[KernelConfig]:
-        formats: dict[
-            tuple[int, int, int, int], tuple[str, ...]
-        ] = {}  # those with as many stages share a configuration
-        for tokens, n, k, *stages in self.shapes:
-            for format, count in zip(("int4", "code4", "int8"), stages, strict=True):
-                if count:
-                    shape = (tokens, n, k, count)
+        formats: dict[tuple[int, ...], tuple[str, ...]] = {}  # those with as many stages share a configuration
+        for tokens, n, k, of_4_bits, of_codes, of_8_bits in self.shapes:
+            for format in chain(*FORMATS_BY_BITS):
+                stages = of_codes if format == "code4" else of_4_bits if FORMATS[format] == 4 else of_8_bits
+                if stages:
+                    shape = (tokens, n, k, stages)
                     formats[shape] = (*formats.get(shape, ()), format)
         for (tokens, warpgroups_n, warpgroups_k, stages_), names in formats.items():
             block_k = warpgroups_k * _warpgroup_k(tokens)
@@ -222,30 +170,30 @@ class GemmSm90(ClusterFamily):
 
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
-        c, bits = config, 8 if format == "int8" else 4
+        c = config
         scale_rows = 0 if per_channel and not zeros else c.block_k // c.least_group * (2 if zeros else 1)
-        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * bits // 8 + scale_rows * 2)
-
-    def counts(self, config: KernelConfig, problem: Problem) -> tuple[float, ...]:
-        p, split_k = problem, config.split_k
-        clusters = resident_clusters(p.sm_count, split_k)
-        return self.tiles(config, p.m, p.n), clusters, _k_tiles(config, p.k_padded), split_k, problem_bytes(p)
+        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * FORMATS[format] // 8 + scale_rows * 2)
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
-        tiles, clusters, k_tiles, split_k, total_bytes = counts
-        launch_us = constants.fixed_us + cluster_us(constants, split_k)
-        return gemm_sm90_work(launch_us, tiles, clusters, k_tiles, total_bytes, constants, times)
+        """counts: tiles, clusters that run at once, k-tiles of a CTA for each tile, split_k, bytes.
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> GemmSm90Kernel:
-        return GemmSm90Kernel(configs, problem)
+        In a wave that does not fill the GPU the SMs are quicker, by up to `idle` of their time.
+        """
+        tiles, clusters, k_tiles, split_k, total_bytes = counts
+        k_tile_us, end_us = times
+        waves = -(-tiles // clusters)
+        missing = waves - tiles / clusters  # the part of the last wave that has no tile
+        return (
+            constants.fixed_us + cluster_us(constants, split_k) + waves * end_us,
+            (waves - constants.idle * missing) * k_tiles * k_tile_us,
+            total_bytes / (constants.tb_s * 1e6),
+            constants.unhidden,
+        )
+
+    def launch(self, config: KernelConfig, problem: Problem) -> GemmSm90Launch:
+        return GemmSm90Launch(self, config, problem)
 
 
 def _warpgroup_k(tokens: int) -> int:
     """k of one warpgroup in a block."""
     return 128 if tokens <= 128 else 64
-
-
-def _k_tiles(config: KernelConfig, k_padded: int) -> int:
-    """Of one CTA for each of its output tiles."""
-    k_tiles = -(-k_padded // config.block_k)
-    return -(-k_tiles // config.split_k)

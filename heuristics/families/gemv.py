@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..problem import FORMATS, FORMATS_BY_BITS, INTEGER_FORMATS
 from .base import KernelConfig
 from .waves import WaveFamily
 
 PASS_K = 256
 """k that one warp covers in one pass (cutlass_ext/mainloop/gemv_stage.h)."""
-
-_COLUMNS_PER_LINE = {"int4": 4, "int8": 2}  # of layout "interleaved"
 
 
 class Gemv(WaveFamily):
@@ -20,12 +19,14 @@ class Gemv(WaveFamily):
     header = "gemv.cuh"
 
     def configs(self) -> Iterable[KernelConfig]:
-        # 4 lines of the layout per CTA (16 columns of int4, 8 of int8), which is what 64 registers hold for one token:
+        # 4 lines of the layout per CTA (16 columns of 4 bits, 8 of 8), which is what 64 registers hold for one token:
         # 32 warps an SM. More warps per CTA suit long K, fewer suit many columns.
-        for format, columns in (("int4", 16), ("int8", 8)):
+        for formats in FORMATS_BY_BITS:
+            integers = tuple(format for format in formats if format in INTEGER_FORMATS)
+            columns = 4 * _line_columns(formats[0])
             for warps, tokens in ((4, (1, 2)), (8, (1, 2, 4, 8)), (16, (1,))):
                 for t in tokens:
-                    config = KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, (format,))
+                    config = KernelConfig(self.name, t, columns, warps * PASS_K, t, columns, 2, 1, integers)
                     yield config
                     if warps == 8:
                         yield config.for_groups_of_16()
@@ -44,10 +45,14 @@ class Gemv(WaveFamily):
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
         # fp32 x of one pass per warp and token, each segment padded by 16 bytes (gemv_stage.h).
-        segment_k = 32 if format == "int4" else 16
+        segment_k = 128 // FORMATS[format]
         return 4 * config.block_k * config.block_m * (segment_k + 4) // segment_k
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
-        lines = config.block_n // _COLUMNS_PER_LINE[format]
-        of_warps = {"kWarps": self.warps(config), "kLeastGroup": config.least_group}
-        return {"kTokens": config.block_m, "kLines": lines, **of_warps}
+        tile = {"kTokens": config.block_m, "kLines": config.block_n // _line_columns(format)}
+        return {**tile, "kWarps": self.warps(config), "kLeastGroup": config.least_group}
+
+
+def _line_columns(format: str) -> int:
+    """Columns of a line of layout "interleaved"."""
+    return 16 // FORMATS[format]

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..machine import HOPPER_SMEM_BYTES
-from ..problem import Problem
+from ..problem import FORMATS_BY_BITS, Problem
 from .base import KernelConfig
-from .decode_sm90 import DecodeSm90
+from .decode_sm90 import DecodeSm90, k_of_tile
 from .grouped_sm90 import MAX_EXPERTS
 from .hopper_grouped import GROUPED, expected_tiles, grouped_us
 
@@ -34,9 +34,9 @@ class GroupedDecodeSm90(DecodeSm90):
     smem_grows = False
 
     def configs(self) -> Iterable[KernelConfig]:
-        for formats, k_tile in ((("int4", "code4"), 128), (("int8",), 64)):
+        for formats in FORMATS_BY_BITS:
             for warps_k in (4, 8):
-                config = KernelConfig(self.name, 8, 64, k_tile * warps_k, 8, 64, 2, 1, formats)
+                config = KernelConfig(self.name, 8, 64, warps_k * k_of_tile(formats[0]), 8, 64, 2, 1, formats)
                 yield config
                 # A codebook leaves two CTAs no room for so many scales.
                 of_16 = tuple(f for f in formats if (f == "code4") == (warps_k == 8))

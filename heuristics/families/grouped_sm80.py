@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..problem import Problem
+from ..problem import KERNEL_FORMATS, Problem
 from ..routing import tiles_along_m
 from .base import KernelConfig
 from .gemm_sm80 import GemmSm80, pipeline_bytes
@@ -26,7 +26,7 @@ class GroupedSm80(GemmSm80):
 
     def configs(self) -> Iterable[KernelConfig]:
         for m, n, stages in _SHAPES:
-            yield KernelConfig(self.name, m, n, 64, m, 32, stages, 1, ("int4", "int8", "code4"))
+            yield KernelConfig(self.name, m, n, 64, m, 32, stages, 1, KERNEL_FORMATS)
 
     def max_split_k(self, config: KernelConfig) -> int:
         return 1

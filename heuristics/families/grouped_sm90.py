@@ -33,7 +33,7 @@ class GroupedSm90(GemmSm90):
     verified = True
 
     def gates(self, config: KernelConfig) -> bool:
-        """Its columns are those of gates, and of what they are multiplied with."""
+        """Its columns are half gates, half what the gates are multiplied with."""
         return config.block_n // 64 % 2 == 0
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ last one. Parts of K meet in global memory, where a second kernel adds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..constants import WaveConstants, WaveTimes
@@ -15,7 +15,7 @@ from ..cost import Work
 from ..h200 import WAVES
 from ..machine import machine
 from ..problem import Problem, padded_k
-from .base import Bounds, Family, Kernel, KernelConfig, Split, leaves_none
+from .base import Family, KernelConfig, Launch
 
 MAX_SPLIT_K = 7
 """Parts of K whose sums meet in global memory."""
@@ -57,73 +57,30 @@ def iterations(k_tiles: int, split_k: int, k_tile: int, block_k: int) -> int:
     return -(-(-(-k_tiles // split_k) * k_tile) // block_k)
 
 
-class WaveKernel(Kernel):
-    __slots__ = ("_byte_us", "_parts", "_resident", "_sm_count", "_times")
+class WaveLaunch(Launch):
+    __slots__ = ("_byte_us", "_launch_us", "_output_us", "_resident", "_sm_count", "_times")
 
-    def __init__(self, family: WaveFamily, configs: Sequence[KernelConfig], problem: Problem) -> None:
-        config, gpu = configs[0], machine(problem.arch)
-        times = self._times = family.times(config, problem.format, problem.arch)
-        self.config, self._sm_count = config, problem.sm_count
-        self._resident = ctas_per_sm(config, problem.format, problem.arch, times.registers)
-        slots = self._resident * self._sm_count
-        # No more CTAs than twice what the GPU holds beside those of one part of K.
-        self._parts = [
-            (*launch_and_output_us(c.split_k, WAVES), 2 * slots // (c.split_k - 1) if c.split_k > 1 else math.inf, c)
-            for c in configs
-        ]
-        self._byte_us = 1 / (gpu.tb_s * 1e6)
-        turns_us = [max(times.latency_us, ctas * times.k_tile_us) for ctas in range(self._resident + 1)]
-        last_us = tuple(turns_us[-1] - us for us in turns_us)
-        k_us = times.k_tile_us / (config.block_k * self._sm_count)
-        self.bounds = Bounds(WAVES.launch_us, 0.0, 0.0, 0.0, times.fixed_us, k_us, last_us, self._byte_us, 0.0)
+    def __init__(self, family: WaveFamily, config: KernelConfig, problem: Problem) -> None:
+        self._times = family.times(config, problem.format, problem.arch)
+        self._sm_count = problem.sm_count
+        self._resident = ctas_per_sm(config, problem.format, problem.arch, self._times.registers)
+        self._launch_us, self._output_us = launch_and_output_us(config.split_k, WAVES)
+        self._byte_us = 1 / (machine(problem.arch).tb_s * 1e6)
+        # Beside the CTAs of one part of K no more than twice what the GPU holds.
+        most_ctas = 2 * self._resident * self._sm_count
+        k_us = self._times.k_tile_us / (config.block_k * problem.sm_count)
+        most_tiles = most_ctas // (config.split_k - 1) if config.split_k > 1 else math.inf
+        super().__init__(config, k_us, self._times.fixed_us, most_tiles)
 
-    def splits(self, k: int) -> tuple[Split, ...]:
-        _, k_tile_us, latency_us, fixed_us = self._times
-        k_tile, block_k, slots = self.config.k_tile, self.config.block_k, self._sm_count * self._resident
-        k_tiles, turn_us = -(-padded_k(k) // k_tile), max(latency_us, self._resident * k_tile_us)
-        most_m, found = self.config.max_m, []
-        for launch_us, output_us, most_tiles, config in self._parts:
-            split_k = config.split_k
-            if leaves_none(k_tiles, split_k):
-                turns = iterations(k_tiles, split_k, k_tile, block_k)
-                wave_us = fixed_us + turns * turn_us
-                found.append(
-                    (
-                        split_k,
-                        slots,
-                        most_tiles,
-                        most_m,
-                        launch_us,
-                        output_us,
-                        0.0,
-                        0.0,
-                        wave_us,
-                        0.0,
-                        turns,
-                        None,
-                        config,
-                    )
-                )
-        return tuple(found)
-
-    def work(self, split: Split, m: int, n: int, tiles: int, total_bytes: float) -> Work:
-        parts, _, _, _, launch_us, output_us, _, _, _, _, turns, _, _ = split
+    def work(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> Work:
+        c = self.config
+        turns = iterations(-(-padded_k(k) // c.k_tile), c.split_k, c.k_tile, c.block_k)
         return (
-            launch_us + m * n * output_us,
-            waves_us(tiles * parts, self._sm_count, self._resident, turns, self._times),
+            self._launch_us + m * n * self._output_us,
+            waves_us(tiles * c.split_k, self._sm_count, self._resident, turns, self._times),
             total_bytes * self._byte_us,
             0.0,
         )
-
-    def dominates(self, other: Kernel) -> bool:
-        mine, others = self.config, other.config
-        same = (mine.block_m, mine.block_n, mine.block_k, mine.k_tile, mine.max_m)
-        if not isinstance(other, WaveKernel) or self is other or len(self._parts) != len(other._parts):
-            return False
-        if same != (others.block_m, others.block_n, others.block_k, others.k_tile, others.max_m):
-            return False
-        no_slower = all(us <= other_us for us, other_us in zip(self._times[1:], other._times[1:], strict=True))
-        return no_slower and self._resident >= other._resident and self._times != other._times
 
 
 class WaveFamily(Family):
@@ -143,7 +100,7 @@ class WaveFamily(Family):
         return self.cta_smem_bytes(config, problem.format)
 
     def calibrated_as(self, config: KernelConfig, format: str) -> str:
-        """The kernel whose constants count."""
+        """The kernel that lends its constants."""
         return config.measured.kernel
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
@@ -160,5 +117,5 @@ class WaveFamily(Family):
         k_tiles = -(-k_padded // config.k_tile)
         return iterations(k_tiles, config.split_k, config.k_tile, config.block_k)
 
-    def kernel(self, configs: Sequence[KernelConfig], problem: Problem) -> WaveKernel:
-        return WaveKernel(self, configs, problem)
+    def launch(self, config: KernelConfig, problem: Problem) -> WaveLaunch:
+        return WaveLaunch(self, config, problem)

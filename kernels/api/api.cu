@@ -65,7 +65,7 @@ int wo_kernel_count() {
 }
 
 char const* wo_kernel_name(int kernel) {
-  return kernel >= 0 && kernel < kKernelCount ? kKernels[kernel]->name : nullptr;
+  return kernel >= 0 && kernel < kKernelCount ? kKernels[kernel].facts.name : nullptr;
 }
 
 char const* wo_archs() {
@@ -78,10 +78,10 @@ int wo_gemm(int kernel, GemmParams const* params, int device, void* stream, char
     std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kKernelCount - 1, kernel);
     return 1;
   }
-  KernelEntry const& entry = *kKernels[kernel];
-  if (!check_address(entry.name, params, place)) return 1;
-  if (!check_params(entry, *params, place.text, place.bytes)) return 1;
-  return run_on_device(entry.name, device, place.text, place.bytes, [&] {
+  KernelEntry const& entry = kKernels[kernel];
+  if (!check_address(entry.facts.name, params, place)) return 1;
+  if (!check_params(entry.facts, *params, place.text, place.bytes)) return 1;
+  return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
     GemmParams complete = *params;
     complete.group = GroupIndex::make(complete.k, complete.group_size);
     return entry.launch(complete, static_cast<cudaStream_t>(stream));

@@ -5,8 +5,8 @@
 #include <climits>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 
+#include "cutlass_ext/epilogue/activation.h"
 #include "kernels/api/registry.h"
 
 namespace weightonly {
@@ -19,7 +19,7 @@ struct Rows {
 };
 
 /// Returns whether a kernel can be launched with these parameters; if not, `message` says why.
-inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* message, int message_bytes) {
+inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* message, int message_bytes) {
   auto fail = [&](char const* name, char const* expected, long long got) {
     std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.name, name, expected, got);
     return false;
@@ -30,9 +30,7 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     return fail("weight", "a 16-byte aligned address", (long long)p.weight);
   if (p.scales == nullptr || misaligned(p.scales))
     return fail("scales", "a 16-byte aligned address", (long long)p.scales);
-  // Named as in heuristics/configs.py: kernels for zeros and for codes read from this address without asking.
-  bool const reads_zeros = std::strstr(kernel.name, "_group_zeros") || std::strstr(kernel.name, "_code4_");
-  if (reads_zeros && p.zeros == nullptr) return fail("zeros", "an address, as this kernel reads it", 0);
+  if (kernel.reads_zeros && p.zeros == nullptr) return fail("zeros", "an address, as this kernel reads it", 0);
   if (misaligned(p.zeros)) return fail("zeros", "null or a 16-byte aligned address", (long long)p.zeros);
   if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
     return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
@@ -54,14 +52,12 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     return fail("k_padded * n_padded", "at most 2^42", int64_t(p.k_padded) * p.n_padded);
   if (p.ldx < p.k || p.ldx % 8 != 0) return fail("ldx", "a multiple of 8 from k on", p.ldx);
   if (p.m > 1 && p.ldy < p.n) return fail("ldy", "at least n", p.ldy);
-  // Named as in heuristics/configs.py: these kernels compute groups of 16, and no others do.
-  bool const has_groups_of_16 = std::strstr(kernel.name, "_g16_") != nullptr;
   // Bytes of x, y, scales and partials are counted in 64 bits.
   for (auto const& [name, rows, stride] : {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy},
-                                           Rows{"ld_scales", p.k_padded / (has_groups_of_16 ? 16 : 32), p.ld_scales}}) {
+                                           Rows{"ld_scales", p.k_padded / kernel.least_group, p.ld_scales}}) {
     if (stride > (int64_t(1) << 58) / rows) return fail(name, "such that all rows are within 2^58 elements", stride);
   }
-  if (has_groups_of_16) {
+  if (kernel.least_group == 16) {
     if (p.group_size != 16) return fail("group_size", "16", p.group_size);
   } else if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
     return fail("group_size", "32 or a multiple of 64", p.group_size);
@@ -79,7 +75,11 @@ inline bool check_params(KernelEntry const& kernel, GemmParams const& p, char* m
     // The kernels go from row to row of scales in steps of 32-bit byte counts.
     if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
   }
-  if (p.activation < 0 || p.activation > int(Activation::kSilu)) return fail("activation", "0 to 3", p.activation);
+  if (p.activation < 0 || p.activation >= int(Activation::kCount)) {
+    char numbers[32];
+    std::snprintf(numbers, sizeof(numbers), "0 to %d", int(Activation::kCount) - 1);
+    return fail("activation", numbers, p.activation);
+  }
   return true;
 }
 

@@ -13,7 +13,7 @@ int wo_grouped_kernel_count() {
 }
 
 char const* wo_grouped_kernel_name(int kernel) {
-  return kernel >= 0 && kernel < kGroupedKernelCount ? kGroupedKernels[kernel]->name : nullptr;
+  return kernel >= 0 && kernel < kGroupedKernelCount ? kGroupedKernels[kernel].facts.name : nullptr;
 }
 
 int wo_grouped_gemm(int kernel, GroupedGemmParams const* params, int device, void* stream, char* message,
@@ -23,10 +23,10 @@ int wo_grouped_gemm(int kernel, GroupedGemmParams const* params, int device, voi
     std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kGroupedKernelCount - 1, kernel);
     return 1;
   }
-  GroupedEntry const& entry = *kGroupedKernels[kernel];
-  if (!check_address(entry.name, params, place)) return 1;
+  GroupedEntry const& entry = kGroupedKernels[kernel];
+  if (!check_address(entry.facts.name, params, place)) return 1;
   if (!check_grouped_params(entry, *params, place.text, place.bytes)) return 1;
-  return run_on_device(entry.name, device, place.text, place.bytes, [&] {
+  return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
     GroupedGemmParams complete = *params;
     complete.gemm.group = GroupIndex::make(complete.gemm.k, complete.gemm.group_size);
     return entry.launch(complete, static_cast<cudaStream_t>(stream));

@@ -10,13 +10,11 @@ namespace weightonly {
 /// Returns whether a grouped kernel can be launched with these parameters; if not, `message` says why.
 inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams const& p, char* message,
                                  int message_bytes) {
-  // One launch takes any number of rows. A gated product has half as many columns of y.
-  KernelEntry const as_gemm = {kernel.name, nullptr, INT_MAX, kernel.max_cluster};
   GemmParams with_columns_of_y = p.gemm;
   if (p.is_gated) with_columns_of_y.n = p.gemm.n / 2;
-  if (!check_params(as_gemm, with_columns_of_y, message, message_bytes)) return false;
+  if (!check_params(kernel.facts, with_columns_of_y, message, message_bytes)) return false;
   auto fail = [&](char const* field, char const* expected, long long got) {
-    std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.name, field, expected, got);
+    std::snprintf(message, message_bytes, "%s: %s must be %s, got %lld", kernel.facts.name, field, expected, got);
     return false;
   };
   auto are_words = [](void const* address) { return reinterpret_cast<uintptr_t>(address) % 4 == 0; };

@@ -4,21 +4,21 @@
 #include <cuda_runtime_api.h>
 
 #include "cutlass_ext/grouped_params.h"
+#include "kernels/api/registry.h"
 
 namespace weightonly {
 
 using GroupedLaunch = cudaError_t (*)(GroupedGemmParams const& params, cudaStream_t stream);
 
 struct GroupedEntry {
-  char const* name;  // KernelConfig.kernel of the heuristics, and the types: ..._f16_int4_group
+  KernelFacts facts;
   GroupedLaunch launch;
-  int max_cluster;  // as in KernelEntry
-  bool sorts;       // whether it takes ids: see GroupedGemmParams
-  bool gates;       // whether it computes gated products
-  bool in_layers;   // whether it applies the function of a gate, and is_in_layer
+  bool sorts;      // whether it takes ids: see GroupedGemmParams
+  bool gates;      // whether it computes gated products
+  bool in_layers;  // whether it applies the function of a gate, and is_in_layer
 };
 
-extern GroupedEntry const* const* const kGroupedKernels;
+extern GroupedEntry const* const kGroupedKernels;
 extern int const kGroupedKernelCount;
 
 }  // namespace weightonly

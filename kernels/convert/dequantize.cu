@@ -21,6 +21,7 @@
 #include <type_traits>
 
 #include "cutlass/arch/memory.h"
+#include "cutlass_ext/fragment/weight_format.h"
 #include "cutlass_ext/layout/interleaved.h"
 #include "cutlass_ext/convert/numeric_conversion.h"
 #include "cutlass_ext/layout/tiled.h"
@@ -310,8 +311,6 @@ cudaError_t launch_integers(DequantizeParams const& p, cudaStream_t stream) {
 
 template <class Element, int kLeastGroup>
 cudaError_t launch_for_groups(DequantizeParams const& p, cudaStream_t stream) {
-  using Int4 = cutlass::uint4b_t;
-  using Int8 = uint8_t;
   if (p.codebook != nullptr) {
     return p.layout == int(PackedLayout::kTiled)
                ? launch<Element, TiledReader<Int4, kLeastGroup>, Values::kCodebook>(p, stream)

@@ -2,6 +2,7 @@
 // on its lane nor on its neighbours.
 #pragma once
 
+#include "../../cutlass_ext/epilogue/activation.h"
 #include "vec.h"
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
@@ -30,12 +31,12 @@ inline Floats gelu(Floats x) {
 }
 
 inline Floats activate(Floats y, int activation) {
-  switch (activation) {
-    case kRelu:
+  switch (static_cast<Activation>(activation)) {
+    case Activation::kRelu:
       return max(zero(), y);  // the second one where it is no number
-    case kGelu:
+    case Activation::kGelu:
       return gelu(y);
-    case kSilu:
+    case Activation::kSilu:
       return silu(y);
     default:
       return y;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <initializer_list>
 
+#include "../../cutlass_ext/epilogue/activation.h"
 #include "params.h"
 #include "threads.h"
 
@@ -61,7 +62,11 @@ inline bool check_params(GemmParams const& p, int highest) {
   if (!check_choice(p)) return false;
   if (p.level > highest) return refuse("level", "one that this CPU has", p.level);
   if (p.format < kInt4 || p.format > kCode4) return refuse("format", "0 to 2", p.format);
-  if (p.activation < kIdentity || p.activation > kSilu) return refuse("activation", "0 to 3", p.activation);
+  if (p.activation < 0 || p.activation >= int(Activation::kCount)) {
+    char numbers[32];
+    std::snprintf(numbers, sizeof(numbers), "0 to %d", int(Activation::kCount) - 1);
+    return refuse("activation", numbers, p.activation);
+  }
   if (p.threads < 1 || p.threads > 65536) return refuse("threads", "1 to 65536", p.threads);
   int64_t const most = INT_MAX - 4095;  // sums such as n + 31 stay within 32 bits
   if (p.n < 1 || p.n > most) return refuse("n", "1 to 2^31 - 4096", p.n);

@@ -78,7 +78,7 @@ inline void load_x_column(GemmParams const& p, int64_t row, int column, int colu
 
 /// The integers of zero points, as far as a weight can equal them.
 inline Floats whole_part(int format, Floats zero_point) {
-  float const most = format == kInt8 ? 128.f : 8.f;
+  float const most = float(1 << (bits_of(format) - 1));
   return round(min(broadcast(most), max(broadcast(-most), zero_point)));
 }
 

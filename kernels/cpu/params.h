@@ -10,9 +10,6 @@ enum FloatType : int { kFp16 = 0, kBf16 = 1, kFp32 = 2 };
 /// How stored bits become numbers: u - 8, u - 128, codebook[u].
 enum Format : int { kInt4 = 0, kInt8 = 1, kCode4 = 2 };
 
-/// What becomes of a sum; the numbers are those of weightonly/activations.py.
-enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
-
 /// The instructions that a variant of the kernels is made of; each has those before it.
 enum Level : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
@@ -41,7 +38,8 @@ struct GemmParams {
   int64_t group_size;  // rows that share a scale; k_padded for one group
   int64_t groups;
   int32_t segments, segment_bytes;
-  int32_t type, format, activation;
+  int32_t type, format;
+  int32_t activation;  // enum Activation of cutlass_ext/epilogue/activation.h
   int32_t threads, level;
 };
 
@@ -50,7 +48,7 @@ struct GemmParams {
 constexpr int kPanel = 32;  // columns of a panel of layout "cpu"
 constexpr int kMaxRows = 512;  // rows of x that are packed at a time
 
-static inline int bits_of(int format) {
+static constexpr int bits_of(int format) {
   return format == kInt8 ? 8 : 4;
 }
 

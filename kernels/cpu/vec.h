@@ -419,7 +419,7 @@ inline Floats exp_of_negative(Floats x) {
 /// What is subtracted from the integers of a column, for each place that they have in a half of a word.
 template <int kFormat>
 struct Offsets {
-  static constexpr int kBits = kFormat == kInt8 ? 8 : 4, kPlaces = kFormat == kCode4 ? 0 : 16 / kBits;
+  static constexpr int kBits = bits_of(kFormat), kPlaces = kFormat == kCode4 ? 0 : 16 / kBits;
 
   /// For u - 2^(kBits - 1) - zero_point. zero_point: an integer up to 2^20.
   explicit Offsets(Floats zero_point) {
@@ -452,7 +452,7 @@ inline Floats row_of_step(Words w, Table const& table, Offsets<kFormat> const& o
 }
 
 template <int kFormat>
-constexpr int kStepRows = kFormat == kInt8 ? 4 : 8;
+constexpr int kStepRows = 32 / bits_of(kFormat);
 
 /// f(std::integral_constant<int, e>) for e = 0 .. count - 1, unrolled.
 template <int kCount, int kFirst = 0, typename F>

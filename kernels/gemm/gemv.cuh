@@ -18,7 +18,6 @@
 #include "cutlass_ext/epilogue/column.h"
 #include "cutlass_ext/fragment/scale_mode.h"
 #include "kernels/gemm/launch.h"
-#include "kernels/api/registry.h"
 #include "kernels/gemm/splitk_reduce.h"
 
 namespace weightonly {

@@ -14,7 +14,6 @@
 #include "cutlass_ext/mainloop/sm80_multistage.h"
 #include "cutlass_ext/epilogue/tile_store.h"
 #include "kernels/gemm/launch.h"
-#include "kernels/api/registry.h"
 #include "kernels/gemm/splitk_reduce.h"
 
 namespace weightonly {

@@ -19,7 +19,6 @@
 #include "cutlass_ext/epilogue/column.h"
 #include "cutlass_ext/fragment/scale_mode.h"
 #include "cutlass_ext/layout/interleaved.h"
-#include "kernels/api/registry.h"
 #include "kernels/gemm/launch.h"
 #include "kernels/gemm/splitk_reduce.h"
 

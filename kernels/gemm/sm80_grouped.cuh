@@ -8,9 +8,8 @@
 #pragma once
 
 #include "cutlass_ext/epilogue/clear_rows.h"
+#include "cutlass_ext/grouped_params.h"
 #include "cutlass_ext/grouped_schedule.h"
-#include "kernels/api/grouped_checks.h"
-#include "kernels/api/grouped_registry.h"
 #include "kernels/gemm/sm80.cuh"
 
 namespace weightonly {

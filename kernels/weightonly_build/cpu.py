@@ -14,6 +14,7 @@ VARIABLE = "WEIGHTONLY_CPU_FLAGS"
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels" / "cpu"
+_ACTIVATIONS = ROOT / "cutlass_ext" / "epilogue" / "activation.h"  # their numbers
 LIBRARY = ROOT / "weightonly" / "lib" / "libweightonly_cpu.so"
 
 _FOLDER = ROOT / "build" / "cpu"
@@ -44,7 +45,7 @@ def build() -> bool:
 
     Without a compiler, or with one that cannot compile it, says so and leaves PyTorch to compute on CPUs.
     """
-    inputs = [Path(__file__), *SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    inputs = [Path(__file__), _ACTIVATIONS, *SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
     flags = os.environ.get(VARIABLE, "")
     built_with = _BUILT_WITH.read_text(encoding="utf-8") if _BUILT_WITH.is_file() else ""
     newest = max(path.stat().st_mtime for path in inputs)

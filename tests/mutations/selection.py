@@ -53,8 +53,8 @@ MUTATIONS = [
         [
             (
                 "a part of K without work",
-                "return (split_k - 1) * -(-k_tiles // split_k) < k_tiles",
-                "return split_k <= k_tiles",
+                "return (split_k - 1) * -(-k_tiles // split_k) >= k_tiles",
+                "return split_k > k_tiles",
             ),
             ("too much shared memory", "        if needed <= limit:\n", "        if needed <= 2 * limit:\n"),
             ("all of shared memory", "        if needed <= limit:\n", "        if needed < limit:\n"),
@@ -109,8 +109,8 @@ MUTATIONS = [
             ("x is copied whole", "x_k_tiles = k_tiles if k_tiles < of_n_tile else of_n_tile", "x_k_tiles = k_tiles"),
             (
                 "tokens have one buffer",
-                "(2 * self.warps_k(config) + config.split_k - 1)",
-                "(self.warps_k(config) + config.split_k - 1)",
+                "(2 * warps_k + c.split_k - 1)",
+                "(warps_k + c.split_k - 1)",
             ),
             ("an n-tile in two panels", "1 if PANEL_COLUMNS % config.block_n == 0 else 2", "1"),
         ],
@@ -187,13 +187,31 @@ MUTATIONS = [
         [
             (
                 "the dearest",
-                "if (us < best_us or (us == best_us and compute_us < best_compute_us)) and",
-                "if us > best_us and",
+                "is_better = us < best_us or (us == best_us and compute_us < best_compute_us)",
+                "is_better = us > best_us",
             ),
-            ("what does not fit", "and kernel.fits(split, m, n):", "and True:"),
-            ("too many rows", "or not min_m <= m <= max_m:", "or not min_m <= m:"),
-            ("two launches for a small gain", "_LEAST_GAIN * us, 1)", "us, 1)"),
+            ("of equal times any", "(us == best_us and compute_us < best_compute_us)", "us == best_us"),
+            ("what does not fit", "launch.config.rules.why_not_sizes(launch.config, problem) is None", "True"),
+            ("cuBLAS for few rows", "if kernel.min_m <= m <= kernel.max_m:", "if m <= kernel.max_m:"),
+            ("bounds above times", "_ROUNDING = 1 - 1e-6", "_ROUNDING = 1.1"),
+            ("more parts than SMs", "best_us or tiles > launch.most_tiles:", "best_us:"),
+            ("two launches for a small gain", "_LEAST_GAIN * us)", "us)"),
             ("no last resort", "return best or _last_resort(", "return best if best else candidates("),
+        ],
+    ),
+    *of(
+        "heuristics/configs.py",
+        "generate",
+        [("codes without a codebook", 'self.scale_mode == "group_zeros" or', 'self.scale_mode == "group_zeros" and')],
+    ),
+    *of(
+        "kernels/api/checks.h",
+        "c_interface",
+        [
+            ("zeros that a kernel reads", "if (kernel.reads_zeros && p.zeros", "if (false && p.zeros"),
+            ("groups of 16 by any kernel", "  if (kernel.least_group == 16) {", "  if (false) {"),
+            ("rows of scales", "p.k_padded / kernel.least_group", "p.k_padded / 32"),
+            ("an unknown activation", "p.activation >= int(Activation::kCount)", "p.activation > 9"),
         ],
     ),
     *of(

@@ -9,7 +9,6 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/arch/barrier.h"
-#include "kernels/api/grouped_registry.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90/grouped_load.h"
 #include "kernels/gemm/sm90/grouped_store.h"
@@ -170,12 +169,13 @@ cudaError_t launch_grouped_kernel(GroupedGemmParams const& call, cudaStream_t st
 template <class Config>
 cudaError_t launch_grouped_sm90(GroupedGemmParams const& call, cudaStream_t stream) {
   using Traits = sm90::GroupedTraits<Config>;
-  constexpr bool kNeedsZeros = Traits::kHasZeros || WeightFormat<typename Traits::Weight>::kIsCodebook;
+  using Format = WeightFormat<typename Traits::Weight>;
+  constexpr bool kNeedsZeros = Traits::kHasZeros || Format::kIsCodebook;
   if (kNeedsZeros && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
   if (call.is_gated && !Traits::kGates) return cudaErrorInvalidValue;
-  // With few tokens int4 leaves registers for the accumulators of a k_tile beside those of the tile.
-  constexpr bool kIsInt4 = std::is_same_v<typename Traits::Weight, cutlass::uint4b_t>;
-  if constexpr (kIsInt4 && Traits::kHasScales && Traits::kLeastGroup == 32 && Traits::kTileM <= 32) {
+  // With few tokens integers of 4 bits leave registers for the accumulators of a k_tile beside those of the tile.
+  constexpr bool kIsInteger4 = Format::kBits == 4 && !Format::kIsCodebook;
+  if constexpr (kIsInteger4 && Traits::kHasScales && Traits::kLeastGroup == 32 && Traits::kTileM <= 32) {
     if (call.gemm.group_size % Traits::kTileK == 0) {
       return sm90::launch_grouped_kernel<sm90::GroupedTraits<Config, true>>(call, stream);
     }

@@ -19,7 +19,6 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/arch/barrier.h"
 #include "cutlass_ext/arch/cluster.h"
-#include "kernels/api/registry.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90/arguments.h"
 #include "kernels/gemm/sm90/epilogue.h"

@@ -1,7 +1,6 @@
 // The host's side of decode_sm90: parameters from a call's arguments, the choice of the kernel, the launch.
 #pragma once
 
-#include "kernels/api/registry.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90_decode/kernel.cuh"
 

@@ -4,7 +4,6 @@
 // multiply without a conversion, partials that are reduced one tile later. grouped_work.h says which tiles are a CTA's.
 #pragma once
 
-#include "kernels/api/grouped_registry.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90_decode/grouped_epilogue.h"
 #include "kernels/gemm/sm90_decode/grouped_load.h"
