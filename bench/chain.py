@@ -23,6 +23,7 @@ import weightonly as wo
 from weightonly.launch import LaunchOverlap
 from weightonly.packing import format_of
 
+from . import command
 from .devices import default_device, require_gpu
 from .providers import nbytes
 from .roofline import activation_bytes, ceilings, roofline_us
@@ -188,3 +189,16 @@ def chain_table(frame: pd.DataFrame) -> str:
         }
     )
     return str(table.dropna(axis=1, how="all").to_markdown(index=False, floatfmt=".3f"))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, "llama3-8b", "of the linears of one layer, in order")
+    command.add_batch(parser, (1, 16))
+    parser.add_argument("--layers", type=int, default=32, help="times the linears of one layer (default 32)")
+    command.add_weights(parser, format=False)
+    command.add_run(parser)
+
+
+COMMAND = command.frame_command(
+    "time the linears of a model's layers in one CUDA graph", _add_options, chain, chain_table
+)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import weightonly as wo
 
+from . import command
 from .devices import require_gpu
 from .model.providers import torchao_int4
 from .providers import missing_package
@@ -183,3 +184,19 @@ def host_table(frame: pd.DataFrame) -> str:
     shape = [f"{k}x{n}" for k, n in zip(frame["k"], frame["n"], strict=True)]
     table = frame.assign(shape=shape).pivot_table(index="way", columns="shape", values="us", sort=False)
     return str(table.add_suffix(" host us").to_markdown(floatfmt=".2f"))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, SHAPES)
+    parser.add_argument(
+        "--group-size", type=int, default=GROUP_SIZE, help=f"rows of w per scale (default {GROUP_SIZE})"
+    )
+    command.add_run(parser, budget=False)
+
+
+COMMAND = command.frame_command(
+    "time what a call at M = 1 costs the host: eager, out=, compiled, in modules, beside others' calls",
+    _add_options,
+    host,
+    host_table,
+)

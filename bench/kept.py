@@ -40,10 +40,7 @@ class Measured:
 
 
 class KeptRows:
-    """The rows of one file. A cell, a dataclass, is what tells them apart: its fields are the first columns.
-
-    measured, failed: cells that were added here.
-    """
+    """The rows of one file. A cell, a dataclass, is what tells them apart: its fields are the first columns."""
 
     def __init__(self, path: Path, command: str, columns: Sequence[str], facts: Mapping[str, str]) -> None:
         """command: whose rows they are. facts: of this run.
@@ -51,7 +48,6 @@ class KeptRows:
         Raises ValueError for a file of another command, or of another machine.
         """
         self.path, self._command, self._columns = path, command, columns
-        self.measured = self.failed = 0
         found = [read(path, command, columns)] if path.exists() else []
         self._rows: list[dict[str, Any]] = found[0].rows.to_dict("records") if found else []
         self._facts = join([*found, Results(pd.DataFrame(), dict(facts))]).facts
@@ -78,9 +74,7 @@ class KeptRows:
     def add(self, cell: DataclassInstance, rows: Sequence[Mapping[str, Any]]) -> None:
         """Puts the rows of a cell, at least one, in the place of those that it had, and writes the file."""
         key = asdict(cell)
-        self.measured += 1
         if note := str(rows[0].get("note", "")):
-            self.failed += note.startswith(_FAILED)
             print(f"{self._command}: {cell}: {note}", file=sys.stderr)
         self._rows = [row for row in self._rows if any(row[name] != value for name, value in key.items())]
         self._rows += [key | {"note": ""} | dict(row) for row in rows]

@@ -56,14 +56,39 @@ class Prepared(Generic[Operand]):
         return [self.operand, *(copy.deepcopy(self.operand) for _ in range(count - 1))]
 
 
-class Provider(ABC):
-    """A way to multiply by a quantized weight. `name` is what the command line calls it."""
+class Named(ABC):
+    """What is compared. `name` is what the command line calls it."""
 
     name: str
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         """What tables and pictures call it: its name, unless it is another thing on another device."""
         return self.name
+
+
+class LayerProvider(Named):
+    """A way to hold more weights than one: those of a model or of its experts."""
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
+        return None
+
+
+AnyNamed = TypeVar("AnyNamed", bound=Named)
+
+
+class Registry(dict[str, AnyNamed]):
+    """Name -> provider, in the order of tables and pictures."""
+
+    def register(self, provider: AnyNamed) -> None:
+        """Adds a provider. Raises ValueError for a name that is taken."""
+        if provider.name in self:
+            raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
+        self[provider.name] = provider
+
+
+class Provider(Named):
+    """A way to multiply by a quantized weight."""
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
         """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
@@ -279,16 +304,9 @@ def of_label(label: str) -> Provider | None:
 
 _CPU = torch.device("cpu")
 
-PROVIDERS: dict[str, Provider] = {}
-"""Name -> provider, in the order of tables and pictures."""
+PROVIDERS: Registry[Provider] = Registry()
 
-
-def register(provider: Provider) -> None:
-    """Adds a provider to `PROVIDERS`. Raises ValueError for a name that is taken."""
-    if provider.name in PROVIDERS:
-        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
-    PROVIDERS[provider.name] = provider
-
+register = PROVIDERS.register
 
 for _provider in (Ours(), Dense(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
     register(_provider)

@@ -15,7 +15,7 @@ import weightonly as wo
 from weightonly.bench.__main__ import main
 from weightonly.bench.experts import measure as measure_module
 from weightonly.bench.experts import mixture as mixture_module
-from weightonly.bench.experts.measure import COLUMNS, GROUP_SIZES, measure
+from weightonly.bench.experts.measure import COLUMNS, GROUP_SIZES, ExpertsBench
 from weightonly.bench.experts.providers import EXPERTS_PROVIDERS, ExpertsProvider, Grouped, register
 from weightonly.bench.experts.routing import Routing, choices
 from weightonly.bench.experts.stacks import Stack, combined, gated
@@ -247,7 +247,7 @@ def test_ratios_and_their_means() -> None:
 
 
 def test_no_rows_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: expected measurements of mixtures of experts, got none"):
+    with pytest.raises(ValueError, match="rows: expected measurements, got none"):
         write(Results(pd.DataFrame(columns=COLUMNS)), tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes llama3-8b", "shapes: expected some of mixtral-8x7b, .*, got 'llama3-8b'"),
+        ("--shapes llama3-8b", "shapes: expected models, some of mixtral-8x7b, .*, got 'llama3-8b'"),
         ("--measures w1", "measures: expected some of w13, w2, layer, got 'w1'"),
         ("--routings odd", "routings: expected some of even, skewed, got 'odd'"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
@@ -287,7 +287,9 @@ def test_the_command_refuses_in_one_line(
 
 @pytest.mark.gpu
 def test_mixtures_on_a_gpu(cuda_device: torch.device, tmp_path: Path) -> None:
-    found = measure(["tiny"], tmp_path, (1, 6, 300), device=cuda_device, budget_ms=5, progress=False)
+    found = ExpertsBench(
+        shapes=["tiny"], out=tmp_path, batch=(1, 6, 300), device=cuda_device, budget_ms=5, progress=False
+    ).measure()
     rows = found.results.rows
     assert (rows["note"] == "").all() and (rows["us"] > 0).all() and (rows["roofline_us"] > 0).all()
     assert rows["captured"][rows["provider"] != "ours"].all()

@@ -28,8 +28,8 @@ def peers() -> Iterator[Any]:
     """The plug-in, imported anew; its providers are gone again after the test."""
     registries: list[dict[str, Any]] = [PROVIDERS, EXPERTS_PROVIDERS]
     before = [dict(registry) for registry in registries]
-    sys.modules.pop("weightonly.bench.peers", None)
-    yield importlib.import_module("weightonly.bench.peers")
+    sys.modules.pop("tools.peers", None)
+    yield importlib.import_module("tools.peers")
     for registry, old in zip(registries, before, strict=True):
         registry.clear()
         registry.update(old)

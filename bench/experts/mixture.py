@@ -14,6 +14,7 @@ import torch
 from ..kept import DoesNotFit
 from ..model.build import free_memory
 from ..roofline import Ceilings, experts_roofline_us
+from ..runner import Rows
 from ..shapes import MIXTURES
 from ..timing import Call, CallTimer, Timing, copies_beyond_l2, overlapping, time_eager, time_in_rounds
 from .providers import ExpertsProvider
@@ -116,7 +117,7 @@ class Mixture:
     # --- rows ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def rows(self, cells: Sequence[Cell]) -> list[dict[str, Any] | Exception]:
+    def rows(self, cells: Sequence[Cell]) -> list[Rows | Exception]:
         """The rows of cells that differ in their providers alone, timed in turns; or what each raised."""
         cell = cells[0]
         routing = self._routing(cell.routing, cell.m)
@@ -152,7 +153,7 @@ class Mixture:
                 timed = found[place]
                 assert isinstance(timed, dict)
                 timed |= _times(timing)
-        return found
+        return [one if isinstance(one, Exception) else [one] for one in found]
 
     def _operands_and_result(self, cell: Cell, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """x of a cell, and what it must give."""

@@ -3,7 +3,7 @@ instance, in a module that --plugin names."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +13,17 @@ from torch.nn import functional
 import weightonly as wo
 from weightonly.heuristics.problem import FORMATS
 
-from ..providers import nbytes
+from ..providers import LayerProvider, Registry, nbytes
 from ..weights import dtype_name
 from .routing import Routing
 from .stacks import Stack, combined, gated
 
 
-class ExpertsProvider(ABC):
-    """A way to multiply rows, sorted by expert, by the weights of their experts. `name` is what the command line calls
-    it. holds: providers of the same share their operands, which are copied for rotation once."""
+class ExpertsProvider(LayerProvider):
+    """A way to multiply rows, sorted by expert, by the weights of their experts. holds: providers of the same share
+    their operands, which are copied for rotation once."""
 
-    name: str
     holds: str
-
-    def label(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What tables call it."""
-        return self.name
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot run this here, or None (the default) if it can."""
-        return None
 
     @abstractmethod
     def prepare(self, stack: Stack) -> Any:
@@ -132,16 +123,9 @@ def _grouped_mm() -> Any:
     return getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-EXPERTS_PROVIDERS: dict[str, ExpertsProvider] = {}
-"""Name -> provider, in the order of tables."""
+EXPERTS_PROVIDERS: Registry[ExpertsProvider] = Registry()
 
-
-def register(provider: ExpertsProvider) -> None:
-    """Adds a provider to `EXPERTS_PROVIDERS`. Raises ValueError for a name that is taken."""
-    if provider.name in EXPERTS_PROVIDERS:
-        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
-    EXPERTS_PROVIDERS[provider.name] = provider
-
+register = EXPERTS_PROVIDERS.register
 
 for _provider in (Grouped(), OneGemmEach(), TorchGrouped()):
     register(_provider)

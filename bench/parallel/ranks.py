@@ -16,6 +16,8 @@ import torch
 from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..runner import Process
+
 _TIMEOUT = datetime.timedelta(minutes=5)  # a rank that waits so long for another gives up: compiling takes its time
 
 
@@ -24,12 +26,9 @@ class RanksApart(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(Process):
     """The ranks, as one of them sees them. mesh: None where there is one alone, which sends nothing."""
 
-    rank: int
-    count: int
-    device: torch.device
     mesh: DeviceMesh | None
     control: distributed.ProcessGroup | None
 
@@ -44,6 +43,14 @@ class Ranks:
         if last != -first:
             raise RanksApart(f"ranks are apart, at steps {int(-first)} and {int(last)}")
         return float(greatest)
+
+    def agree(self, error: Exception | None) -> Exception | None:
+        """An error where one of the ranks has one. Raises it where the others are at another step."""
+        try:
+            has_failed = self.most(error is not None, step=1)
+        except RanksApart as apart:
+            raise error or apart from apart
+        return error or RuntimeError("on another rank") if has_failed else None
 
 
 Work = Callable[[Ranks], None]

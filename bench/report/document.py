@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from ..plot import Style, by_shape, ratio_figure, styles, time_figure
 from ..providers import is_dense, of_label
 from ..shapes import resolve
 from . import page
 from .measure import MODELS
-from .plot import Style, by_shape, ratio_figure, styles, time_figure
 from .results import SETUP, Results
 from .tables import OVER_ROOFLINE, Part, number_text, parts, speedup_text, with_mean
 

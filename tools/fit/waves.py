@@ -37,7 +37,7 @@ def fitted_configs() -> list[KernelConfig]:
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows of `bench regret --csv` are of these kernels."""
+    """Which rows of `tools.regret --csv` are of these kernels."""
     return frame.family.isin({config.family for config in fitted_configs()})
 
 

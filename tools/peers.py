@@ -1,4 +1,4 @@
-"""Providers of packages that few have installed: `python -m weightonly.bench report --plugin weightonly.bench.peers`.
+"""Providers of packages that few have installed: `python -m weightonly.bench report --plugin tools.peers`.
 
 humming   humming-kernels (PyPI): kernels compiled on this machine when a shape is first met, by nvrtc or, where the
           environment variable HUMMING_COMPILER says so, nvcc; some 10 s each on one CPU core
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from .experts.providers import ExpertsProvider
-from .experts.providers import register as register_experts
-from .experts.routing import Routing
-from .experts.stacks import Stack, combined, summed
-from .providers import Prepared, Provider, missing_package, nbytes, register
-from .weights import Weights, dtype_name
+from weightonly.bench.experts.providers import ExpertsProvider
+from weightonly.bench.experts.providers import register as register_experts
+from weightonly.bench.experts.routing import Routing
+from weightonly.bench.experts.stacks import Stack, combined, summed
+from weightonly.bench.providers import Prepared, Provider, missing_package, nbytes, register
+from weightonly.bench.weights import Weights, dtype_name
 
 
 def _without_zeros(weights: Weights, name: str) -> None:

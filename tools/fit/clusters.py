@@ -72,7 +72,7 @@ _DRAWS = 5
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows of `bench regret --csv` are of these kernels, in one launch."""
+    """Which rows of `tools.regret --csv` are of these kernels, in one launch."""
     return frame.config.isin(_configs())
 
 
@@ -164,7 +164,7 @@ def _problem(row: object) -> Problem:
 
 
 def prepare(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `bench regret --csv` that are of use here, with `kernel`, `cell` and `best_us`.
+    """The rows of `tools.regret --csv` that are of use here, with `kernel`, `cell` and `best_us`.
 
     What was measured more than once (in several files) counts once, with its median.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from ..providers import PROVIDERS, of_label
+from .providers import PROVIDERS, of_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """The tables and the pictures of README.md and docs/performance.md, made from the committed measurements.
 
-    python -m weightonly.bench.published     writes them anew, from a checkout
+    python -m tools.published     writes them anew, from a checkout
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; `TABLES` has the names. Tests
 compare them with what this module makes.
@@ -17,15 +17,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .experts.configs import problem_of, regret, rows_of_experts
-from .kept import read as read_kept
-from .model import tables as models
-from .model.measure import COLUMNS as OF_MODELS
-from .model.providers import MODEL_PROVIDERS
-from .report import results
-from .report.tables import Part, geometric_mean, lost, parts
-from .roofline import CEILINGS, experts_roofline_us
-from .shapes import MIXTURES, Shape
+from weightonly.bench.kept import read as read_kept
+from weightonly.bench.model import tables as models
+from weightonly.bench.model.measure import COLUMNS as OF_MODELS
+from weightonly.bench.model.providers import MODEL_PROVIDERS
+from weightonly.bench.report import results
+from weightonly.bench.report.tables import Part, geometric_mean, lost, parts
+from weightonly.bench.roofline import CEILINGS, experts_roofline_us
+from weightonly.bench.shapes import MIXTURES, Shape
+
+from .regret_experts import problem_of, regret, rows_of_experts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from weightonly.heuristics.constants import GroupedConstants, GroupedTimes
 from weightonly.heuristics.families.hopper_grouped import Tiles, grouped_us
 from weightonly.heuristics.problem import CODE_FORMATS
 
-from ..experts.configs import CELL, problem_of, rows_of_experts
+from ..regret_experts import CELL, problem_of, rows_of_experts
 
 # Constants of a kernel: start, least, most.
 _START = {
@@ -25,7 +25,7 @@ _PRIOR = 0.01
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows are of these kernels (`bench experts --configs`)."""
+    """Which rows are of these kernels (`tools.regret_experts`)."""
     return frame.config.isin({c.kernel for c in GROUPED_CONFIGS if c.layout == "tiled"})
 
 

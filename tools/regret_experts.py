@@ -1,13 +1,15 @@
 """Every grouped configuration timed on the products of mixtures: for the fit of their cost model, and its regret.
 
-python -m weightonly.bench experts --configs grouped.csv
-python -m weightonly.bench experts --configs grouped.csv --read
+python -m tools.regret_experts --csv grouped.csv
+python -m tools.regret_experts --read grouped.csv
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,16 +17,19 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.bench import command
+from weightonly.bench.devices import gpu_facts, require_gpu
+from weightonly.bench.experts.measure import BATCH
+from weightonly.bench.experts.routing import Routing, choices
+from weightonly.bench.runner import check_some
+from weightonly.bench.shapes import MIXTURES
+from weightonly.bench.timing import overlapping, time_calls
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.kernels import is_compiled
 from weightonly.plan.grouped import types_of
 
-from ..devices import gpu_facts, require_gpu
-from ..regret import Regret
-from ..shapes import MIXTURES
-from ..timing import overlapping, time_calls
-from .routing import Routing, choices
+from .regret import Regret, judge, regret_command
 
 CELL = ["model", "k", "n", "m", "format", "group_size", "routing", "skew", "dtype", "arch", "sm_count"]
 """m: tokens, each with top_k rows."""
@@ -58,7 +63,7 @@ def rows_of_experts(model: str, tokens: int, routing: str, skew: float) -> list[
 
 
 def measure_configs(
-    models: Sequence[str],
+    shapes: Sequence[str],
     batch: Sequence[int],
     formats: Sequence[str] = ("int4",),
     routings: Sequence[tuple[str, float]] = ROUTINGS,
@@ -72,13 +77,11 @@ def measure_configs(
 
     Raises RuntimeError without a GPU, ValueError naming the argument for models and formats that there are not.
     """
-    for argument, names, known in (("models", models, MIXTURES), ("formats", formats, GROUP_SIZES)):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{argument}: expected some of {', '.join(known)}, got {name!r}")
-    where = require_gpu("experts", device)
+    check_some("shapes", shapes, MIXTURES, "models, ")
+    check_some("formats", formats, GROUP_SIZES)
+    where = require_gpu("regret_experts", device)
     rows: list[dict[str, object]] = []
-    cells = [(model, format, product) for model in models for format in formats for product in ("w13", "w2")]
+    cells = [(model, format, product) for model in shapes for format in formats for product in ("w13", "w2")]
     with tqdm(total=len(cells) * len(batch) * len(routings), disable=not progress, unit="cell") as bar:
         for model, format, product in cells:
             k, n = MIXTURES[model].shape(product)
@@ -165,17 +168,37 @@ def regret(frame: pd.DataFrame) -> Regret:
 
     Raises ValueError for a frame without rows, and for a choice that was not measured.
     """
-    if frame.empty:
-        raise ValueError("frame: expected the rows of measure_configs, got none")
-    rows = []
-    for key, configs in frame.groupby(CELL, sort=False):
-        cell = dict(zip(CELL, key, strict=True))
+
+    def choose(cell: dict[str, Any]) -> str:
         chosen = select_grouped(*problem_of(cell))
-        times_us = configs.set_index("config")["us"]
-        if chosen is None or chosen.kernel not in times_us.index:
-            raise ValueError(f"frame: expected a row of the chosen configuration {chosen} for {cell}")
-        best, chosen_us = times_us.idxmin(), times_us[chosen.kernel]
-        found = {"best": best, "best_us": times_us[best], "chosen": chosen.kernel, "chosen_us": chosen_us}
-        rows.append(cell | found | {"regret": chosen_us / times_us[best] - 1})
-    cells = pd.DataFrame(rows)
-    return Regret(cells, float(cells["regret"].mean()), float(cells["regret"].max()))
+        return "none" if chosen is None else chosen.kernel
+
+    return judge(frame, CELL, choose)
+
+
+def _add_options(parser: command.Parser) -> None:
+    known = [name for name in MIXTURES if name != "tiny"]
+    parser.add_argument(
+        "--shapes", type=command.names, default=known, help=f"models, by commas (default {','.join(known)})"
+    )
+    command.add_batch(parser, BATCH, "tokens")
+    parser.add_argument(
+        "--formats", type=command.names, default=list(GROUP_SIZES), help=f"some of {','.join(GROUP_SIZES)}"
+    )
+    command.add_run(parser, dtype="bf16")
+
+
+COMMAND = regret_command(
+    "time every grouped configuration beside the choice, on products of mixtures of experts",
+    _add_options,
+    measure_configs,
+    regret,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run_command(COMMAND, "python -m tools.regret_experts", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

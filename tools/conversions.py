@@ -1,11 +1,12 @@
 """The conversions of whole weights beside a copy of as many bytes: no kernel that reads and writes them is quicker.
 
-`python -m weightonly.bench conversions --shapes 8192x8192 --elements 67108864`
+`python -m tools.conversions --shapes 8192x8192 --elements 67108864`
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,14 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.bench import command
+from weightonly.bench.devices import default_device, require_gpu
+from weightonly.bench.providers import nbytes
+from weightonly.bench.shapes import Shape, resolve
+from weightonly.bench.timing import copies_beyond_l2, time_calls
 from weightonly.codebooks import BLOCK_FORMATS
 from weightonly.layout import INTERLEAVED, TILED
 from weightonly.ops.blocks_4bit import BLOCKSIZES
-
-from .devices import default_device, require_gpu
-from .providers import nbytes
-from .shapes import Shape, resolve
-from .timing import copies_beyond_l2, time_calls
 
 SHAPES: tuple[str, ...] = ("8192x8192", "8192x28672")
 ELEMENTS: tuple[int, ...] = (64 << 20, 256 << 20)
@@ -243,3 +244,27 @@ def conversions_table(frame: pd.DataFrame) -> str:
         }
     )
     return str(table.to_markdown(index=False, disable_numparse=True))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, ",".join(SHAPES), "of packed and of AWQ weights")
+    elements = ",".join(map(str, ELEMENTS))
+    parser.add_argument(
+        "--elements", type=command.integers, default=list(ELEMENTS), help=f"of 4-bit blocks (default {elements})"
+    )
+    parser.add_argument("--group-size", type=int, default=128, help="of the weights; -1: per channel (default 128)")
+    parser.add_argument("--blocksize", type=int, default=64, help="of 4-bit blocks (default 64)")
+    command.add_run(parser)
+
+
+COMMAND = command.frame_command(
+    "time dequantize, awq_dequantize and 4-bit blocks, both ways", _add_options, conversions, conversions_table
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run_command(COMMAND, "python -m tools.conversions", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
