@@ -17,9 +17,9 @@ from weightonly.bench.experts import measure as measure_module
 from weightonly.bench.experts import mixture as mixture_module
 from weightonly.bench.experts.measure import COLUMNS, GROUP_SIZES, ExpertsBench
 from weightonly.bench.experts.providers import EXPERTS_PROVIDERS, ExpertsProvider, Grouped, register
-from weightonly.bench.experts.routing import Routing, choices
-from weightonly.bench.experts.stacks import Stack, combined, gated
+from weightonly.bench.experts.routing import Routing, topk_ids
 from weightonly.bench.experts.tables import markdown, over_roofline, times_faster, with_means, write
+from weightonly.bench.experts.weights import ExpertWeights, combined, gated
 from weightonly.bench.kept import read
 from weightonly.bench.report.results import Results
 from weightonly.bench.roofline import CEILINGS, experts_roofline_us, roofline_us
@@ -49,11 +49,11 @@ def providers() -> Iterator[dict[str, ExpertsProvider]]:
 @pytest.mark.parametrize("name", ["even", "skewed"])
 @pytest.mark.parametrize("sizes", MIXTURES.values(), ids=list(MIXTURES))
 def test_each_token_has_different_experts(name: str, sizes: Any) -> None:
-    ids = choices(name, 300, sizes.experts, sizes.top_k, CPU)
+    ids = topk_ids(name, 300, sizes.experts, sizes.top_k, CPU)
     assert ids.dtype == torch.int32 and ids.shape == (300, sizes.top_k)
     assert int(ids.min()) >= 0 and int(ids.max()) < sizes.experts
     assert all(len(set(row)) == sizes.top_k for row in ids.tolist())
-    assert torch.equal(ids[:40], choices(name, 40, sizes.experts, sizes.top_k, CPU))
+    assert torch.equal(ids[:40], topk_ids(name, 40, sizes.experts, sizes.top_k, CPU))
     counts = torch.tensor(Routing.of(ids, sizes.experts).counts)
     if name == "even":
         assert int(counts.max() - counts.min()) <= 1
@@ -62,19 +62,19 @@ def test_each_token_has_different_experts(name: str, sizes: Any) -> None:
 
 
 def test_skew_is_that_of_the_ranks() -> None:
-    ids = choices("skewed", 20_000, 16, 1, CPU, skew=1.0)
+    ids = topk_ids("skewed", 20_000, 16, 1, CPU, skew=1.0)
     counts = ids.flatten().bincount(minlength=16).sort(descending=True).values
     chances = 1 / torch.arange(1, 17)
     assert torch.allclose(counts / 20_000, chances / chances.sum(), atol=0.01)
 
 
-def test_choices_are_sorted_by_expert() -> None:
+def test_rows_are_sorted_by_expert() -> None:
     ids = torch.tensor([[3, 1], [1, 0], [3, 0]], dtype=torch.int32)
     routing = Routing.of(ids, 5)
     assert routing.order.tolist() == [3, 5, 1, 2, 0, 4] and routing.counts == [2, 2, 0, 2, 0]
     assert routing.offs.tolist() == [2, 4, 4, 6, 6] and routing.offs.dtype == torch.int32
     assert routing.rows == 6 and routing.with_rows == 3
-    assert torch.equal(routing.order[routing.places], torch.arange(6))
+    assert torch.equal(routing.order[routing.inverse], torch.arange(6))
     assert torch.allclose(routing.weights.sum(1), torch.ones(3))
 
 
@@ -87,23 +87,25 @@ def test_providers_multiply_by_the_same_numbers(name: str, format: str) -> None:
     provider, dtype = EXPERTS_PROVIDERS[name], torch.bfloat16
     if provider.unavailable(CPU, dtype):
         pytest.skip("not with this PyTorch")
-    stacks = [Stack.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")]
-    operands = [provider.prepare(stack) for stack in stacks]
-    routing = Routing.of(choices("skewed", 7, TINY.experts, TINY.top_k, CPU), TINY.experts)
+    weights = [
+        ExpertWeights.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")
+    ]
+    operands = [provider.prepare(of_one) for of_one in weights]
+    routing = Routing.of(topk_ids("skewed", 7, TINY.experts, TINY.top_k, CPU), TINY.experts)
     x = torch.randn(7, TINY.hidden, dtype=dtype)
     y = torch.zeros(7, TINY.hidden, dtype=torch.float64)
     for token, experts in enumerate(routing.ids.tolist()):
         for choice, expert in enumerate(experts):
-            gate, up = (x[token].double() @ stacks[0].dense[expert].double()).chunk(2)
+            gate, up = (x[token].double() @ weights[0].dense[expert].double()).chunk(2)
             between = torch.nn.functional.silu(gate) * up
-            y[token] += routing.weights[token, choice] * (between @ stacks[1].dense[expert].double())
+            y[token] += routing.weights[token, choice] * (between @ weights[1].dense[expert].double())
     assert (provider.layer(operands[0], operands[1], x, routing).double() - y).norm() < 0.01 * y.norm()
     rows = x[routing.order // TINY.top_k]
     first = provider.product(operands[0], rows, routing)
-    assert (first.float() - stacks[0].expected(rows, routing).float()).norm() < 0.01 * first.float().norm()
-    second = stacks[1].expected(gated(first), routing)
+    assert (first.float() - weights[0].expected(rows, routing).float()).norm() < 0.01 * first.float().norm()
+    second = weights[1].expected(gated(first), routing)
     assert (combined(second, routing).double() - y).norm() < 0.01 * y.norm()
-    dense = sum(stack.dense.nbytes for stack in stacks)
+    dense = sum(of_one.dense.nbytes for of_one in weights)
     assert (sum(map(provider.weight_bytes, operands)) == dense) == (name == "grouped_mm")
 
 

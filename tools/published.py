@@ -284,9 +284,7 @@ def grouped_rows(format: str) -> pd.DataFrame:
 
     def roofline_us(cell: pd.Series) -> float:
         problem, _ = problem_of(cell)
-        routed = [
-            (counts > 0).sum() for counts in rows_of_experts(cell["model"], cell["m"], cell["routing"], cell["skew"])
-        ]
+        routed = [(counts > 0).sum() for counts in rows_of_experts(cell)]
         rows = problem.m
         return experts_roofline_us(
             round(float(np.mean(routed))),

@@ -7,8 +7,9 @@ python -m tools.regret_experts --read grouped.csv
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ import weightonly as wo
 from weightonly.bench import command
 from weightonly.bench.devices import gpu_facts, require_gpu
 from weightonly.bench.experts.measure import BATCH
-from weightonly.bench.experts.routing import Routing, choices
+from weightonly.bench.experts.routing import Routing, topk_ids
+from weightonly.bench.experts.weights import PRODUCTS
 from weightonly.bench.runner import check_some
 from weightonly.bench.shapes import MIXTURES
 from weightonly.bench.timing import overlapping, time_calls
@@ -44,22 +46,19 @@ _HOPELESS = 3.0
 """A configuration that many times slower than the best, in its first quick measurement, is not measured further."""
 
 
-def calls_of(model: str, tokens: int) -> int:
-    """Routings that are timed one after another: so many that small ones do not find their weights in the L2 cache."""
-    sizes = MIXTURES[model]
-    return 8 if tokens * sizes.top_k < sizes.experts else 2
+def routings_of(cell: Mapping[str, Any]) -> list[torch.Tensor]:
+    """int32 [M, top_k] for each of the calls that are timed one after another: so many that small ones do not find
+    their weights in the L2 cache."""
+    sizes, tokens = MIXTURES[cell["model"]], int(cell["m"])
+    calls = 8 if tokens * sizes.top_k < sizes.experts else 2
+    of_cell = cell["routing"], tokens, sizes.experts, sizes.top_k, torch.device("cpu"), float(cell["skew"])
+    return [topk_ids(*of_cell, seed) for seed in range(calls)]
 
 
-def rows_of_experts(model: str, tokens: int, routing: str, skew: float) -> list[np.ndarray]:
-    """int64 [E] for each of the calls that are timed: the rows of each expert."""
-    sizes, device = MIXTURES[model], torch.device("cpu")
-    return [
-        torch.bincount(
-            choices(routing, tokens, sizes.experts, sizes.top_k, device, skew, seed).flatten().long(),
-            minlength=sizes.experts,
-        ).numpy()
-        for seed in range(calls_of(model, tokens))
-    ]
+def rows_of_experts(cell: Mapping[str, Any]) -> list[np.ndarray]:
+    """int64 [E] for each of these calls: the rows of each expert."""
+    experts = MIXTURES[cell["model"]].experts
+    return [torch.bincount(ids.flatten().long(), minlength=experts).numpy() for ids in routings_of(cell)]
 
 
 def measure_configs(
@@ -81,23 +80,22 @@ def measure_configs(
     check_some("formats", formats, GROUP_SIZES)
     where = require_gpu("regret_experts", device)
     rows: list[dict[str, object]] = []
-    cells = [(model, format, product) for model in shapes for format in formats for product in ("w13", "w2")]
-    with tqdm(total=len(cells) * len(batch) * len(routings), disable=not progress, unit="cell") as bar:
-        for model, format, product in cells:
+    weights = list(itertools.product(shapes, formats, PRODUCTS))
+    arch, sm_count = gpu_facts(where)
+    of_run = {"dtype": str(dtype).removeprefix("torch."), "arch": arch, "sm_count": sm_count}
+    with tqdm(total=len(weights) * len(batch) * len(routings), disable=not progress, unit="cell") as bar:
+        for model, format, product in weights:
             k, n = MIXTURES[model].shape(product)
-            experts = MIXTURES[model].experts
             group_size = next(g for g in GROUP_SIZES[format] if g == -1 or k % g == 0)
-            qweight, scales = _random(experts, k, n, format, group_size, dtype, where)
-            for tokens in batch:
-                for routing, skew in routings:
-                    bar.set_postfix_str(f"{model} {format} {k}x{n} M = {tokens}, {routing} {skew}")
-                    cell = {"model": model, "k": k, "n": n, "m": tokens, "format": format, "group_size": group_size}
-                    cell |= {"routing": routing, "skew": skew, "dtype": str(dtype).removeprefix("torch.")}
-                    arch, sm_count = gpu_facts(where)
-                    cell |= {"arch": arch, "sm_count": sm_count}
-                    found = _times(cell, qweight, scales, dtype, where, budget_ms)
-                    rows += [cell | {"family": c.family, "config": c.kernel, "us": us} for c, us in found.items()]
-                    bar.update()
+            qweight, scales = _random(MIXTURES[model].experts, k, n, format, group_size, dtype, where)
+            of_weight = {"model": model, "k": k, "n": n, "format": format, "group_size": group_size}
+            for tokens, (routing, skew) in itertools.product(batch, routings):
+                bar.set_postfix_str(f"{model} {format} {k}x{n} M = {tokens}, {routing} {skew}")
+                cell = of_weight | of_run | {"m": tokens, "routing": routing, "skew": skew}
+                cell = {name: cell[name] for name in CELL}
+                times = _times(cell, qweight, scales, dtype, where, budget_ms)
+                rows += [cell | {"family": c.family, "config": c.kernel, "us": us} for c, us in times.items()]
+                bar.update()
     return pd.DataFrame(rows)
 
 
@@ -113,25 +111,17 @@ def _random(
     return wo.PackedWeight(data, k, n, format, "tiled", experts=experts), scales
 
 
-def problem_of(cell: dict[str, object] | pd.Series) -> tuple[Problem, int]:
+def problem_of(cell: Mapping[str, Any]) -> tuple[Problem, int]:
     """The problem, and the experts."""
-    sizes = MIXTURES[str(cell["model"])]
-    numbers = {name: int(str(cell[name])) for name in ("k", "n", "m", "group_size", "arch", "sm_count")}
-    rows = numbers["m"] * sizes.top_k
-    problem = Problem(
-        rows,
-        numbers["n"],
-        numbers["k"],
-        str(cell["format"]),
-        numbers["group_size"],
-        numbers["arch"],
-        numbers["sm_count"],
+    sizes = MIXTURES[cell["model"]]
+    k, n, m, group_size, arch, sm_count = (
+        int(cell[name]) for name in ("k", "n", "m", "group_size", "arch", "sm_count")
     )
-    return problem, sizes.experts
+    return Problem(m * sizes.top_k, n, k, cell["format"], group_size, arch, sm_count), sizes.experts
 
 
 def _times(
-    cell: dict[str, object],
+    cell: Mapping[str, Any],
     qweight: wo.PackedWeight,
     scales: torch.Tensor,
     dtype: torch.dtype,
@@ -139,23 +129,17 @@ def _times(
     budget_ms: float,
 ) -> dict[KernelConfig, float]:
     problem, experts = problem_of(cell)
-    sizes, tokens = MIXTURES[str(cell["model"])], int(str(cell["m"]))
-    routings = [
-        Routing.of(
-            choices(str(cell["routing"]), tokens, experts, sizes.top_k, device, float(str(cell["skew"])), seed), experts
-        )
-        for seed in range(calls_of(str(cell["model"]), tokens))
-    ]
-    x = [torch.randn(problem.m, problem.k, device=device, dtype=dtype) for _ in routings]  # (T, K) each
-    out = [torch.empty(problem.m, problem.n, device=device, dtype=dtype) for _ in routings]  # (T, N) each
+    offs = [Routing.of(ids.to(device), experts).offs for ids in routings_of(cell)]
+    x = [torch.randn(problem.m, problem.k, device=device, dtype=dtype) for _ in offs]  # (T, K) each
+    out = [torch.empty(problem.m, problem.n, device=device, dtype=dtype) for _ in offs]  # (T, N) each
     types = types_of(problem, dtype)
     found: dict[KernelConfig, float] = {}
     for config in wo.grouped_kernels(device.index or 0):
         if not is_compiled(config, types) or why_not_grouped(config, problem, experts) is not None:
             continue
         calls = [
-            functools.partial(wo.grouped_gemm, one, qweight, scales, routing.offs, out=to, config=config)
-            for one, to, routing in zip(x, out, routings, strict=True)
+            functools.partial(wo.grouped_gemm, one, qweight, scales, ends, out=to, config=config)
+            for one, to, ends in zip(x, out, offs, strict=True)
         ]
         give_up_us = _HOPELESS * min(found.values(), default=float("inf"))
         with overlapping(False):

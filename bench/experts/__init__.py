@@ -4,7 +4,7 @@
 expert and with torch's bf16 grouped product.
 
     routing.py    which tokens go to which experts
-    stacks.py     the random weights of all experts, and the results that providers must give
+    weights.py     the random weights of all experts, and the results that providers must give
     providers.py  what multiplies by them
     measure.py    measures them within a time budget, and writes each row as it comes
     tables.py     the tables

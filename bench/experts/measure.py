@@ -17,7 +17,7 @@ from . import tables
 from .mixture import KEY, MEASURES, TIMES, Cell, Mixture
 from .providers import EXPERTS_PROVIDERS
 from .routing import ROUTINGS, SKEW
-from .stacks import PRODUCTS
+from .weights import PRODUCTS
 
 COLUMNS = [*KEY, *TIMES, "note"]
 
@@ -29,7 +29,7 @@ GROUP_SIZES = {"int4": 128, "int8": -1, "nf4": 64, "mxfp4": 32}
 _METHOD = (
     "random weights and x; each token has different experts. even: experts in turns; skewed: drawn with chances "
     "r ** -skew for the expert of rank r, always the same. w13: gate and up of all rows sorted by expert; w2: down; "
-    "layer: M tokens in and out. Ours sorts the choices in the layer, the others are given them sorted. Before its "
+    "layer: M tokens in and out. Ours sorts the rows in the layer, the others are given them sorted. Before its "
     "timing each result is compared with that of the dense values. roofline: the longer of bytes (experts that have "
     "rows, x, y) and operations at the GPU's rates, plus a launch for each product. Weights rotate beyond the L2 "
     "cache. Providers take turns. Times are medians "

@@ -1,4 +1,4 @@
-"""Tensor parallel: the linears of a model's layers, cut over 1, 2, 4 ranks, and the sums between ranks.
+"""Tensor parallel: the linears of a model's layers, cut over 1, 2, 4 ranks, and their all-reduces.
 
 `python -m weightonly.bench parallel --shapes llama3-70b --out parallel` starts a process for each GPU; under torchrun
 it takes the processes that are there.
@@ -38,7 +38,7 @@ def _add_options(parser: command.Parser) -> None:
         help="such as 1,2,4 (default: those that there are GPUs for; on a CPU 1,2)",
     )
     command.add_batch(parser, BATCH)
-    parser.add_argument("--slices", type=int, default=4, help="of rows, of overlapped sums (default 4)")
+    parser.add_argument("--slices", type=int, default=4, help="of rows, for all-reduces that overlap (default 4)")
     parser.add_argument(
         "--decode", metavar="LINES", type=command.integers, default=[], help="such as 1,16: also steps of whole models"
     )
@@ -56,7 +56,7 @@ def _run(options: command.Options) -> int:
 
 
 COMMAND = command.Command(
-    "the linears of models cut over several GPUs (torch.distributed), and the sums between them; writes a folder",
+    "the linears of models cut over several GPUs (torch.distributed), and their all-reduces; writes a folder",
     _add_options,
     _run,
     runner.needs_gpu,

@@ -33,10 +33,10 @@ class ParallelBench(runner.Bench):
     """The linears of models, cut over several ranks.
 
     ranks: how many; None: those of `RANKS` that there are GPUs for, on a CPU 1 and 2, under torchrun as many as it
-    started. batch: rows of x. slices: of sums that overlap with products. decode: batches of decode steps of whole
-    models, after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the ranks are compared
-    with one rank under torch.compile, too, at the most rows of the batch; None: on GPUs. device: "cuda" or "cpu". Other
-    arguments as `runner.Bench`.
+    started. batch: rows of x. slices: of rows, for all-reduces that overlap with products. decode: batches of decode
+    steps of whole models, after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the
+    ranks are compared with one rank under torch.compile, too, at the most rows of the batch; None: on GPUs. device:
+    "cuda" or "cpu". Other arguments as `runner.Bench`.
 
     Where processes fail, the other numbers of ranks are measured still; the cells of the failed ones are left.
     """

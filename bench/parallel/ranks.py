@@ -37,7 +37,7 @@ class Ranks(Process):
         if self.control is None:
             return float(value)
         tensor = torch.tensor([float(value), step, -step], dtype=torch.float64, device=self.device)
-        # In a group of its own: a rank that failed meets no other there in the middle of a sum.
+        # In a group of its own: a rank that failed meets no other there in the middle of an all-reduce.
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.control)
         greatest, last, first = tensor.tolist()
         if last != -first:
@@ -106,7 +106,7 @@ def _joined(rank: int, local_rank: int, count: int, device_type: str, place: str
         mesh = init_device_mesh(device_type, (count,))
         ranks = Ranks(rank, count, device, mesh, distributed.new_group(timeout=_TIMEOUT))
         yield ranks
-        gc.collect()  # graphs that hold sums go before NCCL, which waits for them
-        ranks.most(0)  # nobody leaves while another is in a sum
+        gc.collect()  # graphs that hold all-reduces go before NCCL, which waits for them
+        ranks.most(0)  # nobody leaves while another is in an all-reduce
     finally:
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the rows of `bench parallel` say: scaling of the products, the share of the sums, both beside dense weights."""
+"""What the rows of `bench parallel` say: scaling of products, the share of all-reduces, both beside dense weights."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
             yield from (f"{provider}:", "", text(scaling(own)), "")
     summed = timed[timed["sums_us"].notna()]
     if len(summed):
-        title = f"Sums over ranks, us. Overlapped: in {slices} slices of rows. Shares: of the time beyond the products"
+        title = f"All-reduces, us. Overlapped: in {slices} slices of rows. Shares: of the time beyond the products"
         yield from (title, "", text(reductions(summed)), "")
     if len(timed):
         beside = times_dense(timed)
         if len(beside):
-            yield from ("Times as fast as dense weights on as many ranks, sums included", "", text(beside), "")
+            yield from ("Times as fast as dense weights on as many ranks, all-reduces included", "", text(beside), "")
         errors = timed.groupby(["provider", "ranks"], sort=False)[ERRORS].max().reset_index()
         errors.columns = ["provider", "ranks", *(f"{name.partition('_')[0]}, %" for name in ERRORS)]
         title = "The greatest error against one rank, whose sums are in another order: norm of the difference / norm"
@@ -87,9 +87,9 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def reductions(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line for each provider, number of ranks, piece with sums, and M."""
+    """A line for each provider, number of ranks, piece with an all-reduce, and M."""
     table = rows[["provider", "ranks", "piece", "m"]].rename(columns={"m": "M"})
-    table["products"], table["sums alone"] = rows["product_us"], rows["sums_us"]
+    table["products"], table["all-reduces alone"] = rows["product_us"], rows["sums_us"]
     table["one after the other"], table["overlapped"] = rows["us"], rows["overlapped_us"]
     table["share"] = 1 - rows["product_us"] / rows["us"]
     table["share, overlapped"] = 1 - rows["product_us"] / rows["overlapped_us"]

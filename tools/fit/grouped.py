@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
@@ -29,9 +32,9 @@ def usable(frame: pd.DataFrame) -> pd.Series:
     return frame.config.isin({c.kernel for c in GROUPED_CONFIGS if c.layout == "tiled"})
 
 
-def tiles_of(cell: dict[str, object], block_m: int) -> Tiles:
+def tiles_of(cell: Mapping[str, Any], block_m: int) -> Tiles:
     """Those that were timed, on average."""
-    counts = rows_of_experts(str(cell["model"]), int(str(cell["m"])), str(cell["routing"]), float(str(cell["skew"])))
+    counts = rows_of_experts(cell)
     return (
         float(np.mean([np.ceil(c / block_m).sum() for c in counts])),
         float(np.mean([(c > 0).sum() for c in counts])),
