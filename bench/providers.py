@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 import weightonly as wo
+from weightonly.heuristics import KernelConfig
 from weightonly.heuristics.problem import FORMATS
 
 from .shapes import Shape
@@ -126,13 +127,13 @@ class Packed:
     def nbytes(self) -> int:
         return nbytes(self.qweight.data, self.scales, self.zeros)
 
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, config: KernelConfig | None = None) -> torch.Tensor:
+        """`wo.gemm`."""
+        return wo.gemm(x, self.qweight, self.scales, zeros=self.zeros, out=out, config=config)
 
-def packed_copies(
-    weights: Weights, copies: Callable[[int], int], layout: str | None = None
-) -> tuple[list[Packed], int]:
-    """(copies(bytes of one) copies of the preprocessed weights, bytes of one); layout as in `Packed.of`."""
-    packed = Packed.of(weights, layout)
-    return [copy.deepcopy(packed) for _ in range(copies(packed.nbytes))], packed.nbytes
+    def dequantized(self) -> torch.Tensor:
+        """`wo.dequantize`: [k, n]."""
+        return wo.dequantize(self.qweight, self.scales, self.zeros)
 
 
 class Ours(Provider):
@@ -141,11 +142,8 @@ class Ours(Provider):
     name = "ours"
 
     def prepare(self, weights: Weights) -> Prepared[Packed]:
-        def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return wo.gemm(x, w.qweight, w.scales, zeros=w.zeros, out=out)
-
         packed = Packed.of(weights)
-        return Prepared(packed, run, packed.nbytes, weights.dense)
+        return Prepared(packed, Packed.multiply, packed.nbytes, weights.dense)
 
 
 class Dense(Provider):
@@ -178,7 +176,7 @@ class DequantizeMatmul(Provider):
 
     def prepare(self, weights: Weights) -> Prepared[Packed]:
         def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return torch.matmul(x, wo.dequantize(w.qweight, w.scales, w.zeros), out=out)
+            return torch.matmul(x, w.dequantized(), out=out)
 
         packed = Packed.of(weights)
         return Prepared(packed, run, packed.nbytes, weights.dense)

@@ -61,7 +61,7 @@ def test_chain_needs_a_gpu_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_long_chain_keeps_the_size_of_its_values(bits: int, symmetric: bool) -> None:
     shapes_of_two = [(128, 256), (192, 128)]  # the second takes the first 192 of 256
     linears = [
-        chain.Linear.random(shape, bits, 64, symmetric, torch.float16, torch.device("cpu"))
+        chain.random_linear(shape, bits, 64, symmetric, torch.float16, torch.device("cpu"))
         for _ in range(10)
         for shape in shapes_of_two
     ]
@@ -88,7 +88,7 @@ def test_chain_refuses(argument: str, options: dict[str, Any]) -> None:
 
 
 def test_a_broken_chain_raises() -> None:
-    linear = chain.Linear.random((64, 64), 4, 64, True, torch.float16, torch.device("cpu"))
+    linear = chain.random_linear((64, 64), 4, 64, True, torch.float16, torch.device("cpu"))
     linear.scales.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="chain: expected the same finite result"):
         chain.Chain([linear], 1).check()
