@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import pandas as pd
 import torch
@@ -131,8 +132,8 @@ def chain(
         calls = Chain(linears, m)
         calls.check()
         moved = weight_bytes + layers * sum(activation_bytes(m, k, n) for k, n in pairs)
-        of_weights = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
-        roofline_ms = layers * math.fsum(roofline_us(m, k, n, **of_weights, limits=limits) for k, n in pairs) / 1e3
+        least_us = partial(roofline_us, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits)
+        roofline_ms = layers * math.fsum(least_us(m, k, n) for k, n in pairs) / 1e3
         for overlap in OVERLAPS if where.type == "cuda" else OVERLAPS[:1]:
             with overlapping(overlap):
                 timing = time_calls([calls.run], where, budget_ms=budget_ms)

@@ -8,6 +8,7 @@ ways take turns, and the GPU is waited for between two of them.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,6 @@ import weightonly as wo
 from . import command
 from .devices import require_gpu
 from .model.providers import torchao_int4
-from .providers import missing_package
 from .shapes import Shape, resolve
 from .timing import Timing
 from .weights import Weights
@@ -128,7 +128,7 @@ def _leave_out(way: str, error: Exception) -> None:
 
 def _torchao_linear(k: int, n: int, group_size: int, device: torch.device) -> torch.nn.Module | None:
     """torchao's int4 in the packing that PyTorch's own kernel reads, or None without the package."""
-    if missing_package("torchao"):
+    if importlib.util.find_spec("torchao") is None:
         return None
     linear = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
     torchao_int4(linear, group_size)

@@ -263,7 +263,10 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--measures w1", "measures: expected some of w13, w2, layer, got 'w1'"),
         ("--routings odd", "routings: expected some of even, skewed, got 'odd'"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
-        ("--dtype fp16 --providers grouped_mm", "providers: grouped_mm cannot run this: it takes bfloat16 only, .*"),
+        (
+            "--dtype fp16 --providers grouped_mm",
+            "providers: grouped_mm cannot run this: it takes torch.bfloat16 only, .*",
+        ),
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--skew 0", "skew: expected a positive number, got 0.0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),

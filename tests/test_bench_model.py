@@ -247,10 +247,10 @@ def test_what_fails_says_why_and_is_tried_again(
 
 def test_what_is_left_out_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench(tmp_path, measures=["decode"], time_budget_s=1e-9).measure()
-    assert "model: torchao is left out: it is compared on CUDA only" in capsys.readouterr().err.splitlines()
+    assert "model: torchao is left out: it runs on CUDA only" in capsys.readouterr().err.splitlines()
     torchao = MODEL_PROVIDERS["torchao"]
     cuda = torch.device("cuda")
-    assert torchao.unavailable(cuda, torch.float16) == "it takes bfloat16 only, not torch.float16"
+    assert torchao.unavailable(cuda, torch.float16) == "it takes torch.bfloat16 only, not torch.float16"
     assert torchao.untrainable() and "train" not in {cell.measure for cell in of_provider("torchao")}
 
 
@@ -319,7 +319,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--measures speed", "measures: expected some of decode, .*, got 'speed'"),
         ("--measures overlap", "measures: overlap is that of launches on a GPU, got device cpu"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
-        ("--providers torchao", "providers: torchao cannot run this: it is compared on CUDA only"),
+        ("--providers torchao", "providers: torchao cannot run this: it runs on CUDA only"),
         ("--layers 0", "layers: expected a positive number, got 0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),

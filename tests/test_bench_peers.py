@@ -281,7 +281,7 @@ def test_reasons_not_to_multiply_by_experts(peers: Any, monkeypatch: pytest.Monk
     provider, cuda = EXPERTS_PROVIDERS["humming_grouped"], torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     assert provider.unavailable(cuda, torch.bfloat16) == "the package humming is not installed"
-    assert provider.unavailable(cuda, torch.float16) == "it is compared in bf16, not fp16"
+    assert provider.unavailable(cuda, torch.float16) == "it takes torch.bfloat16 only, not torch.float16"
     assert provider.unavailable(CPU, torch.bfloat16) == "it runs on CUDA only"
     with pytest.raises(ValueError, match="humming: expected one of int4, int8, mxfp4, got nf4"):
         provider.prepare(ExpertWeights.random(TINY, "w2", "nf4", 64, torch.bfloat16, CPU))

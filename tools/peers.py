@@ -24,8 +24,9 @@ from weightonly.bench.experts.providers import ExpertsProvider
 from weightonly.bench.experts.providers import register as register_experts
 from weightonly.bench.experts.routing import Routing
 from weightonly.bench.experts.weights import ExpertWeights, combined, summed
-from weightonly.bench.providers import Prepared, Provider, missing_package, nbytes, register
-from weightonly.bench.weights import Weights, dtype_name
+from weightonly.bench.providers import Prepared, Provider, nbytes, register
+from weightonly.bench.weights import Weights
+from weightonly.heuristics.problem import FORMATS
 
 
 def _without_zeros(weights: Weights, name: str) -> None:
@@ -45,23 +46,18 @@ class Humming(Provider):
     """humming-kernels' layer with its own choice of kernels, on our numbers and scales."""
 
     name = "humming"
+    package = "humming"
+    formats = ("int4", "int8")
+    cuda_only = True
     # Rows of x that kernels are compiled for at once. Another number compiles all of a shape, some 30.
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    _BITS = {"int4": 4, "int8": 8}  # noqa: RUF012  (a constant)
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if format not in self._BITS:
-            return f"it is compared with int4 and int8, not {format}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("humming")
 
     def prepare(self, weights: Weights) -> Prepared[torch.nn.Module]:
         from humming.layer import HummingLayer
         from humming.tune import get_heuristics_config
 
         _without_zeros(weights, self.name)
-        bits = self._BITS[weights.format]
+        bits = FORMATS[weights.format]
         layer = HummingLayer(
             shape_n=weights.n,
             shape_k=weights.k,
@@ -86,18 +82,12 @@ class Marlin(Provider):
     """Marlin's kernel as its authors published it: int4 without zero points, fp16, groups of 128 or per channel."""
 
     name = "marlin"
+    package = "marlin"
+    formats = ("int4",)
+    group_sizes = (-1, 128)
+    dtypes = (torch.float16,)
+    cuda_only = True
     _MOST_PARALLEL = 16  # workspaces of n / 128 locks for so many tiles of 64 tokens
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if format != "int4":
-            return f"it has int4 only, not {format}"
-        if dtype != torch.float16:
-            return f"it takes float16 only, not {dtype}"
-        if group_size not in (-1, 128):
-            return f"its groups are of 128 or per channel, not {group_size}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("marlin")
 
     def prepare(self, weights: Weights) -> Prepared[Any]:
         import marlin
@@ -167,6 +157,9 @@ class HummingExperts(ExpertsProvider):
     given what they read of the routing: the others of `experts` are given sorted pairs, too."""
 
     holds = "humming"
+    package = "humming"
+    dtypes = (torch.bfloat16,)
+    cuda_only = True
     # T that kernels are compiled for at once: some 10 for each product, side by side. Another T compiles its own.
     rows: Sequence[int] = tuple(1 << i for i in range(16))
     # Format -> bits, what is added to q, and what its schema says
@@ -180,13 +173,6 @@ class HummingExperts(ExpertsProvider):
         """kind: of humming's GemmType, "indexed" or "grouped_contiguous"."""
         self.name, self._indexed = name, kind == "indexed"
         self._compute: dict[str, Any] = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": kind}
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if dtype != torch.bfloat16:
-            return f"it is compared in bf16, not {dtype_name(dtype)}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("humming")
 
     def prepare(self, weights: ExpertWeights) -> HummingWeights:
         if weights.format not in self._FORMATS:

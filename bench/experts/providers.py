@@ -97,15 +97,16 @@ class TorchGrouped(ExpertsProvider):
     """torch's grouped product of dense bf16 weights: `torch.nn.functional.grouped_mm`, `torch._grouped_mm` before."""
 
     name = "grouped_mm"
+    dtypes = (torch.bfloat16,)
     holds = "dense"
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return f"torch grouped_mm {dtype_name(dtype)}"
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if dtype != torch.bfloat16:
-            return f"it takes bfloat16 only, not {dtype}"
-        return None if _grouped_mm() is not None else f"torch {torch.__version__} has no grouped_mm"
+        if _grouped_mm() is None:
+            return f"torch {torch.__version__} has no grouped_mm"
+        return super().unavailable(device, dtype)
 
     def prepare(self, weights: ExpertWeights) -> torch.Tensor:
         return weights.dense

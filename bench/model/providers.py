@@ -12,7 +12,7 @@ import torch
 
 import weightonly as wo
 
-from ..providers import Dense, LayerProvider, Registry, linear4bit, missing_package
+from ..providers import Dense, LayerProvider, Registry, linear4bit
 from ..report.measure import GROUP_SIZES
 
 
@@ -65,12 +65,10 @@ class BitsAndBytesModel(ModelProvider):
     """bitsandbytes' Linear4bit: NF4 in blocks of 64, plain statistics."""
 
     name = "bitsandbytes"
+    package = "bitsandbytes"
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return "bitsandbytes nf4"
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return missing_package("bitsandbytes")
 
     def quantize(self, layer: torch.nn.Module) -> None:
         for name, old in list(layer.named_modules()):
@@ -85,16 +83,12 @@ class TorchAo(ModelProvider):
     """torchao's int4 in groups of 128, in the packing that PyTorch's own kernel reads."""
 
     name = "torchao"
+    package = "torchao"
+    cuda_only = True
+    dtypes = (torch.bfloat16,)
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return "torchao int4"
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda":
-            return "it is compared on CUDA only"
-        if dtype != torch.bfloat16:
-            return f"it takes bfloat16 only, not {dtype}"
-        return missing_package("torchao")
 
     def untrainable(self) -> str | None:
         return "PEFT trains it by another quantizer's config"
