@@ -265,7 +265,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
         (
             "--dtype fp16 --providers grouped_mm",
-            "providers: grouped_mm cannot run this: it takes torch.bfloat16 only, .*",
+            "providers: grouped_mm cannot run this: it takes torch.bfloat16 only.*",
         ),
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--skew 0", "skew: expected a positive number, got 0.0"),
