@@ -192,7 +192,8 @@ def _measure_cells(
     first process writes the rows."""
     kept = bench._kept(facts) if process.rank == 0 else None
     silent = kept is None or not bench.progress
-    with tqdm(total=len(cells), disable=silent, unit="cell", desc=f"{bench.name} {process.count} x") as bar:
+    ranks = None if process.count == 1 else f"{process.count} ranks"
+    with tqdm(total=len(cells), disable=silent, unit="cell", desc=ranks) as bar:
 
         def is_over() -> bool:
             return process.most(time.monotonic()) > deadline
@@ -232,7 +233,7 @@ def attempt(work: Callable[[], Any], process: Process) -> Any:
     try:
         found = work()
     except Exception as caught:
-        error = caught
+        error = caught.with_traceback(None)  # whose frames hold tensors
     return process.agree(error) or found
 
 

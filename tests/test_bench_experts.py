@@ -22,7 +22,7 @@ from weightonly.bench.experts.tables import markdown, over_roofline, times_faste
 from weightonly.bench.experts.weights import ExpertWeights, combined, gated
 from weightonly.bench.kept import read
 from weightonly.bench.report.results import Results
-from weightonly.bench.roofline import CEILINGS, experts_roofline_us, roofline_us
+from weightonly.bench.roofline import CEILINGS, roofline_us
 from weightonly.bench.shapes import MIXTURES
 
 CPU = torch.device("cpu")
@@ -112,16 +112,14 @@ def test_providers_multiply_by_the_same_numbers(name: str, format: str) -> None:
 # --- the roofline --------------------------------------------------------------------------------------------------
 
 
-def test_the_roofline_of_one_expert_is_that_of_a_product() -> None:
+def test_the_roofline_of_experts_reads_the_weights_of_those_with_rows() -> None:
     limits = CEILINGS["NVIDIA H200"]
-    one = roofline_us(64, 2048, 1536, bits=4, group_size=128, symmetric=True, limits=limits)
     k, n = MIXTURES["qwen3-30b-a3b"].shape("w13")
-    found = experts_roofline_us(1, 64, k, n, format="int4", group_size=128, x_rows=64, y_rows=64, limits=limits)
-    assert found == pytest.approx(one)
-    many = experts_roofline_us(8, 8, k, n, format="int4", group_size=128, x_rows=1, y_rows=8, limits=limits)
+    assert (k, n) == (2048, 1536)
+    many = roofline_us(8, k, n, bits=4, group_size=128, weights=8, x_rows=1, y_rows=8, limits=limits)
     weights = 8 * (k * n // 2 + k // 128 * n * 2)
     assert many == pytest.approx((weights + 2 * (k + 8 * n)) / 4.47e6 + 1.5)
-    assert pd.isna(experts_roofline_us(1, 1, k, n, format="int4", group_size=-1, x_rows=1, y_rows=1, limits=None))
+    assert pd.isna(roofline_us(1, k, n, bits=4, group_size=-1, limits=None))
 
 
 # --- rows and files ------------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from weightonly.bench.model.measure import COLUMNS as OF_MODELS
 from weightonly.bench.model.providers import MODEL_PROVIDERS
 from weightonly.bench.report import results
 from weightonly.bench.report.tables import Part, geometric_mean, lost, parts
-from weightonly.bench.roofline import CEILINGS, experts_roofline_us
+from weightonly.bench.roofline import CEILINGS, roofline_us
 from weightonly.bench.shapes import MIXTURES, Shape
+from weightonly.heuristics.problem import FORMATS
 
 from .regret_experts import problem_of, regret, rows_of_experts
 
@@ -282,23 +283,18 @@ def grouped_rows(format: str) -> pd.DataFrame:
     frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
     cells = regret(frame[frame["format"] == format]).cells
 
-    def roofline_us(cell: pd.Series) -> float:
+    def of_cell(cell: pd.Series) -> float:
         problem, _ = problem_of(cell)
         routed = [(counts > 0).sum() for counts in rows_of_experts(cell)]
-        rows = problem.m
-        return experts_roofline_us(
-            round(float(np.mean(routed))),
-            rows,
-            problem.k,
-            problem.n,
-            format=format,
+        return roofline_us(
+            *(problem.m, problem.k, problem.n),
+            bits=FORMATS[format],
             group_size=problem.group_size,
-            x_rows=rows,
-            y_rows=rows,
+            weights=round(float(np.mean(routed))),
             limits=CEILINGS["NVIDIA H200"],
         )
 
-    return cells.assign(roofline_us=cells.apply(roofline_us, axis=1))
+    return cells.assign(roofline_us=cells.apply(of_cell, axis=1))
 
 
 def grouped_table(format: str) -> str:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from weightonly.heuristics.problem import FORMATS
+
 from ..kept import DoesNotFit
 from ..model.build import free_memory
-from ..roofline import Ceilings, experts_roofline_us
+from ..roofline import Ceilings, roofline_us
 from ..runner import Rows
 from ..shapes import MIXTURES
 from ..timing import Call, CallTimer, Timing, copies_beyond_l2, overlapping, time_eager, time_in_rounds
@@ -192,12 +194,12 @@ class Mixture:
         names = PRODUCTS if cell.measure == LAYER else (cell.measure,)
         is_layer = cell.measure == LAYER  # which reads x and writes y once for each token
         return math.fsum(
-            experts_roofline_us(
-                routing.with_rows,
+            roofline_us(
                 routing.rows,
                 *self.sizes.shape(name),
-                format=self.format,
+                bits=FORMATS[self.format],
                 group_size=self.group_size,
+                weights=routing.with_rows,
                 x_rows=cell.m if is_layer and name == "w13" else routing.rows,
                 y_rows=cell.m if is_layer and name == "w2" else routing.rows,
                 limits=self.limits,

@@ -13,7 +13,6 @@ from .mixture import LAYER, PRODUCTS
 from .providers import Grouped
 
 OURS = Grouped.name
-_GROUP = ["model", "routing", "measure"]
 
 
 def write(results: Results, folder: Path) -> list[Path]:
