@@ -37,7 +37,7 @@ OVERLAPS: tuple[LaunchOverlap, ...] = (False, True, "constant_weights")
 def random_linear(
     shape: Shape, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, device: torch.device
 ) -> Packed:
-    """Random values whose product keeps the size of x, so that a long chain neither vanishes nor overflows."""
+    """Random values that keep the size of x, so that a long chain neither vanishes nor overflows."""
     k, n = shape
     limit = (1 << (bits - 1)) - 1
     # Without a mean: the sum of a row would grow by sqrt(k) times it from linear to linear.
@@ -105,7 +105,7 @@ def chain(
 ) -> pd.DataFrame:
     """Time `layers` times the linears of one layer, as one CUDA graph (on a CPU: one call after another).
 
-    `shapes`: those of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
+    `shapes`: the linears of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
     `sweep`, but that a CPU is measured only where `device` names it.
     Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
     Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).

@@ -77,7 +77,7 @@ def registered_operator() -> Iterator[None]:
 def ways(
     k: int, n: int, group_size: int, dtype: torch.dtype, device: torch.device, backend: str = "inductor"
 ) -> dict[str, Call]:
-    """Name -> a call at M = 1 of int4 [k, n]; those of packages that are not installed are left out.
+    """Name -> a call at M = 1 of int4 [k, n]; calls of packages that are not installed are left out.
 
     Each returns y [1, n]. backend: of torch.compile.
     """

@@ -83,7 +83,7 @@ class Named(ABC):
 
 
 class LayerProvider(Named):
-    """A way to hold more weights than one: those of a model or of its experts."""
+    """A way to hold many weights: a model's, or its experts'."""
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it cannot run this here, or None if it can."""
@@ -104,7 +104,7 @@ class Registry(dict[str, AnyNamed]):
 
 
 class Provider(Named):
-    """A way to multiply by a quantized weight. formats, group_sizes: those that it has; empty: all."""
+    """A way to multiply by a quantized weight. formats, group_sizes: what it has; empty: all."""
 
     formats: Sequence[str] = ()
     group_sizes: Sequence[int] = ()
@@ -305,7 +305,7 @@ def linear4bit(weight: torch.Tensor, block: int) -> Any:
 
 
 def is_dense(label: str) -> bool:
-    """Whether a label is that of `Dense`, on whatever device."""
+    """Whether a label names `Dense`, on whatever device."""
     return re.fullmatch(rf"(cuBLAS|torch) ({'|'.join(DTYPES)})", label) is not None
 
 
@@ -366,7 +366,7 @@ def named(
 
 
 def choose(names: str | Sequence[str], reasons: Mapping[str, str | None]) -> list[str]:
-    """The names asked for; "all" means those of `reasons` that have None. reasons: name -> why it cannot run this.
+    """The names asked for; "all" means the providers without a reason. reasons: name -> why it cannot run this.
 
     Raises ValueError as `named`.
     """

@@ -2,7 +2,7 @@
 
     roofline_us = max(bytes / read bandwidth, 2 m n k / matmul rate) + launch
 
-bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is that of a long product: a GPU
+bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is of a long product: a GPU
 that has rested multiplies a few percent faster for a while.
 """
 

@@ -60,7 +60,7 @@ class Bench(ABC):
     """What is measured, by what, where and for how long.
 
     shapes: names of `models`. out: the folder of results.csv; rows that it has are not measured again. providers: names
-    of `registry`, or "all" for those that run here. dtype: of activations and dense weights. device: None: the GPU; a
+    of `registry`, or "all" for what runs here. dtype: of activations and dense weights. device: None: the GPU; a
     CPU is measured where it is named. budget_ms: device time of a measurement. time_budget_s: no row is begun after so
     many seconds. facts: more of them for the file.
 
@@ -104,7 +104,7 @@ class Bench(ABC):
         """Cells of the same that follow each other are measured with the same weights in memory."""
 
     def side_by_side(self, cell: Any) -> Hashable:
-        """Those of the same are measured in turns."""
+        """Cells of the same are measured in turns."""
         return cell
 
     @abstractmethod
@@ -233,7 +233,7 @@ def attempt(work: Callable[[], Any], process: Process) -> Any:
     try:
         found = work()
     except Exception as caught:
-        error = caught.with_traceback(None)  # whose frames hold tensors
+        error = caught.with_traceback(None)  # its frames hold tensors
     return process.agree(error) or found
 
 
@@ -262,7 +262,7 @@ def check_integers(argument: str, values: int | Sequence[int], least: int = 1) -
 
 
 def add_options(parser: command.Parser, bench_name: str, models: Sequence[str], default: str) -> None:
-    """Those of every bench, but its providers."""
+    """Options of every bench, but its providers."""
     known = ", ".join(models)
     parser.add_argument(
         "--shapes",

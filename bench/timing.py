@@ -175,7 +175,7 @@ class CallTimer:
 
     `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On CUDA they
     are captured, when the first round begins: they must launch on the current stream and not synchronize.
-    `agree`: of processes whose calls wait for each other, so that all repeat them equally often.
+    `agree`: of processes with calls that wait for each other, so that all repeat them equally often.
     """
 
     def __init__(self, calls: Sequence[Call], device: torch.device, agree: Agree = float) -> None:

@@ -94,7 +94,7 @@ def tune(
 
     shapes      (K, N) pairs, "KxN", or names of `weightonly.bench.NAMED` such as "llama3-8b".
     batch       rows of x, M; for those between them see plan/tuned.py.
-    bits        4 or 8. format: None for integers, or "nf4", "fp4". As for `preprocess`, whose layout is tuned.
+    bits        4 or 8. format: None for integers, or "nf4", "fp4". As for `preprocess`; its layout is tuned.
     group_size  rows of w per scale; -1: per channel. symmetric: without zero points.
     dtype       of x, torch.float16 or torch.bfloat16.
     device      a CUDA device; default: the current one.

@@ -271,7 +271,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),
         (
             "--shapes gpt-oss-120b --format int4",
-            "format: expected one whose groups divide K = 2880 of gpt-oss-120b, got int4, groups of 128",
+            "format: expected groups that divide K = 2880 of gpt-oss-120b, got int4, groups of 128",
         ),
         ("--from nowhere.csv", ".*nowhere.csv.*"),
     ],

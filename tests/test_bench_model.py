@@ -317,7 +317,7 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--shapes llama9", "shapes: expected models, some of llama3-8b, .*, got 'llama9'"),
         ("--shapes minilm", "shapes: expected models, .*, got 'minilm'"),
         ("--measures speed", "measures: expected some of decode, .*, got 'speed'"),
-        ("--measures overlap", "measures: overlap is that of launches on a GPU, got device cpu"),
+        ("--measures overlap", "measures: overlap needs launches on a GPU, got device cpu"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
         ("--providers torchao", "providers: torchao cannot run this: it runs on CUDA only"),
         ("--layers 0", "layers: expected a positive number, got 0"),

@@ -162,7 +162,7 @@ def conversions(
     """Time `awq_dequantize` and `dequantize` of [K, N] weights, and `quantize_4bit` and `dequantize_4bit`.
 
     shapes: "KxN" or names (see `sweep`); N a multiple of 8. elements: of what is quantized in 4-bit blocks. group_size:
-    of the weights, -1 is all of K; blocksize: that of the blocks. dtype: of scales and results, of what is quantized.
+    of the weights, -1 is all of K; blocksize: of the blocks. dtype: of scales and results, of what is quantized.
     device: a GPU; a CPU is measured only where it is named.
     A part of each result is compared with the CPU's first (RuntimeError). Inputs and results rotate beyond the L2.
 

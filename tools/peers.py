@@ -67,7 +67,7 @@ class Humming(Provider):
         words = _words(weights.q, bits, 1 << (bits - 1))
         layer.load_from_tensors({"weight": words, "weight_scale": weights.scales.t().contiguous()})
         layer.transform()
-        # (begin, end, kernel) for begin < m <= end: those of the rows that are timed are compiled side by side.
+        # (begin, end, kernel) for begin < m <= end: kernels of the rows that are timed are compiled side by side.
         ranges = get_heuristics_config(layer.humming_config)
         few = json.dumps([r for r in ranges if any(r[0] < m <= r[1] for m in self.rows)])
 
@@ -126,10 +126,10 @@ class HummingWeights:
     locks: torch.Tensor  # zeros, which kernels that split K leave as zeros
 
 
-@functools.lru_cache(maxsize=8)  # of those that one measurement uses; a CUDA graph cannot capture their making
+@functools.lru_cache(maxsize=8)  # as many as one measurement uses; a CUDA graph cannot capture their making
 def _blocks(routing: Routing, rows: int, by_token: bool) -> Mapping[str, torch.Tensor]:
     """The rows of each expert in blocks of `rows`, the last one filled up with T, as indexed kernels take them.
-    by_token: as (token, expert) pairs, else as those of sorted rows."""
+    by_token: as (token, expert) pairs, else as sorted rows."""
     device, counts = routing.order.device, torch.tensor(routing.counts)
     blocks = (counts + rows - 1) // rows  # [E]
     experts = torch.arange(len(counts)).repeat_interleave(blocks)  # [blocks]
@@ -227,7 +227,7 @@ class HummingExperts(ExpertsProvider):
     def _multiply(
         self, weights: HummingWeights, x: torch.Tensor, routing: Routing, *, by_token: bool, top_k: int = 1
     ) -> torch.Tensor:
-        """[T, N]. by_token: its rows are in the order of tokens, and so are those of x, of which top_k read one;
+        """[T, N]. by_token: its rows and the rows of x are in the order of tokens, and top_k of them read one of x;
         else they are sorted by expert."""
         from humming.forward import humming_forward
 

@@ -47,7 +47,7 @@ PEER_BATCH = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 OURS = "weightonly"
 DENSE = "cuBLAS fp16"
 PEERS = {"Machete": "machete_tuned", "Marlin": "marlin", "FasterTransformer": "fastertransformer_tuned"}
-"""Name -> column of h200_peers.csv, of those that were measured at all of its shapes."""
+"""Name -> column of h200_peers.csv, of what was measured at all of its shapes."""
 
 _STYLES = {
     OURS: ("#0072B2", "o"),
@@ -58,7 +58,7 @@ _STYLES = {
 
 
 def report_part(format: str) -> Part:
-    """Our own times and those of the same run: "int4", "int8" or "nf4"."""
+    """Our own times and the others' of the same run: "int4", "int8" or "nf4"."""
     for part in parts(results.read(MEASUREMENTS / "h200_report.csv").rows):
         if part.name.startswith(f"{format},"):
             return part

@@ -57,8 +57,8 @@ def measure_configs(
 ) -> pd.DataFrame:
     """Time every compiled configuration that is legal for each (shape, m), without overlap of calls.
 
-    Of those that are two launches only the few likely ones. Arguments as `sweep`; `budget_ms` is device time per
-    configuration, `layout` that of the weights (default: the GPU's own; Hopper reads "interleaved" too). Returns one
+    Of pairs of launches only the few likely ones. Arguments as `sweep`; `budget_ms` is device time per
+    configuration, `layout` is of the weights (default: the GPU's own; Hopper reads "interleaved" too). Returns one
     row per (cell, configuration): the columns of `CELL`, `config`, `family`, `block_m`, `block_n`, `stages`, `split_k`,
     `us` and `coarse` (True: so slow that it was measured once only, or not again where clocks drift). Raises
     RuntimeError without a GPU, ValueError as `sweep` and for a layout that the GPU does not read.

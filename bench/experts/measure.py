@@ -30,7 +30,7 @@ _METHOD = (
     "random weights and x; each token has different experts. even: experts in turns; skewed: drawn with chances "
     "r ** -skew for the expert of rank r, always the same. w13: gate and up of all rows sorted by expert; w2: down; "
     "layer: M tokens in and out. Ours sorts the rows in the layer, the others are given them sorted. Before its "
-    "timing each result is compared with that of the dense values. roofline: the longer of bytes (experts that have "
+    "timing each result is compared with the product of the dense values. roofline: the longer of bytes (experts with "
     "rows, x, y) and operations at the GPU's rates, plus a launch for each product. Weights rotate beyond the L2 "
     "cache. Providers take turns. Times are medians "
 )
@@ -69,8 +69,7 @@ class ExpertsBench(runner.Bench):
             for k in (MIXTURES[name].shape(product)[0] for product in PRODUCTS):
                 if group_size != -1 and k % group_size:
                     raise ValueError(
-                        f"format: expected one whose groups divide K = {k} of {name}, got {format}, "
-                        f"groups of {group_size}"
+                        f"format: expected groups that divide K = {k} of {name}, got {format}, groups of {group_size}"
                     )
 
     def _format(self, model: str) -> str:

@@ -95,7 +95,7 @@ class Mixture:
                     try:
                         self._operands[provider.holds, name] = self._copies(provider, weights, least)
                     except Exception as error:
-                        self._operands[provider.holds, name] = error.with_traceback(None)  # whose frames hold tensors
+                        self._operands[provider.holds, name] = error.with_traceback(None)  # its frames hold tensors
             weights.q = weights.q[:0]  # packed now
             self.weights[name] = weights
 

@@ -54,7 +54,7 @@ class Routing:
 def topk_ids(
     name: str, tokens: int, experts: int, top_k: int, device: torch.device, skew: float = SKEW, seed: int = 0
 ) -> torch.Tensor:
-    """int32 [tokens, top_k]: different experts for each token. The first tokens of more are those of fewer.
+    """int32 [tokens, top_k]: different experts for each token. Fewer tokens are the first ones of more.
 
     name: of `ROUTINGS`. even: the experts in turns, in a random order, so that counts differ by one at most. skewed:
     drawn without replacement, with chances r ** -skew for the expert of rank r; ranks are random.

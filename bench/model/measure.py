@@ -74,7 +74,7 @@ class ModelBench(runner.Bench):
             raise ValueError(f"measures: expected some of {', '.join(MEASURES)}, got none")
         runner.check_some("measures", measures, MEASURES)
         if self.where.type == "cpu" and "overlap" in measures:
-            raise ValueError(f"measures: overlap is that of launches on a GPU, got device {self.where}")
+            raise ValueError(f"measures: overlap needs launches on a GPU, got device {self.where}")
         if len(self.train) != 2:
             raise ValueError(f"train: expected LINES,TOKENS such as 4,512, got {len(self.train)} numbers")
         runner.check_integers("batch", self.batch)
@@ -90,7 +90,7 @@ class ModelBench(runner.Bench):
         return [name for name in MEASURES if self.where.type == "cuda" or name != "overlap"]
 
     def cells(self, labels: Sequence[str]) -> Iterator[Cell]:
-        """Those of decode and overlap of a batch follow each other, and training comes last."""
+        """Cells of decode and overlap of a batch follow each other, and training comes last."""
         providers = self.by_label(self.where)
         for model in self.shapes:
             for label in labels:

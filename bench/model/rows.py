@@ -24,7 +24,7 @@ _GREEDY_PROMPT, _GREEDY_TOKENS = 16, 32
 
 _METHOD = (
     "transformers' LlamaForCausalLM with random weights, made layer by layer; embeddings and output embeddings stay "
-    "dense. Before its timing the logits of a prompt and of a decode step are compared with those of transformers' own "
+    "dense. Before its timing the logits of a prompt and of a decode step are compared with transformers' own "
     "forward. decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
     f"the context and room for {_ROOM} tokens more, all of which attention reads; its keys and values are random. "
     "prefill: one prompt into an empty static cache, logits of the last token, not compiled. linears_ms: the linears "

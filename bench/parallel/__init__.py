@@ -21,7 +21,7 @@ BATCH = (1, 16, 64, 128, 1024)
 RANKS = (1, 2, 4)
 
 PROVIDERS = {name: one for name, one in MODEL_PROVIDERS.items() if isinstance(one, Ours | DenseModel)}
-"""Those of models whose layers can be cut."""
+"""The providers of models that can be sharded."""
 
 DEFAULT_PROVIDERS = ("ours-int4", "ours-int8", "dense")
 
@@ -35,7 +35,7 @@ def _add_options(parser: command.Parser) -> None:
     parser.add_argument(
         "--ranks",
         type=command.integers,
-        help="such as 1,2,4 (default: those that there are GPUs for; on a CPU 1,2)",
+        help="such as 1,2,4 (default: as many as there are GPUs; on a CPU 1,2)",
     )
     command.add_batch(parser, BATCH)
     parser.add_argument("--slices", type=int, default=4, help="of rows, for all-reduces that overlap (default 4)")

@@ -32,7 +32,7 @@ COLUMNS = [*KEY, *TIMES, *ERRORS, "note"]
 class ParallelBench(runner.Bench):
     """The linears of models, cut over several ranks.
 
-    ranks: how many; None: those of `RANKS` that there are GPUs for, on a CPU 1 and 2, under torchrun as many as it
+    ranks: how many; None: of `RANKS` as many as there are GPUs, on a CPU 1 and 2, under torchrun as many as it
     started. batch: rows of x. slices: of rows, for all-reduces that overlap with products. decode: batches of decode
     steps of whole models, after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the
     ranks are compared with one rank under torch.compile, too, at the most rows of the batch; None: on GPUs. device:

@@ -24,7 +24,7 @@ from weightonly.parallel.ranges import chunk, columns_of
 from ..shapes import LlamaSizes, Shape
 
 LINEARS = ("qkv", "o", "gate_up", "down")
-"""Those of a decoder layer, in order."""
+"""The linears of a decoder layer, in order."""
 
 LAYER = "layer"
 """The name of the piece that has all of them."""
@@ -103,7 +103,7 @@ class Piece(torch.nn.Module):
 
     @property
     def rowwise(self) -> list[str]:
-        """The linears whose terms are added up over the ranks."""
+        """The linears with an all-reduce."""
         return [name for name, _ in self.named_children() if name in ROWWISE]
 
     @property

@@ -87,7 +87,7 @@ def run(count: int, device_type: str, work: Work) -> None:
 def _child(count: int, device_type: str, place: str, work: Work, rank: int) -> None:
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine, whose name may have no address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine; its name may have no address
     with _joined(rank, rank, count, device_type, place) as ranks:
         work(ranks)
 

@@ -25,7 +25,7 @@ METHOD = (
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
     "the all-reduces alone; us: both, as the layers run them; overlapped: all-reduces of slices of rows, each running "
     "while the next slice is computed. Of all ranks the slowest counts. Weights rotate beyond the L2 cache. Launches "
-    "of a layer overlap, those of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
+    "of a layer overlap, launches of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
     "model` measures it, its decoder layers cut, embeddings and output embeddings dense and on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
@@ -33,7 +33,7 @@ CALLS = "Times are medians of single calls."
 
 TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
-"""Greatest ||y - that of one rank|| / ||that|| of all ranks, all-reduces of slices included."""
+"""Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks, all-reduces of slices included."""
 
 _MOST_PERCENT = 2.0  # roundings to 16 bits stay below 1, a wrong part of a weight is near 100
 
@@ -174,7 +174,7 @@ def _run(piece: Piece, slices: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _replayed(piece: Piece, device: torch.device, x: torch.Tensor) -> torch.Tensor:
-    """y of a replay of a CUDA graph, whose memory held NaN before it."""
+    """y of a replay of a CUDA graph; its memory held NaN before it."""
     results: list[torch.Tensor] = []
     replay = captured(lambda: results.append(piece(x)), device)
     results[-1].fill_(torch.nan)

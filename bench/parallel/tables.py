@@ -59,7 +59,7 @@ def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
             yield from ("Times as fast as dense weights on as many ranks, all-reduces included", "", text(beside), "")
         errors = timed.groupby(["provider", "ranks"], sort=False)[ERRORS].max().reset_index()
         errors.columns = ["provider", "ranks", *(f"{name.partition('_')[0]}, %" for name in ERRORS)]
-        title = "The greatest error against one rank, whose sums are in another order: norm of the difference / norm"
+        title = "The greatest error against one rank, which sums in another order: norm of the difference / norm"
         yield from (title, "", text(errors))
     yield from notes(rows, _NOTE)
 
@@ -112,7 +112,7 @@ def times_dense(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line for each provider and batch: tokens/s and, beyond one rank, how many times those of one."""
+    """A line for each provider and batch: tokens/s and, beyond one rank, how many times the tokens/s of one."""
     rows = rows.drop_duplicates([*_CELL, "ranks"], keep="last")
     found = rows.pivot(index=["provider", "m"], columns="ranks", values="tokens_s")
     table = pd.DataFrame(index=found.index)

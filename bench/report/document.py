@@ -74,7 +74,7 @@ class Report:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Those of the file, and what the rows say of runs and clocks."""
+        """Facts of the file, and what the rows say of runs and clocks."""
         facts = {name: value for name, value in self.results.facts.items() if name not in ("method", "roofline")}
         runs = sorted({int(count) for part in self.parts for count in part.cells["runs"]})
         facts["runs"] = f"{' to '.join(map(str, runs[:: max(1, len(runs) - 1)]))} of each time; the median is shown"

@@ -97,7 +97,7 @@ class Part:
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Those that have a time of ours."""
+        """The shapes that have a time of ours."""
         ours = self.cells[self.cells["provider"] == "ours"]
         return list(dict.fromkeys(zip(ours["k"], ours["n"], strict=True)))
 

@@ -1,8 +1,8 @@
 """Fits the cost model to measurements: `python -m tools.fit MEASUREMENTS.csv...`.
 
 MEASUREMENTS.csv is what `python -m tools.regret --csv` writes: the time of every configuration on many
-problems. Those of the kernels of Hopper (`regret --layout tiled`) are for clusters.py, those of dequantizing and cuBLAS
-for unfused.py, all others for waves.py. Grouped products (`tools.regret_experts`) are for grouped.py. What was not
+problems. Times of Hopper's kernels (`regret --layout tiled`) are for clusters.py, of dequantizing and cuBLAS for
+unfused.py, all others for waves.py. Grouped products (`tools.regret_experts`) are for grouped.py. What was not
 measured keeps its constants. Needs scipy and pandas.
 """
 

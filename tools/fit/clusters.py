@@ -2,7 +2,7 @@
 
 As for the others, least squares of log(time) comes first, then a random search that moves the constants so that the
 choices cost least. It starts from START, whatever h200.py holds, so that the same measurements give the same constants;
-only a kernel that was not measured keeps those that it has.
+only a kernel that was not measured keeps its constants.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def start_times(config: KernelConfig) -> TileTimes:
 
 @dataclass
 class Constants:
-    """Those of a family, as logarithms."""
+    """The constants of a family, as logarithms."""
 
     shared: NDArray
     kernels: NDArray  # [kernel, (unit, end)]
@@ -202,7 +202,7 @@ class Model:
         return pd.Series(choices.regret(self.predict()), index=choices.cells)
 
     def apply_to(self, frame: pd.DataFrame) -> Model:
-        """The same constants with other measurements; kernels that are new there have those of START."""
+        """The same constants with other measurements; new kernels have the constants of START."""
         model = Model([Rows(family, frame) for family in FAMILIES], [])
         for rows, mine, constants in zip(model.rows, self.rows, self.constants, strict=True):
             theirs = rows.start()
@@ -261,7 +261,7 @@ def polish(model: Model, moves: int) -> None:
     limits = [rows.bounds() for rows in model.rows]
     kernels = [(f, i) for f, rows in enumerate(model.rows) for i in range(len(rows.keys))]
     families = [f for f, rows in enumerate(model.rows) if rows.keys]
-    # Where the times of a kernel lie among those of all that may be chosen.
+    # Where the times of a kernel lie among the times of all that may be chosen.
     offsets = np.cumsum([0, *(rows.is_candidate.sum() for rows in model.rows)])
     places = {}
     for f, i in kernels:

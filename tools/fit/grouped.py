@@ -33,7 +33,7 @@ def usable(frame: pd.DataFrame) -> pd.Series:
 
 
 def tiles_of(cell: Mapping[str, Any], block_m: int) -> Tiles:
-    """Those that were timed, on average."""
+    """The tiles that were timed, on average."""
     counts = rows_of_experts(cell)
     return (
         float(np.mean([np.ceil(c / block_m).sum() for c in counts])),

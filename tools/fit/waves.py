@@ -182,7 +182,8 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
 def run(frame: pd.DataFrame, logs: Path, known: WaveConstants) -> WaveConstants:
     """The constants by rows that are `usable`.
 
-    known: the present ones. Unless every kernel was measured the shared ones stay, and those of kernels that were not.
+    known: the present ones. Unless every kernel was measured the shared ones stay, and so do the constants of kernels
+    without times.
     """
     registers = registers_of(logs)
     rows = collect(frame, registers)
