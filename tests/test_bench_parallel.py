@@ -107,6 +107,14 @@ def _apart(ranks: Ranks) -> None:
         ranks.most(7.0, step=ranks.rank)
 
 
+def _agree(ranks: Ranks) -> None:
+    """All ranks know that one has failed, and it alone knows why."""
+    error = ValueError("no memory") if ranks.rank else None
+    found = ranks.agree(error)
+    assert found is error if ranks.rank else str(found) == "on another rank"
+    assert ranks.agree(None) is None
+
+
 def _greedy(ranks: Ranks) -> None:
     """Models whose layers are cut write the tokens of the whole ones, compiled, too."""
     for name in ("ours-int4", "dense"):
@@ -125,8 +133,8 @@ def _greedy(ranks: Ranks) -> None:
 @over_gloo
 @pytest.mark.parametrize(
     "work",
-    [_compiled, _unequal, _apart, _greedy],
-    ids=["compiled", "unequal ranks", "apart", "greedy tokens"],
+    [_compiled, _unequal, _apart, _agree, _greedy],
+    ids=["compiled", "unequal ranks", "apart", "one has failed", "greedy tokens"],
 )
 def test_on_two_ranks(work: Any) -> None:
     run(2, "cpu", work)

@@ -79,7 +79,7 @@ def true_us(config: KernelConfig, problem: Problem) -> float:
 
 
 def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd.DataFrame:
-    """As `bench regret --layout tiled --csv` has them."""
+    """As `tools.regret --layout tiled --csv` has them."""
     generator = np.random.default_rng(seed)
     rows = []
     for k, n in SHAPES:
