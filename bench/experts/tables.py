@@ -29,7 +29,8 @@ def markdown(results: Results) -> str:
     timed = rows[rows["note"] == ""]
     for (dtype, measure), own in timed.groupby(["dtype", "measure"], sort=False):
         lines += ["", f"## {_TITLES[measure]}, {dtype}", *_sections(own)]
-    lines += ["", *notes(rows, "{model}, {provider}, {measure}, M = {m}, {routing}")]
+    if found := notes(rows, "{model}, {provider}, {measure}, M = {m}, {routing}"):
+        lines += ["", *found]
     return page("Mixtures of experts", results, lines)
 
 
