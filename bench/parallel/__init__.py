@@ -7,7 +7,7 @@ it takes the processes that are there.
     pieces.py   a linear, or all of a decoder layer, whole and cut
     decode.py   decode steps of whole models
     rows.py     the rows of a piece: compared with one rank, then timed
-    measure.py  what is measured
+    measure.py  the cells, for ../runner.py
     tables.py   the tables
 """
 
