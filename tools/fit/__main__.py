@@ -21,7 +21,9 @@ from .write import Constants, write
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measurements", nargs="+", type=Path)
     parser.add_argument("--log", type=Path, help="folder with the ptxas logs of the build, for kernels before Hopper")
     parser.add_argument("--out", type=Path, default=Path(h200.__file__), help="the file (default: heuristics/h200.py)")
