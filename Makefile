@@ -72,7 +72,7 @@ mypy: $(VENV)/dev.stamp
 	ln -s $(abspath $(filter-out %/lib %/__pycache__,$(wildcard weightonly/*)) heuristics bench) build/mypy/weightonly/
 	$(VENV)/bin/mypy -p weightonly
 	$(VENV)/bin/mypy setup.py kernels
-	$(VENV)/bin/mypy examples tests
+	$(VENV)/bin/mypy examples tests tools
 
 # Every CUDA kernel for WEIGHTONLY_ARCHS (80,90a), on a machine that needs nvcc and no GPU.
 kernels: $(VENV)/made.stamp

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 import torch
@@ -23,8 +23,9 @@ import weightonly as wo
 from weightonly.launch import LaunchOverlap
 from weightonly.packing import format_of
 
+from . import command
 from .devices import default_device, require_gpu
-from .providers import nbytes
+from .providers import Packed
 from .roofline import activation_bytes, ceilings, roofline_us
 from .shapes import Shape, resolve
 from .sweep import check_arguments
@@ -33,38 +34,24 @@ from .timing import overlapping, time_calls
 OVERLAPS: tuple[LaunchOverlap, ...] = (False, True, "constant_weights")
 
 
-@dataclass(frozen=True)
-class Linear:
-    """One packed weight of random values."""
-
-    qweight: wo.PackedWeight
-    scales: torch.Tensor  # [k/g, n]
-    zeros: torch.Tensor | None  # [k/g, n]
-
-    @classmethod
-    def random(
-        cls, shape: Shape, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, device: torch.device
-    ) -> Linear:
-        """Values whose product keeps the size of x, so that a long chain neither vanishes nor overflows."""
-        k, n = shape
-        limit = (1 << (bits - 1)) - 1
-        # Without a mean: the sum of a row would grow by sqrt(k) times it from linear to linear.
-        q = torch.randint(-limit, limit + 1, (k, n), dtype=torch.int8, device=device)  # [k, n]
-        mean_square = limit * (limit + 1) / 3
-        groups = 1 if group_size == -1 else k // group_size
-        scales = torch.full((groups, n), (mean_square * k) ** -0.5, dtype=dtype, device=device)
-        zeros = None if symmetric else torch.zeros_like(scales)
-        return cls(wo.preprocess(q, bits=bits), scales, zeros)
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self.qweight.data, self.scales, self.zeros)
+def random_linear(
+    shape: Shape, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, device: torch.device
+) -> Packed:
+    """Random values that keep the size of x, so that a long chain neither vanishes nor overflows."""
+    k, n = shape
+    limit = (1 << (bits - 1)) - 1
+    # Without a mean: the sum of a row would grow by sqrt(k) times it from linear to linear.
+    q = torch.randint(-limit, limit + 1, (k, n), dtype=torch.int8, device=device)  # [k, n]
+    mean_square = limit * (limit + 1) / 3
+    groups = 1 if group_size == -1 else k // group_size
+    scales = torch.full((groups, n), (mean_square * k) ** -0.5, dtype=dtype, device=device)
+    return Packed(wo.preprocess(q, bits=bits), scales, None if symmetric else torch.zeros_like(scales))
 
 
 class Chain:
     """`layers` times the linears of `shapes`, all weights distinct, and the results between them for M = m."""
 
-    def __init__(self, linears: Sequence[Linear], m: int) -> None:
+    def __init__(self, linears: Sequence[Packed], m: int) -> None:
         first = linears[0]
         self.linears = linears
         dtype, device = first.scales.dtype, first.scales.device
@@ -76,7 +63,7 @@ class Chain:
         """One pass. A linear with fewer inputs than the one before it has outputs takes the first of them."""
         x = self.x
         for linear, out in zip(self.linears, self.results, strict=True):
-            x = wo.gemm(x[:, : linear.qweight.k], linear.qweight, linear.scales, zeros=linear.zeros, out=out)
+            x = linear.multiply(x[:, : linear.qweight.k], out)
 
     def check(self) -> None:
         """RuntimeError unless the last result is that without overlap, bit for bit, and the first linear's is right."""
@@ -88,7 +75,7 @@ class Chain:
         if not all(torch.equal(y, last[0]) for y in last) or not last[0].isfinite().all():
             raise RuntimeError("chain: expected the same finite result with and without overlap of launches")
         first = self.linears[0]
-        expected = self.x.float() @ wo.dequantize(first.qweight, first.scales, first.zeros).float()
+        expected = self.x.float() @ first.dequantized().float()
         error = float((self.results[0].float() - expected).norm() / expected.norm())
         if not error < 0.01:
             raise RuntimeError(f"chain: relative error of the first linear is {error:.3g}, expected below 0.01")
@@ -118,7 +105,7 @@ def chain(
 ) -> pd.DataFrame:
     """Time `layers` times the linears of one layer, as one CUDA graph (on a CPU: one call after another).
 
-    `shapes`: those of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
+    `shapes`: the linears of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
     `sweep`, but that a CPU is measured only where `device` names it.
     Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
     Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).
@@ -135,7 +122,7 @@ def chain(
     where = require_gpu("chain") if device is None else default_device(device)
     limits = ceilings(where)
     linears = [
-        Linear.random(shape, bits, group_size, symmetric, dtype, where)
+        random_linear(shape, bits, group_size, symmetric, dtype, where)
         for _ in tqdm(range(layers), disable=not progress, unit="layer", desc="weights")
         for shape in pairs
     ]
@@ -145,14 +132,8 @@ def chain(
         calls = Chain(linears, m)
         calls.check()
         moved = weight_bytes + layers * sum(activation_bytes(m, k, n) for k, n in pairs)
-        roofline_ms = (
-            1e-3
-            * layers
-            * math.fsum(
-                roofline_us(m, k, n, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits)
-                for k, n in pairs
-            )
-        )
+        least_us = partial(roofline_us, bits=bits, group_size=group_size, symmetric=symmetric, limits=limits)
+        roofline_ms = layers * math.fsum(least_us(m, k, n) for k, n in pairs) / 1e3
         for overlap in OVERLAPS if where.type == "cuda" else OVERLAPS[:1]:
             with overlapping(overlap):
                 timing = time_calls([calls.run], where, budget_ms=budget_ms)
@@ -177,14 +158,20 @@ def chain(
 
 def chain_table(frame: pd.DataFrame) -> str:
     """The rows of `chain` as a table. Needs the package tabulate."""
-    table = pd.DataFrame(
-        {
-            "M": frame["m"],
-            "overlap": frame["overlap"],
-            "ms per pass": frame["ms"],
-            "us per linear": frame["us_per_linear"],
-            "TB/s": frame["tb_s"],
-            "x sum of rooflines": frame["x_roofline"],
-        }
-    )
-    return str(table.dropna(axis=1, how="all").to_markdown(index=False, floatfmt=".3f"))
+    titles = {"m": "M", "overlap": "overlap", "ms": "ms per pass", "us_per_linear": "us per linear", "tb_s": "TB/s"}
+    titles |= {"x_roofline": "x sum of rooflines"}
+    table = frame[list(titles)].rename(columns=titles).dropna(axis=1, how="all")
+    return str(table.to_markdown(index=False, floatfmt=".3f"))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, "llama3-8b", "of the linears of one layer, in order")
+    command.add_batch(parser, (1, 16))
+    parser.add_argument("--layers", type=int, default=32, help="times the linears of one layer (default 32)")
+    command.add_weights(parser, format=False)
+    command.add_run(parser)
+
+
+COMMAND = command.frame_command(
+    "time the linears of a model's layers in one CUDA graph", _add_options, chain, chain_table
+)

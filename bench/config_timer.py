@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-import weightonly as wo
 from weightonly.heuristics import KernelConfig
 
-from .providers import packed_copies
+from .providers import Packed
 from .timing import CallTimer, Timing, copies_beyond_l2, overlapping, time_calls, time_in_rounds
 from .weights import Weights
 
@@ -22,9 +22,9 @@ class ConfigTimer:
     def __init__(self, weights: Weights, max_m: int, layout: str | None = None) -> None:
         """max_m: the most rows that will be asked for. layout: of the packed weight, None for the GPU's own."""
         self.device = weights.q.device
-        self._weights, self._weight_bytes = packed_copies(
-            weights, functools.partial(copies_beyond_l2, device=self.device), layout
-        )
+        packed = Packed.of(weights, layout)
+        copies = copies_beyond_l2(packed.nbytes, self.device)
+        self._weights = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
         self._x = torch.randn(max_m, weights.k, device=self.device, dtype=weights.scales.dtype)  # [max_m, k]
         self._out = torch.empty(max_m, weights.n, device=self.device, dtype=weights.scales.dtype)  # [max_m, n]
 
@@ -41,8 +41,5 @@ class ConfigTimer:
 
     def _calls(self, m: int, config: KernelConfig) -> list[Callable[[], object]]:
         x, out = self._x[:m], self._out[:m]
-        count = copies_beyond_l2(self._weight_bytes, self.device, x.nbytes + out.nbytes)
-        return [
-            functools.partial(wo.gemm, x, w.qweight, w.scales, zeros=w.zeros, out=out, config=config)
-            for w in self._weights[:count]
-        ]
+        count = copies_beyond_l2(self._weights[0].nbytes, self.device, x.nbytes + out.nbytes)
+        return [functools.partial(w.multiply, x, out, config) for w in self._weights[:count]]

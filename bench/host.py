@@ -8,6 +8,7 @@ ways take turns, and the GPU is waited for between two of them.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +19,9 @@ from tqdm import tqdm
 
 import weightonly as wo
 
+from . import command
 from .devices import require_gpu
 from .model.providers import torchao_int4
-from .providers import missing_package
 from .shapes import Shape, resolve
 from .timing import Timing
 from .weights import Weights
@@ -76,7 +77,7 @@ def registered_operator() -> Iterator[None]:
 def ways(
     k: int, n: int, group_size: int, dtype: torch.dtype, device: torch.device, backend: str = "inductor"
 ) -> dict[str, Call]:
-    """Name -> a call at M = 1 of int4 [k, n]; those of packages that are not installed are left out.
+    """Name -> a call at M = 1 of int4 [k, n]; calls of packages that are not installed are left out.
 
     Each returns y [1, n]. backend: of torch.compile.
     """
@@ -127,7 +128,7 @@ def _leave_out(way: str, error: Exception) -> None:
 
 def _torchao_linear(k: int, n: int, group_size: int, device: torch.device) -> torch.nn.Module | None:
     """torchao's int4 in the packing that PyTorch's own kernel reads, or None without the package."""
-    if missing_package("torchao"):
+    if importlib.util.find_spec("torchao") is None:
         return None
     linear = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
     torchao_int4(linear, group_size)
@@ -183,3 +184,19 @@ def host_table(frame: pd.DataFrame) -> str:
     shape = [f"{k}x{n}" for k, n in zip(frame["k"], frame["n"], strict=True)]
     table = frame.assign(shape=shape).pivot_table(index="way", columns="shape", values="us", sort=False)
     return str(table.add_suffix(" host us").to_markdown(floatfmt=".2f"))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, SHAPES)
+    parser.add_argument(
+        "--group-size", type=int, default=GROUP_SIZE, help=f"rows of w per scale (default {GROUP_SIZE})"
+    )
+    command.add_run(parser, budget=False)
+
+
+COMMAND = command.frame_command(
+    "time what a call at M = 1 costs the host: eager, out=, compiled, in modules, beside others' calls",
+    _add_options,
+    host,
+    host_table,
+)

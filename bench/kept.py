@@ -40,18 +40,14 @@ class Measured:
 
 
 class KeptRows:
-    """The rows of one file. A cell, a dataclass, is what tells them apart: its fields are the first columns.
-
-    measured, failed: cells that were added here.
-    """
+    """The rows of one file. A cell, a dataclass, is what tells them apart: its fields are the first columns."""
 
     def __init__(self, path: Path, command: str, columns: Sequence[str], facts: Mapping[str, str]) -> None:
-        """command: whose rows they are. facts: of this run.
+        """command: that makes the rows. facts: of this run.
 
         Raises ValueError for a file of another command, or of another machine.
         """
         self.path, self._command, self._columns = path, command, columns
-        self.measured = self.failed = 0
         found = [read(path, command, columns)] if path.exists() else []
         self._rows: list[dict[str, Any]] = found[0].rows.to_dict("records") if found else []
         self._facts = join([*found, Results(pd.DataFrame(), dict(facts))]).facts
@@ -61,11 +57,11 @@ class KeptRows:
         return Results(pd.DataFrame(self._rows, columns=list(self._columns)), self._facts)
 
     def left(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Those of the cells that have no row yet, or one that failed."""
+        """The cells that have no row yet, or one that failed."""
         return [cell for cell, note in self._notes(cells) if note is None or note.startswith(_FAILED)]
 
     def failures(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Those of the cells whose row failed."""
+        """The cells with a row that failed."""
         return [cell for cell, note in self._notes(cells) if note is not None and note.startswith(_FAILED)]
 
     def _notes(self, cells: Iterable[Cell]) -> list[tuple[Cell, str | None]]:
@@ -76,11 +72,9 @@ class KeptRows:
         return [(cell, notes.get(tuple(key.values()))) for cell, key in wanted]
 
     def add(self, cell: DataclassInstance, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Puts the rows of a cell, at least one, in the place of those that it had, and writes the file."""
+        """Puts the rows of a cell, at least one, in the place of its rows before, and writes the file."""
         key = asdict(cell)
-        self.measured += 1
         if note := str(rows[0].get("note", "")):
-            self.failed += note.startswith(_FAILED)
             print(f"{self._command}: {cell}: {note}", file=sys.stderr)
         self._rows = [row for row in self._rows if any(row[name] != value for name, value in key.items())]
         self._rows += [key | {"note": ""} | dict(row) for row in rows]

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 import weightonly as wo
+from weightonly.heuristics import KernelConfig
 from weightonly.heuristics.problem import FORMATS
 
 from .shapes import Shape
@@ -56,18 +57,65 @@ class Prepared(Generic[Operand]):
         return [self.operand, *(copy.deepcopy(self.operand) for _ in range(count - 1))]
 
 
-class Provider(ABC):
-    """A way to multiply by a quantized weight. `name` is what the command line calls it."""
+class Named(ABC):
+    """What is compared. `name` is what the command line calls it.
+
+    dtypes: of x that it takes; empty: any. cuda_only: not on a CPU. package: what it needs.
+    """
 
     name: str
+    dtypes: Sequence[torch.dtype] = ()
+    cuda_only = False
+    package = ""
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         """What tables and pictures call it: its name, unless it is another thing on another device."""
         return self.name
 
+    def missing(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run here ("the package x is not installed"), or None if it can."""
+        if self.cuda_only and device.type != "cuda":
+            return "it runs on CUDA only"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it takes {' and '.join(map(str, self.dtypes))} only, not {dtype}"
+        has_package = not self.package or importlib.util.find_spec(self.package)
+        return None if has_package else f"the package {self.package} is not installed"
+
+
+class LayerProvider(Named):
+    """A way to hold many weights: a model's, or its experts'."""
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run this here, or None if it can."""
+        return self.missing(device, dtype)
+
+
+AnyNamed = TypeVar("AnyNamed", bound=Named)
+
+
+class Registry(dict[str, AnyNamed]):
+    """Name -> provider, in the order of tables and pictures."""
+
+    def register(self, provider: AnyNamed) -> None:
+        """Adds a provider. Raises ValueError for a name that is taken."""
+        if provider.name in self:
+            raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
+        self[provider.name] = provider
+
+
+class Provider(Named):
+    """A way to multiply by a quantized weight. formats, group_sizes: what it has; empty: all."""
+
+    formats: Sequence[str] = ()
+    group_sizes: Sequence[int] = ()
+
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
-        return None
+        """Why it cannot run this here ("it has int4 only, not int8"), or None if it can."""
+        if self.formats and format not in self.formats:
+            return f"it has {' and '.join(self.formats)} only, not {format}"
+        if self.group_sizes and group_size not in self.group_sizes:
+            return f"its group sizes are {self.group_sizes}, not {group_size}"
+        return self.missing(device, dtype)
 
     def unfit(self, device: torch.device, k: int, n: int) -> str | None:
         """Why it cannot run a weight of this shape ("its N is a multiple of 16, not 77"), or None (the default)."""
@@ -101,13 +149,13 @@ class Packed:
     def nbytes(self) -> int:
         return nbytes(self.qweight.data, self.scales, self.zeros)
 
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, config: KernelConfig | None = None) -> torch.Tensor:
+        """`wo.gemm`."""
+        return wo.gemm(x, self.qweight, self.scales, zeros=self.zeros, out=out, config=config)
 
-def packed_copies(
-    weights: Weights, copies: Callable[[int], int], layout: str | None = None
-) -> tuple[list[Packed], int]:
-    """(copies(bytes of one) copies of the preprocessed weights, bytes of one); layout as in `Packed.of`."""
-    packed = Packed.of(weights, layout)
-    return [copy.deepcopy(packed) for _ in range(copies(packed.nbytes))], packed.nbytes
+    def dequantized(self) -> torch.Tensor:
+        """`wo.dequantize`: [k, n]."""
+        return wo.dequantize(self.qweight, self.scales, self.zeros)
 
 
 class Ours(Provider):
@@ -116,11 +164,8 @@ class Ours(Provider):
     name = "ours"
 
     def prepare(self, weights: Weights) -> Prepared[Packed]:
-        def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return wo.gemm(x, w.qweight, w.scales, zeros=w.zeros, out=out)
-
         packed = Packed.of(weights)
-        return Prepared(packed, run, packed.nbytes, weights.dense)
+        return Prepared(packed, Packed.multiply, packed.nbytes, weights.dense)
 
 
 class Dense(Provider):
@@ -153,7 +198,7 @@ class DequantizeMatmul(Provider):
 
     def prepare(self, weights: Weights) -> Prepared[Packed]:
         def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return torch.matmul(x, wo.dequantize(w.qweight, w.scales, w.zeros), out=out)
+            return torch.matmul(x, w.dequantized(), out=out)
 
         packed = Packed.of(weights)
         return Prepared(packed, run, packed.nbytes, weights.dense)
@@ -167,8 +212,10 @@ class Tinygemm(Provider):
     """
 
     name = "tinygemm"
+    formats = ("int4",)
+    group_sizes = (32, 64, 128, 256)
+    dtypes = (torch.bfloat16,)
     _INNER_K_TILES = 8  # of 16 k each: the widest packing, for any k that 128 divides
-    _GROUPS = (32, 64, 128, 256)
     _CPU_COLUMNS = 16  # N is a multiple of it
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
@@ -179,15 +226,9 @@ class Tinygemm(Provider):
         return f"its N is a multiple of {columns}, not {n}" if device.type == "cpu" and n % columns else None
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if format != "int4":
-            return f"it has int4 only, not {format}"
-        if dtype != torch.bfloat16:
-            return f"it takes bfloat16 only, not {dtype}"
-        if group_size not in self._GROUPS:
-            return f"its group sizes are {self._GROUPS}, not {group_size}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs compute capability 8.0"
-        return None
+        return super().unavailable(device, dtype, format, group_size)
 
     def prepare(self, weights: Weights) -> Prepared[tuple[torch.Tensor, torch.Tensor]]:
         u = (weights.q.t().to(torch.int32) + 8).contiguous()  # [n, k]
@@ -218,16 +259,13 @@ class BitsAndBytes(Provider):
     """
 
     name = "bitsandbytes"
+    package = "bitsandbytes"
+    formats = tuple(format for format, bits in FORMATS.items() if bits == 4)
     _BLOCK = 64
     _CPU_COLUMNS = 32  # N is a multiple of it
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return self.name if device.type == "cuda" else "bitsandbytes NF4"
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if FORMATS[format] != 4:
-            return f"its NF4 has 4 bits, not those of {format}"
-        return missing_package("bitsandbytes")
 
     def unfit(self, device: torch.device, k: int, n: int) -> str | None:
         if device.type == "cpu" and n % self._CPU_COLUMNS:
@@ -267,7 +305,7 @@ def linear4bit(weight: torch.Tensor, block: int) -> Any:
 
 
 def is_dense(label: str) -> bool:
-    """Whether a label is that of `Dense`, on whatever device."""
+    """Whether a label names `Dense`, on whatever device."""
     return re.fullmatch(rf"(cuBLAS|torch) ({'|'.join(DTYPES)})", label) is not None
 
 
@@ -279,16 +317,9 @@ def of_label(label: str) -> Provider | None:
 
 _CPU = torch.device("cpu")
 
-PROVIDERS: dict[str, Provider] = {}
-"""Name -> provider, in the order of tables and pictures."""
+PROVIDERS: Registry[Provider] = Registry()
 
-
-def register(provider: Provider) -> None:
-    """Adds a provider to `PROVIDERS`. Raises ValueError for a name that is taken."""
-    if provider.name in PROVIDERS:
-        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
-    PROVIDERS[provider.name] = provider
-
+register = PROVIDERS.register
 
 for _provider in (Ours(), Dense(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
     register(_provider)
@@ -335,7 +366,7 @@ def named(
 
 
 def choose(names: str | Sequence[str], reasons: Mapping[str, str | None]) -> list[str]:
-    """The names asked for; "all" means those of `reasons` that have None. reasons: name -> why it cannot run this.
+    """The names asked for; "all" means the providers without a reason. reasons: name -> why it cannot run this.
 
     Raises ValueError as `named`.
     """
@@ -350,8 +381,3 @@ def choose(names: str | Sequence[str], reasons: Mapping[str, str | None]) -> lis
         if reasons[name] is not None:
             raise ValueError(f"providers: {name} cannot run this: {reasons[name]}")
     return list(dict.fromkeys(chosen))
-
-
-def missing_package(name: str) -> str | None:
-    """Why a provider that is made of this package cannot run, or None."""
-    return None if importlib.util.find_spec(name) else f"the package {name} is not installed"

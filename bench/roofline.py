@@ -2,7 +2,7 @@
 
     roofline_us = max(bytes / read bandwidth, 2 m n k / matmul rate) + launch
 
-bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is that of a long product: a GPU
+bytes = packed weights + scales (+ zeros) + x + y, each moved once. The matmul rate is of a long product: a GPU
 that has rested multiplies a few percent faster for a while.
 """
 
@@ -13,8 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-
-from weightonly.heuristics.problem import FORMATS
 
 _COPY_BYTES = 1 << 30
 _MATMUL_SIZE = 8192
@@ -81,36 +79,28 @@ def activation_bytes(m: int, k: int, n: int, dtype: torch.dtype = torch.float16)
 
 
 def roofline_us(
-    m: int, k: int, n: int, *, bits: int, group_size: int, symmetric: bool, limits: Ceilings | None
-) -> float:
-    """The roofline of one call in us; NaN where `limits` is None (a CPU has no entry)."""
-    if limits is None:
-        return math.nan
-    moved = weight_bytes(k, n, bits, group_size, symmetric) + activation_bytes(m, k, n)
-    return least_us(moved, 2 * m * n * k, limits) + limits.launch_us
-
-
-def experts_roofline_us(
-    experts: int,
-    rows: int,
+    m: int,
     k: int,
     n: int,
     *,
-    format: str,
+    bits: int,
     group_size: int,
-    x_rows: int,
-    y_rows: int,
+    symmetric: bool = True,
     limits: Ceilings | None,
+    weights: int = 1,
+    x_rows: int | None = None,
+    y_rows: int | None = None,
 ) -> float:
-    """The roofline in us of a grouped product of `rows` rows by the weights [k, n] of their experts; NaN for a CPU.
+    """The roofline of one call in us; NaN where `limits` is None (a CPU has no entry).
 
-    experts: how many have rows; the weights of the others are not read. x_rows, y_rows: rows of x and y that are moved;
-    fewer than `rows` where each token is read, or written, once for all of its experts.
+    Of a grouped product of m rows, `weights` experts have rows; the weights of the others are not read. x_rows, y_rows:
+    rows of x and y that are moved, fewer than m where each token is read, or written, once for all of its experts.
     """
     if limits is None:
         return math.nan
-    moved = experts * weight_bytes(k, n, FORMATS[format], group_size, symmetric=True) + 2 * (x_rows * k + y_rows * n)
-    return least_us(moved, 2 * rows * n * k, limits) + limits.launch_us
+    moved = weights * weight_bytes(k, n, bits, group_size, symmetric)
+    moved += 2 * ((m if x_rows is None else x_rows) * k + (m if y_rows is None else y_rows) * n)
+    return least_us(moved, 2 * m * n * k, limits) + limits.launch_us
 
 
 def least_us(moved_bytes: float, operations: float, limits: Ceilings) -> float:

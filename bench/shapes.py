@@ -25,8 +25,8 @@ class LlamaSizes:
 
     @property
     def linears(self) -> tuple[Shape, ...]:
-        """Those of one layer, in order, as inference engines store them: query, key and value are one matrix, and so
-        are gate and up."""
+        """Of one layer, in order, as inference engines store them: query, key and value are one matrix, and so are gate
+        and up."""
         attention = (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim)
         up, down = (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
         return attention, (self.hidden, self.hidden), up, down
@@ -95,8 +95,8 @@ def _parse_one(text: str) -> tuple[Shape, ...]:
 def resolve(shapes: str | Iterable[str | Shape]) -> list[Shape]:
     """The (k, n) list that `shapes` means, in its order, without repeats.
 
-    `shapes` is a name of `NAMED`, "KxN", several of these joined by commas, or a list whose items are any of
-    these or (k, n) pairs. Raises ValueError for a name that does not exist (the message lists those that do),
+    `shapes` is a name of `NAMED`, "KxN", several of these joined by commas, or a list of these
+    or of (k, n) pairs. Raises ValueError for a name that does not exist (the message lists the names that do),
     for sizes below 1 and for an empty list.
     """
     items: list[str | Shape] = [*shapes.split(",")] if isinstance(shapes, str) else list(shapes)

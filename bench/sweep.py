@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -19,9 +21,11 @@ from weightonly.packing import format_of
 from weightonly.plan.choose import DTYPE_NAMES, preferred
 from weightonly.plan.tuned import table_of
 
+from . import command
 from . import providers as _providers
 from .devices import default_device, gpu_facts
-from .roofline import Ceilings, activation_bytes, ceilings, roofline_us
+from .plot import plot
+from .roofline import Ceilings, activation_bytes, ceilings, describe, roofline_us
 from .shapes import Shape, resolve
 from .timing import Call, CallTimer, Timing, copies_beyond_l2, host_us, overlapping, time_in_rounds
 from .weights import Weights, dtype_name
@@ -251,6 +255,33 @@ def times_faster(ratio: float) -> str:
     return f"{factor:.{2 if factor < 10 else 1}f} times {'faster' if ratio >= 1 else 'slower'}"
 
 
-def to_csv(frame: pd.DataFrame, path: str) -> None:
-    """Every column, times in us with three decimals."""
-    frame.to_csv(path, index=False, float_format="%.3f")
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, "llama3-8b")
+    command.add_batch(parser, BATCH)
+    command.add_weights(parser)
+    command.add_providers(parser, "ours,dense")
+    command.add_run(parser)
+    command.add_csv(parser)
+    parser.add_argument("--host", action="store_true", help="also the host time of an eager call")
+    parser.add_argument("--markdown", metavar="FILE", help="write the printed table")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG)")
+
+
+def _run(options: command.Options) -> int:
+    command.note_on_overlap()
+    frame = sweep(**command.keywords(options, sweep))
+    table = to_markdown(frame)
+    print(table)
+    if limits := ceilings(default_device(options.device)):
+        print(f"roofline: {describe(limits)}", file=sys.stderr)
+    command.write_csv(frame, options)
+    if options.markdown:
+        Path(options.markdown).write_text(table + "\n", encoding="utf-8")
+    if options.plot:
+        plot(frame, options.plot)
+    return 0
+
+
+COMMAND = command.Command(
+    "time shapes x batch x providers (the default command)", _add_options, _run, lambda options: False
+)

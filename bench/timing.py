@@ -175,7 +175,7 @@ class CallTimer:
 
     `calls`: the same work on different copies of the weights, one after another (see `copies_beyond_l2`). On CUDA they
     are captured, when the first round begins: they must launch on the current stream and not synchronize.
-    `agree`: of processes whose calls wait for each other, so that all repeat them equally often.
+    `agree`: of processes with calls that wait for each other, so that all repeat them equally often.
     """
 
     def __init__(self, calls: Sequence[Call], device: torch.device, agree: Agree = float) -> None:
@@ -225,8 +225,8 @@ class CallTimer:
         replays = max(fewest, min(most, int(budget_ms * 1e3 / self._replay_us)))
         with torch.cuda.device(self._device):
             # One call as programs make it, eager and overlapping. The kernels of a graph take 0.35 us more each if the
-            # last such launch was not a programmatic one (docs/appendix): each is timed in the state that its own
-            # calls leave.
+            # last such launch was not a programmatic one (bench/measurements/LOG.md): each is timed in the state that
+            # its own calls leave.
             with overlapping(True):
                 self._calls[0]()
             for _ in range(math.ceil(settle_ms * 1e3 / self._replay_us)):

@@ -22,6 +22,7 @@ from weightonly.plan import tuned
 from weightonly.plan.choose import DTYPE_NAMES
 from weightonly.plan.tuned import Entry, Origin, Table
 
+from . import command
 from .config_timer import ConfigTimer
 from .devices import require_gpu
 from .shapes import resolve
@@ -93,7 +94,7 @@ def tune(
 
     shapes      (K, N) pairs, "KxN", or names of `weightonly.bench.NAMED` such as "llama3-8b".
     batch       rows of x, M; for those between them see plan/tuned.py.
-    bits        4 or 8. format: None for integers, or "nf4", "fp4". As for `preprocess`, whose layout is tuned.
+    bits        4 or 8. format: None for integers, or "nf4", "fp4". As for `preprocess`; its layout is tuned.
     group_size  rows of w per scale; -1: per channel. symmetric: without zero points.
     dtype       of x, torch.float16 or torch.bfloat16.
     device      a CUDA device; default: the current one.
@@ -247,3 +248,34 @@ def quickest(
     if times[model] < _LEAST_GAIN * times[best]:
         best = model
     return Choice(problem, best, times[best], model, times[model])
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, "llama3-8b")
+    command.add_batch(parser, BATCH)
+    command.add_weights(parser)
+    command.add_run(parser, budget=False)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"about how long (default {SECONDS})")
+    parser.add_argument("--folder", help=f"where the table goes (default: ${tuned.VARIABLE}, else the user's cache)")
+
+
+def _run(options: command.Options) -> int:
+    frame = tune(**command.keywords(options, tune))
+    print(frame.to_string(index=False, float_format="{:.2f}".format))
+    device = require_gpu("tune", options.device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    print(describe_gains(frame["gain"].tolist()))
+    print(f"gemm uses it from now on: {table_path(Origin.of(index), options.folder)}")
+    return 0
+
+
+def describe_gains(gains: Sequence[float]) -> str:
+    """How much faster the tuned choices are than the cost model's."""
+    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
+    faster = sum(gain > 1 for gain in gains)
+    return f"{faster} of {len(gains)} choices changed; gain: geometric mean {mean:.3f}, largest {max(gains):.2f}"
+
+
+COMMAND = command.Command(
+    "measure which configurations are the quickest on this GPU, for gemm to run them", _add_options, _run
+)

@@ -30,7 +30,7 @@ class Weights:
 
     k: int
     n: int
-    format: str  # "int4", "int8", or that of a table, "nf4" or "fp4"
+    format: str  # "int4", "int8", or a codebook's, "nf4" or "fp4"
     group_size: int  # -1: per channel
     q: torch.Tensor  # [k, n] int8
     scales: torch.Tensor  # [k/g, n]

@@ -1,4 +1,4 @@
-"""What the constants of the cost model are. Their values are those of an H200 (h200.py), fitted by bench/fit.
+"""What the constants of the cost model are. Their values are those of an H200 (h200.py), fitted by tools/fit.
 
 `fitted_to` of each says to what.
 """

@@ -1,6 +1,6 @@
 """Constants of the cost model, of an H200; constants.py says what each is.
 
-Written by `python -m weightonly.bench.fit`.
+Written by `python -m tools.fit`.
 """
 
 from __future__ import annotations

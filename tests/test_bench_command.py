@@ -9,8 +9,16 @@ import pandas as pd
 import pytest
 import torch
 
-from weightonly.bench.__main__ import main
-from weightonly.bench.commands import COMMANDS
+from tools import conversions, regret, regret_experts
+from weightonly.bench.__main__ import COMMANDS, main
+from weightonly.bench.command import Command, run_command
+
+TOOLS: dict[str, Command] = {
+    "conversions": conversions.COMMAND,
+    "regret": regret.COMMAND,
+    "regret_experts": regret_experts.COMMAND,
+}
+ALL = COMMANDS | TOOLS
 
 
 def test_command_line_writes_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,13 +65,13 @@ def test_command_line_refuses_in_one_line(arguments: str, message: str, capsys: 
 
 
 @pytest.mark.parametrize("device", ["", " --device cpu", " --device cuda"])
-@pytest.mark.parametrize("command", ["chain", "conversions", "regret", "tune", "host"])
+@pytest.mark.parametrize("command", ["chain", "tune", "host", *TOOLS])
 def test_what_measures_a_gpu_refuses_without_one(
     command: str, device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(COMMANDS[command], "run", lambda options: pytest.fail("it began to work"))
-    assert main(f"{command}{device}".split()) == 2
+    monkeypatch.setattr(ALL[command], "run", lambda options: pytest.fail("it began to work"))
+    assert run_command(ALL[command], f"python -m tools.{command}", device.split()) == 2
     captured = capsys.readouterr()
     assert captured.err == f"error: {command} needs a CUDA GPU: none is visible here\n" and not captured.out
 
@@ -74,10 +82,10 @@ def test_a_gpu_asked_for_must_be_there(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().err == "error: sweep needs a CUDA GPU: none is visible here\n"
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fuzz"])
+@pytest.mark.parametrize("command", ALL)
 def test_commands_share_the_names_of_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
+        run_command(ALL[command], command, ["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     shared = {"--shapes", "--dtype", "--device", "--quiet"}

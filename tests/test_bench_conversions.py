@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import pytest
 import torch
 
 import weightonly as wo
-from weightonly.bench.__main__ import main
-from weightonly.bench.commands import conversions as command
-
-module = importlib.import_module("weightonly.bench.conversions")  # `weightonly.bench.conversions` is the function
+from tools import conversions as module
 
 TINY: dict[str, Any] = {
     "shapes": "256x64",
@@ -26,7 +22,7 @@ TINY: dict[str, Any] = {
 
 
 def test_one_row_per_conversion_with_its_bytes() -> None:
-    frame = wo.bench.conversions(**TINY)
+    frame = module.conversions(**TINY)
     packed = [f"dequantize int{bits} {layout}" for bits in (4, 8) for layout in ("tiled", "interleaved")]
     operations = ["awq_dequantize", *packed]
     for direction in ("quantize_4bit", "dequantize_4bit"):
@@ -46,7 +42,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
     monkeypatch.setattr(wo, "dequantize_4bit", lambda *a: dequantize(*a) + next(calls))
     with pytest.raises(RuntimeError, match=r"^dequantize_4bit nf4 1000: expected the CPU's result, got another one$"):
-        wo.bench.conversions(**TINY)
+        module.conversions(**TINY)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +58,23 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_refused(argument: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: "):
-        wo.bench.conversions(**TINY | options)
+        module.conversions(**TINY | options)
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a pretended GPU, with the times of a CPU."""
 
-    def measured(*arguments: Any, device: str, **options: Any) -> pd.DataFrame:
-        assert device == "cuda"
-        return module.conversions(*arguments, device="cpu", **options)
+    asked: list[str] = []
+
+    def default_device(device: str) -> torch.device:
+        asked.append(device)
+        return torch.device("cpu")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "conversions", measured)
+    monkeypatch.setattr(module, "default_device", default_device)
     options = "--shapes 128x64 --elements 999 --group-size -1 --blocksize 32 --dtype bf16 --device cuda --budget-ms 1"
-    assert main(["conversions", *options.split(), "--quiet", "--csv", str(tmp_path / "rates.csv")]) == 0
+    assert module.main([*options.split(), "--quiet", "--csv", str(tmp_path / "rates.csv")]) == 0
+    assert asked == ["cuda"]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 9 and " of the copy " in lines[0]
     frame = pd.read_csv(tmp_path / "rates.csv")
@@ -85,10 +84,10 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_conversions_need_a_gpu_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"^conversions needs a CUDA GPU: none is visible here$"):
-        wo.bench.conversions()
+        module.conversions()
 
 
 @pytest.mark.gpu
 def test_on_the_gpu(cuda_device: torch.device) -> None:
-    frame = wo.bench.conversions("1024x1024", [1 << 20], budget_ms=1, device=cuda_device, progress=False)
+    frame = module.conversions("1024x1024", [1 << 20], budget_ms=1, device=cuda_device, progress=False)
     assert len(frame) == 9 and (frame["us"] > 0).all() and (frame["copy_us"] > 0).all()

@@ -15,14 +15,14 @@ import weightonly as wo
 from weightonly.bench.__main__ import main
 from weightonly.bench.experts import measure as measure_module
 from weightonly.bench.experts import mixture as mixture_module
-from weightonly.bench.experts.measure import COLUMNS, GROUP_SIZES, measure
+from weightonly.bench.experts.measure import COLUMNS, GROUP_SIZES, ExpertsBench
 from weightonly.bench.experts.providers import EXPERTS_PROVIDERS, ExpertsProvider, Grouped, register
-from weightonly.bench.experts.routing import Routing, choices
-from weightonly.bench.experts.stacks import Stack, combined, gated
+from weightonly.bench.experts.routing import Routing, topk_ids
 from weightonly.bench.experts.tables import markdown, over_roofline, times_faster, with_means, write
+from weightonly.bench.experts.weights import ExpertWeights, combined, gated
 from weightonly.bench.kept import read
 from weightonly.bench.report.results import Results
-from weightonly.bench.roofline import CEILINGS, experts_roofline_us, roofline_us
+from weightonly.bench.roofline import CEILINGS, roofline_us
 from weightonly.bench.shapes import MIXTURES
 
 CPU = torch.device("cpu")
@@ -49,11 +49,11 @@ def providers() -> Iterator[dict[str, ExpertsProvider]]:
 @pytest.mark.parametrize("name", ["even", "skewed"])
 @pytest.mark.parametrize("sizes", MIXTURES.values(), ids=list(MIXTURES))
 def test_each_token_has_different_experts(name: str, sizes: Any) -> None:
-    ids = choices(name, 300, sizes.experts, sizes.top_k, CPU)
+    ids = topk_ids(name, 300, sizes.experts, sizes.top_k, CPU)
     assert ids.dtype == torch.int32 and ids.shape == (300, sizes.top_k)
     assert int(ids.min()) >= 0 and int(ids.max()) < sizes.experts
     assert all(len(set(row)) == sizes.top_k for row in ids.tolist())
-    assert torch.equal(ids[:40], choices(name, 40, sizes.experts, sizes.top_k, CPU))
+    assert torch.equal(ids[:40], topk_ids(name, 40, sizes.experts, sizes.top_k, CPU))
     counts = torch.tensor(Routing.of(ids, sizes.experts).counts)
     if name == "even":
         assert int(counts.max() - counts.min()) <= 1
@@ -62,19 +62,19 @@ def test_each_token_has_different_experts(name: str, sizes: Any) -> None:
 
 
 def test_skew_is_that_of_the_ranks() -> None:
-    ids = choices("skewed", 20_000, 16, 1, CPU, skew=1.0)
+    ids = topk_ids("skewed", 20_000, 16, 1, CPU, skew=1.0)
     counts = ids.flatten().bincount(minlength=16).sort(descending=True).values
     chances = 1 / torch.arange(1, 17)
     assert torch.allclose(counts / 20_000, chances / chances.sum(), atol=0.01)
 
 
-def test_choices_are_sorted_by_expert() -> None:
+def test_rows_are_sorted_by_expert() -> None:
     ids = torch.tensor([[3, 1], [1, 0], [3, 0]], dtype=torch.int32)
     routing = Routing.of(ids, 5)
     assert routing.order.tolist() == [3, 5, 1, 2, 0, 4] and routing.counts == [2, 2, 0, 2, 0]
     assert routing.offs.tolist() == [2, 4, 4, 6, 6] and routing.offs.dtype == torch.int32
     assert routing.rows == 6 and routing.with_rows == 3
-    assert torch.equal(routing.order[routing.places], torch.arange(6))
+    assert torch.equal(routing.order[routing.inverse], torch.arange(6))
     assert torch.allclose(routing.weights.sum(1), torch.ones(3))
 
 
@@ -87,39 +87,39 @@ def test_providers_multiply_by_the_same_numbers(name: str, format: str) -> None:
     provider, dtype = EXPERTS_PROVIDERS[name], torch.bfloat16
     if provider.unavailable(CPU, dtype):
         pytest.skip("not with this PyTorch")
-    stacks = [Stack.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")]
-    operands = [provider.prepare(stack) for stack in stacks]
-    routing = Routing.of(choices("skewed", 7, TINY.experts, TINY.top_k, CPU), TINY.experts)
+    weights = [
+        ExpertWeights.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")
+    ]
+    operands = [provider.prepare(of_one) for of_one in weights]
+    routing = Routing.of(topk_ids("skewed", 7, TINY.experts, TINY.top_k, CPU), TINY.experts)
     x = torch.randn(7, TINY.hidden, dtype=dtype)
     y = torch.zeros(7, TINY.hidden, dtype=torch.float64)
     for token, experts in enumerate(routing.ids.tolist()):
         for choice, expert in enumerate(experts):
-            gate, up = (x[token].double() @ stacks[0].dense[expert].double()).chunk(2)
+            gate, up = (x[token].double() @ weights[0].dense[expert].double()).chunk(2)
             between = torch.nn.functional.silu(gate) * up
-            y[token] += routing.weights[token, choice] * (between @ stacks[1].dense[expert].double())
+            y[token] += routing.weights[token, choice] * (between @ weights[1].dense[expert].double())
     assert (provider.layer(operands[0], operands[1], x, routing).double() - y).norm() < 0.01 * y.norm()
     rows = x[routing.order // TINY.top_k]
     first = provider.product(operands[0], rows, routing)
-    assert (first.float() - stacks[0].expected(rows, routing).float()).norm() < 0.01 * first.float().norm()
-    second = stacks[1].expected(gated(first), routing)
+    assert (first.float() - weights[0].expected(rows, routing).float()).norm() < 0.01 * first.float().norm()
+    second = weights[1].expected(gated(first), routing)
     assert (combined(second, routing).double() - y).norm() < 0.01 * y.norm()
-    dense = sum(stack.dense.nbytes for stack in stacks)
+    dense = sum(of_one.dense.nbytes for of_one in weights)
     assert (sum(map(provider.weight_bytes, operands)) == dense) == (name == "grouped_mm")
 
 
 # --- the roofline --------------------------------------------------------------------------------------------------
 
 
-def test_the_roofline_of_one_expert_is_that_of_a_product() -> None:
+def test_the_roofline_of_experts_reads_the_weights_of_those_with_rows() -> None:
     limits = CEILINGS["NVIDIA H200"]
-    one = roofline_us(64, 2048, 1536, bits=4, group_size=128, symmetric=True, limits=limits)
     k, n = MIXTURES["qwen3-30b-a3b"].shape("w13")
-    found = experts_roofline_us(1, 64, k, n, format="int4", group_size=128, x_rows=64, y_rows=64, limits=limits)
-    assert found == pytest.approx(one)
-    many = experts_roofline_us(8, 8, k, n, format="int4", group_size=128, x_rows=1, y_rows=8, limits=limits)
+    assert (k, n) == (2048, 1536)
+    many = roofline_us(8, k, n, bits=4, group_size=128, weights=8, x_rows=1, y_rows=8, limits=limits)
     weights = 8 * (k * n // 2 + k // 128 * n * 2)
     assert many == pytest.approx((weights + 2 * (k + 8 * n)) / 4.47e6 + 1.5)
-    assert pd.isna(experts_roofline_us(1, 1, k, n, format="int4", group_size=-1, x_rows=1, y_rows=1, limits=None))
+    assert pd.isna(roofline_us(1, k, n, bits=4, group_size=-1, limits=None))
 
 
 # --- rows and files ------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_ratios_and_their_means() -> None:
 
 
 def test_no_rows_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: expected measurements of mixtures of experts, got none"):
+    with pytest.raises(ValueError, match="rows: expected measurements, got none"):
         write(Results(pd.DataFrame(columns=COLUMNS)), tmp_path)
 
 
@@ -257,18 +257,21 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes llama3-8b", "shapes: expected some of mixtral-8x7b, .*, got 'llama3-8b'"),
+        ("--shapes llama3-8b", "shapes: expected models, some of mixtral-8x7b, .*, got 'llama3-8b'"),
         ("--measures w1", "measures: expected some of w13, w2, layer, got 'w1'"),
         ("--routings odd", "routings: expected some of even, skewed, got 'odd'"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
-        ("--dtype fp16 --providers grouped_mm", "providers: grouped_mm cannot run this: it takes bfloat16 only, .*"),
+        (
+            "--dtype fp16 --providers grouped_mm",
+            "providers: grouped_mm cannot run this: it takes torch.bfloat16 only.*",
+        ),
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--skew 0", "skew: expected a positive number, got 0.0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),
         (
             "--shapes gpt-oss-120b --format int4",
-            "format: expected one whose groups divide K = 2880 of gpt-oss-120b, got int4, groups of 128",
+            "format: expected groups that divide K = 2880 of gpt-oss-120b, got int4, groups of 128",
         ),
         ("--from nowhere.csv", ".*nowhere.csv.*"),
     ],
@@ -287,7 +290,9 @@ def test_the_command_refuses_in_one_line(
 
 @pytest.mark.gpu
 def test_mixtures_on_a_gpu(cuda_device: torch.device, tmp_path: Path) -> None:
-    found = measure(["tiny"], tmp_path, (1, 6, 300), device=cuda_device, budget_ms=5, progress=False)
+    found = ExpertsBench(
+        shapes=["tiny"], out=tmp_path, batch=(1, 6, 300), device=cuda_device, budget_ms=5, progress=False
+    ).measure()
     rows = found.results.rows
     assert (rows["note"] == "").all() and (rows["us"] > 0).all() and (rows["roofline_us"] > 0).all()
     assert rows["captured"][rows["provider"] != "ours"].all()

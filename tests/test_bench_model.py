@@ -18,9 +18,8 @@ from weightonly.bench.kept import DoesNotFit
 from weightonly.bench.model import build as build_module
 from weightonly.bench.model import measure as measure_module
 from weightonly.bench.model.build import Built, build
-from weightonly.bench.model.cells import Cell, Sizes, cells_of
 from weightonly.bench.model.decoder import Decoder
-from weightonly.bench.model.measure import COLUMNS, measure
+from weightonly.bench.model.measure import COLUMNS, Cell, ModelBench
 from weightonly.bench.model.providers import MODEL_PROVIDERS, ModelProvider, register
 from weightonly.bench.model.rows import ModelRows
 from weightonly.bench.model.tables import markdown, write
@@ -30,7 +29,7 @@ from weightonly.bench.shapes import LLAMAS, NAMED
 
 CPU = torch.device("cpu")
 TINY = LLAMAS["tiny"]
-SMALL = Sizes(batch=(1, 2), context=20, prompts=(16,), lines=1, line=8)
+SMALL: dict[str, Any] = {"batch": (1, 2), "context": 20, "prompts": (16,), "train": (1, 8), "progress": False}
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Built:
@@ -163,6 +162,10 @@ def test_a_training_step_learns(name: str) -> None:
 # --- rows and files ------------------------------------------------------------------------------------------------
 
 
+def bench(folder: Path, **more: Any) -> ModelBench:
+    return ModelBench(shapes=["tiny"], out=folder, device="cpu", **SMALL, **more)
+
+
 def command(folder: Path, *more: str) -> list[str]:
     line = (
         "model --shapes tiny --providers ours-int4,dense --batch 1,2 --context 20 --prompts 16 --train 1,8 --device cpu"
@@ -243,17 +246,18 @@ def test_what_fails_says_why_and_is_tried_again(
 
 
 def test_what_is_left_out_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measure(["tiny"], tmp_path, SMALL, measures=["decode"], device="cpu", time_budget_s=1e-9, progress=False)
-    assert "model: torchao is left out: it is compared on CUDA only" in capsys.readouterr().err.splitlines()
+    bench(tmp_path, measures=["decode"], time_budget_s=1e-9).measure()
+    assert "model: torchao is left out: it runs on CUDA only" in capsys.readouterr().err.splitlines()
     torchao = MODEL_PROVIDERS["torchao"]
     cuda = torch.device("cuda")
-    assert torchao.unavailable(cuda, torch.float16) == "it takes bfloat16 only, not torch.float16"
+    assert torchao.unavailable(cuda, torch.float16) == "it takes torch.bfloat16 only, not torch.float16"
     assert torchao.untrainable() and "train" not in {cell.measure for cell in of_provider("torchao")}
 
 
-def of_provider(name: str, compiled: bool = True) -> list[Cell]:
-    measures = ["decode", "prefill", "overlap", "train"]
-    return list(cells_of("tiny", 2, MODEL_PROVIDERS[name], name, "bf16", compiled, measures, SMALL))
+def of_provider(name: str) -> list[Cell]:
+    provider, measures = MODEL_PROVIDERS[name], ["decode", "prefill", "overlap", "train"]
+    every = bench(Path(), measures=measures, compile=True)
+    return list(every.cells([provider.label(CPU, every.dtype)]))
 
 
 def test_cells_of_one_batch_follow_each_other_and_training_comes_last() -> None:
@@ -296,11 +300,11 @@ def test_rows_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
     row = {"model": "tiny", "layers": 2, "provider": "ours int4", "measure": "decode", "ms": 1.0}
     Results(pd.DataFrame([row], columns=COLUMNS), {"GPU": "NVIDIA H200"}).write(tmp_path / "results.csv")
     with pytest.raises(ValueError, match="expected measurements of one GPU, got NVIDIA H200, "):
-        measure(["tiny"], tmp_path, SMALL, device="cpu", progress=False)
+        bench(tmp_path).measure()
 
 
 def test_no_rows_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: expected measurements of a model, got none"):
+    with pytest.raises(ValueError, match="rows: expected measurements, got none"):
         write(Results(pd.DataFrame(columns=COLUMNS)), tmp_path)
 
 
@@ -313,18 +317,18 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--shapes llama9", "shapes: expected models, some of llama3-8b, .*, got 'llama9'"),
         ("--shapes minilm", "shapes: expected models, .*, got 'minilm'"),
         ("--measures speed", "measures: expected some of decode, .*, got 'speed'"),
-        ("--measures overlap", "measures: overlap is that of launches on a GPU, got device cpu"),
+        ("--measures overlap", "measures: overlap needs launches on a GPU, got device cpu"),
         ("--providers nobody", "providers: expected .*, got 'nobody'"),
-        ("--providers torchao", "providers: torchao cannot run this: it is compared on CUDA only"),
+        ("--providers torchao", "providers: torchao cannot run this: it runs on CUDA only"),
         ("--layers 0", "layers: expected a positive number, got 0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--context 0", "context: expected integers from 1 on, got 0"),
         ("--prompts 1", r"prompts: expected integers from 2 on, got \[1\]"),
-        ("--train 4,1", "line: expected integers from 2 on, got 1"),
+        ("--train 4,1", "train, tokens: expected integers from 2 on, got 1"),
         ("--from nowhere.csv", ".*nowhere.csv.*"),
-        ("--train 4", "--train: expected LINES,TOKENS such as 4,512, got 1 numbers"),
+        ("--train 4", "train: expected LINES,TOKENS such as 4,512, got 1 numbers"),
     ],
     ids=lambda value: value if value.startswith("--") else "",
 )
@@ -344,14 +348,14 @@ def test_a_cpu_is_measured_only_where_it_is_named(
     assert main(["model", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "error: model needs a CUDA GPU: none is visible here\n"
     with pytest.raises(RuntimeError, match="model needs a CUDA GPU"):
-        measure(["tiny"], tmp_path / "out", SMALL, progress=False)
+        ModelBench(shapes=["tiny"], out=tmp_path / "out", **SMALL).measure()
     assert not (tmp_path / "out").exists()
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"bench model needs the package transformers: pip install '\.\[bench,hf\]'"):
-        measure(["tiny"], tmp_path, SMALL, device="cpu", progress=False)
+        bench(tmp_path).measure()
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -359,7 +363,7 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.gpu
 def test_models_on_a_gpu(cuda_device: torch.device, tmp_path: Path) -> None:
-    found = measure(["tiny"], tmp_path, SMALL, device=cuda_device, budget_ms=5, progress=False)
+    found = ModelBench(shapes=["tiny"], out=tmp_path, device=cuda_device, budget_ms=5, **SMALL).measure()
     rows = found.results.rows
     ours = rows[rows["provider"].str.startswith("ours")]
     assert (ours["note"] == "").all() and (ours["tokens_s"] > 0).all() and (ours["peak_mb"] > 0).all()

@@ -23,7 +23,7 @@ from weightonly.bench.model.providers import MODEL_PROVIDERS
 from weightonly.bench.parallel import measure as measure_module
 from weightonly.bench.parallel import rows as rows_module
 from weightonly.bench.parallel.decode import DecodeRows
-from weightonly.bench.parallel.measure import COLUMNS, measure
+from weightonly.bench.parallel.measure import COLUMNS, ParallelBench
 from weightonly.bench.parallel.pieces import LAYER, LINEARS, Piece, check_ranks, local_product
 from weightonly.bench.parallel.ranks import Ranks, RanksApart, run
 from weightonly.bench.parallel.rows import Cell, PieceRows
@@ -107,6 +107,14 @@ def _apart(ranks: Ranks) -> None:
         ranks.most(7.0, step=ranks.rank)
 
 
+def _agree(ranks: Ranks) -> None:
+    """All ranks know that one has failed, and it alone knows why."""
+    error = ValueError("no memory") if ranks.rank else None
+    found = ranks.agree(error)
+    assert found is error if ranks.rank else str(found) == "on another rank"
+    assert ranks.agree(None) is None
+
+
 def _greedy(ranks: Ranks) -> None:
     """Models whose layers are cut write the tokens of the whole ones, compiled, too."""
     for name in ("ours-int4", "dense"):
@@ -125,8 +133,8 @@ def _greedy(ranks: Ranks) -> None:
 @over_gloo
 @pytest.mark.parametrize(
     "work",
-    [_compiled, _unequal, _apart, _greedy],
-    ids=["compiled", "unequal ranks", "apart", "greedy tokens"],
+    [_compiled, _unequal, _apart, _agree, _greedy],
+    ids=["compiled", "unequal ranks", "apart", "one has failed", "greedy tokens"],
 )
 def test_on_two_ranks(work: Any) -> None:
     run(2, "cpu", work)
@@ -251,7 +259,7 @@ def test_ratios() -> None:
 
 
 def test_no_rows_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: expected measurements of tensor parallel layers, got none"):
+    with pytest.raises(ValueError, match="rows: expected measurements, got none"):
         write(Results(pd.DataFrame(columns=COLUMNS)), tmp_path)
 
 
@@ -298,9 +306,13 @@ def test_more_ranks_than_gpus(
 def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert measure_module._numbers(None, CPU) == [2] == measure_module._numbers([2], CPU)
+
+    def numbers(ranks: list[int] | None) -> list[int]:
+        return ParallelBench(shapes=["tiny"], out=Path(), ranks=ranks, device="cpu").numbers()
+
+    assert numbers(None) == [2] == numbers([2])
     with pytest.raises(ValueError, match=r"ranks: expected 2, the processes of torchrun, got \[1, 2\]"):
-        measure_module._numbers([1, 2], CPU)
+        numbers([1, 2])
 
 
 def test_ranks_that_cut_a_model() -> None:
@@ -318,7 +330,8 @@ def test_ranks_that_cut_a_model() -> None:
 def test_on_gpus(cuda_device: torch.device, tmp_path: Path, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} GPUs")
-    found = measure(["tiny"], tmp_path, (1, 6), "all", [ranks], device="cuda", budget_ms=5, progress=False)
+    sizes: dict[str, Any] = {"shapes": ["tiny"], "batch": (1, 6), "ranks": [ranks], "providers": "all"}
+    found = ParallelBench(out=tmp_path, device="cuda", budget_ms=5, progress=False, **sizes).measure()
     rows = found.results.rows
     assert (rows["note"] == "").all() and (rows["us"] > 0).all() and (rows["graph_error_percent"] <= 2).all()
     assert (rows[(rows["piece"] == LAYER) & (rows["m"] == 6)]["compiled_error_percent"] <= 2).all()

@@ -16,8 +16,8 @@ import torch
 
 from weightonly.bench.experts.measure import GROUP_SIZES
 from weightonly.bench.experts.providers import EXPERTS_PROVIDERS
-from weightonly.bench.experts.routing import Routing, choices
-from weightonly.bench.experts.stacks import Stack, combined, gated
+from weightonly.bench.experts.routing import Routing, topk_ids
+from weightonly.bench.experts.weights import ExpertWeights, combined, gated
 from weightonly.bench.providers import PROVIDERS, Provider
 from weightonly.bench.shapes import MIXTURES
 from weightonly.bench.weights import Weights
@@ -28,8 +28,8 @@ def peers() -> Iterator[Any]:
     """The plug-in, imported anew; its providers are gone again after the test."""
     registries: list[dict[str, Any]] = [PROVIDERS, EXPERTS_PROVIDERS]
     before = [dict(registry) for registry in registries]
-    sys.modules.pop("weightonly.bench.peers", None)
-    yield importlib.import_module("weightonly.bench.peers")
+    sys.modules.pop("tools.peers", None)
+    yield importlib.import_module("tools.peers")
     for registry, old in zip(registries, before, strict=True):
         registry.clear()
         registry.update(old)
@@ -244,27 +244,29 @@ def stand_in(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [1, 32], ids="M={}".format)
 def test_humming_multiplies_by_our_experts(stand_in: None, name: str, format: str, tokens: int) -> None:
     provider, dtype = EXPERTS_PROVIDERS[name], torch.bfloat16
-    stacks = [Stack.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")]
-    w13, w2 = (copy.deepcopy(provider.prepare(stack)) for stack in stacks)
-    routing = Routing.of(choices("skewed", tokens, TINY.experts, TINY.top_k, CPU), TINY.experts)
+    weights = [
+        ExpertWeights.random(TINY, product, format, GROUP_SIZES[format], dtype, CPU) for product in ("w13", "w2")
+    ]
+    w13, w2 = (copy.deepcopy(provider.prepare(of_one)) for of_one in weights)
+    routing = Routing.of(topk_ids("skewed", tokens, TINY.experts, TINY.top_k, CPU), TINY.experts)
     x = torch.randn(tokens, TINY.hidden, dtype=dtype)
     rows = x[routing.order // TINY.top_k]
-    first = stacks[0].expected(rows, routing)
+    first = weights[0].expected(rows, routing)
     assert (provider.product(w13, rows, routing) - first).float().norm() < 0.01 * first.float().norm()
-    y = combined(stacks[1].expected(gated(first), routing), routing)
+    y = combined(weights[1].expected(gated(first), routing), routing)
     assert (provider.layer(w13, w2, x, routing) - y).float().norm() < 0.01 * y.float().norm()
-    scales = sum(stack.scales.numel() for stack in stacks)
-    numbers = sum(stack.dense.numel() for stack in stacks) * (8 if format == "int8" else 4) // 8
+    scales = sum(weights.scales.numel() for weights in weights)
+    numbers = sum(weights.dense.numel() for weights in weights) * (8 if format == "int8" else 4) // 8
     bytes_of_all = sum(map(provider.weight_bytes, (w13, w2)))
     assert bytes_of_all == numbers + scales * (1 if format == "mxfp4" else 2)
 
 
 @pytest.mark.parametrize("lowest", [False, True])
 def test_all_experts_have_the_lowest_integer_or_none(stand_in: None, lowest: bool) -> None:
-    stack = Stack.random(TINY, "w2", "int4", 128, torch.bfloat16, CPU)
+    weights = ExpertWeights.random(TINY, "w2", "int4", 128, torch.bfloat16, CPU)
     if lowest:
-        stack.q[3, 5, 7] = -8
-    schema = EXPERTS_PROVIDERS["humming"].prepare(stack).config.schema
+        weights.q[3, 5, 7] = -8
+    schema = EXPERTS_PROVIDERS["humming"].prepare(weights).config.schema
     assert schema.b_dtype == ("uint4" if lowest else "without lowest uint4")
 
 
@@ -279,7 +281,7 @@ def test_reasons_not_to_multiply_by_experts(peers: Any, monkeypatch: pytest.Monk
     provider, cuda = EXPERTS_PROVIDERS["humming_grouped"], torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     assert provider.unavailable(cuda, torch.bfloat16) == "the package humming is not installed"
-    assert provider.unavailable(cuda, torch.float16) == "it is compared in bf16, not fp16"
+    assert provider.unavailable(cuda, torch.float16) == "it takes torch.bfloat16 only, not torch.float16"
     assert provider.unavailable(CPU, torch.bfloat16) == "it runs on CUDA only"
     with pytest.raises(ValueError, match="humming: expected one of int4, int8, mxfp4, got nf4"):
-        provider.prepare(Stack.random(TINY, "w2", "nf4", 64, torch.bfloat16, CPU))
+        provider.prepare(ExpertWeights.random(TINY, "w2", "nf4", 64, torch.bfloat16, CPU))

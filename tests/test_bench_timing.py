@@ -63,7 +63,7 @@ def test_rotated_weights_pass_the_l2(cuda_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_each_round_begins_with_a_call_as_programs_make_it(cuda_device: torch.device) -> None:
-    """The last launch outside of graphs decides in which state the GPU is (docs/appendix/measurement-log.md)."""
+    """The last launch outside of graphs decides in which state the GPU is (bench/measurements/LOG.md)."""
     x = torch.zeros(1 << 20, device=cuda_device)
     seen: list[tuple[object, bool]] = []
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import weightonly as wo
-from weightonly.bench import PROVIDERS, published, shapes
-from weightonly.bench.commands import COMMANDS
+from tools import published
+from weightonly.bench import PROVIDERS, shapes
 from weightonly.bench.report import GROUP_SIZES
 from weightonly.bench.report.results import read
 from weightonly.bench.report.tables import lost
@@ -29,8 +29,8 @@ from weightonly.bench.report.tables import lost
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LOG = ROOT / "docs" / "appendix" / "measurement-log.md"  # of what was, names included
 GPU = "gpu"
+TOOLS = {"tools.regret", "tools.regret_experts", "tools.conversions"}
 
 
 class Block(NamedTuple):
@@ -140,7 +140,7 @@ def test_command_runs_on_a_cpu(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", module_lines(on_a_cpu=False), ids=command_name)
 def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    command_line = importlib.import_module("weightonly.bench.__main__")
+    command_line = importlib.import_module(words[0] if words[0] in TOOLS else "weightonly.bench.__main__")
     asked: list[Any] = []
 
     def run(options: Any) -> int:
@@ -148,25 +148,29 @@ def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pyte
         return 0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("weightonly.bench.providers.PROVIDERS", dict(PROVIDERS))  # a plug-in adds to it
-    for command in COMMANDS.values():
+    for providers in ("weightonly.bench.providers", "weightonly.bench.experts.providers"):
+        monkeypatch.setattr(f"{providers}.register", lambda provider: None)  # a plug-in calls it
+    commands = [command_line.COMMAND] if words[0] in TOOLS else command_line.COMMANDS.values()
+    for command in commands:
         monkeypatch.setattr(command, "run", run)
     assert command_line.main(words[1:]) == 0
     (options,) = asked
-    if options.command == "experts":
-        assert set(options.shapes.split(",")) <= set(shapes.MIXTURES)
+    name = words[0] if words[0] in TOOLS else options.command
+    if name in ("experts", "tools.regret_experts"):
+        assert set(options.shapes) <= set(shapes.MIXTURES)
     else:
         assert shapes.resolve(options.shapes)
-    if options.command == "report":
+    if name == "report":
         assert set(options.formats) <= set(GROUP_SIZES)
-    if options.command == "sweep":
-        assert options.providers == "all" or set(options.providers.split(",")) <= set(PROVIDERS)
+    if name == "sweep":
+        assert options.providers == "all" or set(options.providers) <= set(PROVIDERS)
 
 
 def test_the_commands_that_the_tests_above_run_are_there() -> None:
     assert ["weightonly", "info"] in module_lines(on_a_cpu=True)
-    assert {words[0] for words in module_lines(on_a_cpu=True)} == {"weightonly", "weightonly.bench"}
-    assert {"regret", "chain", "report", "tune", "conversions"} <= {words[1] for words in module_lines(on_a_cpu=False)}
+    assert {words[0] for words in module_lines(on_a_cpu=True)} == {"weightonly", "weightonly.bench", "tools.fuzz"}
+    assert {"chain", "report", "tune"} <= {words[1] for words in module_lines(on_a_cpu=False)}
+    assert {words[0] for words in module_lines(on_a_cpu=False)} >= TOOLS
 
 
 def test_make_targets_exist() -> None:
@@ -178,7 +182,7 @@ def test_make_targets_exist() -> None:
     assert named | quoted <= targets
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES if page != LOG])
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
 def test_paths_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     quoted = re.findall(r"`((?:\.ci|[a-z_]+)/[\w./]*)`", text)
@@ -229,7 +233,7 @@ def test_architecture_names_every_folder_of_code() -> None:
 
 def files_of_tables() -> list[str]:
     """What a row of a table says of a folder: paths of the files that the row names."""
-    rows = (line for page in PAGES if page != LOG for line in page.read_text(encoding="utf-8").splitlines())
+    rows = (line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
     found: list[str] = []
     for row in rows:
         folder = re.match(r"\| `([a-z_][\w/]*/)` \|", row)
@@ -270,7 +274,7 @@ def test_every_table_is_published() -> None:
 def test_pictures_are_there_and_the_same_when_made_again(tmp_path: Path) -> None:
     """In processes of their own, as providers that other tests register change colours."""
     code = (
-        "import sys, pathlib; from weightonly.bench import published; "
+        "import sys, pathlib; from tools import published; "
         "[published.save_picture(made, pathlib.Path(sys.argv[1]) / path.name) "
         "for path, made in published.pictures().items()]"
     )

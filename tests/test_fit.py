@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from weightonly.bench.experts.configs import CELL, problem_of
-from weightonly.bench.fit import __main__ as command
-from weightonly.bench.fit import grouped, unfused, waves, write
-from weightonly.bench.fit.choices import Choices
-from weightonly.bench.fit.clusters import (
+from tools.fit import __main__ as command
+from tools.fit import grouped, unfused, waves, write
+from tools.fit.choices import Choices
+from tools.fit.clusters import (
     as_constants,
     fit,
     from_file,
@@ -25,7 +24,8 @@ from weightonly.bench.fit.clusters import (
     prepare,
     without_one_shape,
 )
-from weightonly.bench.regret import regret
+from tools.regret import regret
+from tools.regret_experts import CELL, problem_of
 from weightonly.heuristics import KernelConfig, Problem, candidates, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS
 from weightonly.heuristics.constants import GroupedTimes, TileTimes, UnfusedConstants
@@ -79,7 +79,7 @@ def true_us(config: KernelConfig, problem: Problem) -> float:
 
 
 def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd.DataFrame:
-    """As `bench regret --layout tiled --csv` has them."""
+    """As `tools.regret --layout tiled --csv` has them."""
     generator = np.random.default_rng(seed)
     rows = []
     for k, n in SHAPES:

@@ -1,4 +1,4 @@
-"""`bench fuzz`: its oracle, its loop, and random calls of the library as it is and with planted faults."""
+"""`tools.fuzz`: its oracle, its loop, and random calls of the library as it is and with planted faults."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import weightonly as wo
-from weightonly.bench.__main__ import main
-from weightonly.bench.fuzz import TARGETS, Outcome, State, Target, fuzz
-from weightonly.bench.fuzz.loop import describe, summary
-from weightonly.bench.fuzz.oracle import Grid, Sums, dense
+from tools.fuzz import TARGETS, Outcome, State, Target, fuzz
+from tools.fuzz.__main__ import main
+from tools.fuzz.loop import describe, summary
+from tools.fuzz.oracle import Grid, Sums, dense
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_failures_name_the_command_that_repeats_them() -> None:
     state = fuzz(target, State("counted", 9), calls=1000, most_failures=2, say=said.append)
     assert state.failed == ["9:1", "9:2"] and len(said) == 2
     assert "it broke" in said[0]
-    assert said[0].endswith("python -m weightonly.bench fuzz --target counted --device cpu --case 9:1")
+    assert said[0].endswith("python -m tools.fuzz --target counted --device cpu --case 9:1")
     assert describe(target, "9:4", target.run(9, 4)).startswith("FAILED counted 9:4")
     assert "kernels run: 2 of 3" in summary(target, state)
     assert "--seed 9 --start 3" in summary(target, state)
@@ -185,7 +185,7 @@ def test_nothing_follows_a_lost_gpu() -> None:
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = f"fuzz --device cpu --state {tmp_path / 's'}"
+    state = f"--device cpu --state {tmp_path / 's'}"
     assert main(f"{state} --seed 3 --calls 6".split()) == 0
     assert "seed 3, from case 0" in capsys.readouterr().out
     assert main(f"{state} --calls 12".split()) == 0
@@ -197,12 +197,12 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_repeats_a_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["fuzz", "--device", "cpu", "--case", "3:1"]) == 0
+    assert main(["--device", "cpu", "--case", "3:1"]) == 0
     assert "calls 3:1 on cpu: 6 calls, nothing wrong" in capsys.readouterr().out
     monkeypatch.setattr(wo, "gemm", lambda x, *operands, **arguments: x)
-    assert main(["fuzz", "--device", "cpu", "--case", "3:1"]) == 1
+    assert main(["--device", "cpu", "--case", "3:1"]) == 1
     assert capsys.readouterr().out.startswith("FAILED calls 3:1")
-    assert main(["fuzz", "--device", "cpu", "--seed", "3", "--seconds", "30", "--failures", "2"]) == 1
+    assert main(["--device", "cpu", "--seed", "3", "--seconds", "30", "--failures", "2"]) == 1
     printed = capsys.readouterr().out
     assert "--device cpu --case 3:0" in printed and "failed cases: 3:0 3:1" in printed
 
@@ -210,7 +210,7 @@ def test_the_command_repeats_a_case(capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.parametrize("case", ["7", "7:", "a:1", "-1:3"])
 def test_a_case_is_a_seed_and_an_index(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["fuzz", f"--case={case}"])
+        main([f"--case={case}"])
     assert "expected SEED:INDEX" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`bench fuzz` beyond right calls: its targets as the library is, and with planted faults, which they have to find."""
+"""`tools.fuzz` beyond right calls: its targets as the library is, and with planted faults, which they have to find."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weightonly as wo
+from tools.fuzz import TARGETS, State, fuzz, guided
+from tools.fuzz.__main__ import main
 from weightonly import args
-from weightonly.bench.__main__ import main
-from weightonly.bench.fuzz import TARGETS, State, fuzz, guided
 from weightonly.formats import shards
 from weightonly.plain import has_memory
 
@@ -95,7 +95,7 @@ def test_what_a_killed_run_leaves_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_half_written_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightonly.bench.fuzz import states
+    from tools.fuzz import states
 
     def fault(path: Path, value: int) -> None:
         wo.save(path, {"value": torch.arange(4.0)})
@@ -115,7 +115,7 @@ def test_coverage_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("options", ["--target calls", "--target files --start 3", "--target files --case 1:2"])
 def test_options_that_contradict_coverage(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--coverage", str(tmp_path), *options.split()]) == 2
+    assert main(["--coverage", str(tmp_path), *options.split()]) == 2
     assert "coverage" in capsys.readouterr().err
 
 

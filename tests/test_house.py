@@ -50,6 +50,17 @@ def test_the_package_imports_nothing_of_the_benchmarks() -> None:
     assert not found
 
 
+def test_what_is_installed_imports_nothing_of_tools() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in ("weightonly", "heuristics", "bench")
+        for file, package in files_of(folder, folder)
+        for name in imports_of(file, package)
+        if name.partition(".")[0] == "tools"
+    ]
+    assert not found
+
+
 def test_heuristics_need_the_standard_library_alone() -> None:
     allowed = {*sys.stdlib_module_names, "weightonly"}
     found = [

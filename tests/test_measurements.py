@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from weightonly.bench.experts.configs import regret as experts_regret
-from weightonly.bench.regret import regret
+from tools.regret import regret
+from tools.regret_experts import regret as experts_regret
 
 FOLDER = Path(__file__).resolve().parent.parent / "bench" / "measurements"
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from report_cases import FACTS, Page, made_up
 
+from weightonly.bench.plot import styles
 from weightonly.bench.report import Report
-from weightonly.bench.report.plot import styles
 from weightonly.bench.report.results import Results
 
 

@@ -13,8 +13,7 @@ from tuned_cases import BUILT, H200, Bench, another, of_model, problem, table, w
 import weightonly as wo
 from weightonly.bench import timing, weights
 from weightonly.bench.__main__ import main
-from weightonly.bench.commands.tune import describe_gains
-from weightonly.bench.tune import as_frame, plausible, quickest
+from weightonly.bench.tune import as_frame, describe_gains, plausible, quickest
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import CONFIGS
 from weightonly.plan import tuned

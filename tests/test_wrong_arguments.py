@@ -1,6 +1,6 @@
 """Wrong arguments of every public function: refused by a TypeError or ValueError that begins with the argument's name.
 
-What is wrong is tried by kind, one argument at a time. `bench fuzz --target invalid` does the same at random.
+What is wrong is tried by kind, one argument at a time. `tools.fuzz --target invalid` does the same at random.
 """
 
 from __future__ import annotations

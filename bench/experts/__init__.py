@@ -4,8 +4,9 @@
 expert and with torch's bf16 grouped product.
 
     routing.py    which tokens go to which experts
-    stacks.py     the random weights of all experts, and the results that providers must give
+    weights.py    the random weights of all experts, and the results that providers must give
     providers.py  what multiplies by them
-    measure.py    measures them within a time budget, and writes each row as it comes
+    mixture.py    the rows of a mixture that is in memory
+    measure.py    the cells, for ../runner.py
     tables.py     the tables
 """

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from weightonly.heuristics.problem import FORMATS
+
 from ..kept import DoesNotFit
 from ..model.build import free_memory
-from ..roofline import Ceilings, experts_roofline_us
+from ..roofline import Ceilings, roofline_us
+from ..runner import Rows
 from ..shapes import MIXTURES
 from ..timing import Call, CallTimer, Timing, copies_beyond_l2, overlapping, time_eager, time_in_rounds
 from .providers import ExpertsProvider
-from .routing import Routing, choices
-from .stacks import PRODUCTS, Stack, combined, gated
+from .routing import Routing, topk_ids
+from .weights import PRODUCTS, ExpertWeights, combined, gated
 
 LAYER = "layer"
 MEASURES = (*PRODUCTS, LAYER)
@@ -76,30 +79,30 @@ class Mixture:
             return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype)
 
         self.x = randn(most, self.sizes.hidden)  # [M, H]
-        self.between = randn(most * self.sizes.top_k, self.sizes.inner)  # [T, I], by choice
+        self.between = randn(most * self.sizes.top_k, self.sizes.inner)  # [T, I], by token
         self.ids = {
-            name: choices(name, most, self.sizes.experts, self.sizes.top_k, device, skew)
+            name: topk_ids(name, most, self.sizes.experts, self.sizes.top_k, device, skew)
             for name, skew in dict.fromkeys((cell.routing, cell.skew) for cell in cells)
         }
-        self.stacks: dict[str, Stack] = {}
+        self.weights: dict[str, ExpertWeights] = {}
         self._operands: dict[tuple[str, str], list[Any] | Exception] = {}
         fewest = {cell.routing: min(one.m for one in cells if one.routing == cell.routing) for cell in cells}
         least = min(self._routing(name, m).with_rows for name, m in fewest.items())
         for name in PRODUCTS:
-            stack = Stack.random(self.sizes, name, first.format, first.group_size, dtype, device)
+            weights = ExpertWeights.random(self.sizes, name, first.format, first.group_size, dtype, device)
             for provider in providers.values():
                 if (provider.holds, name) not in self._operands:
                     try:
-                        self._operands[provider.holds, name] = self._copies(provider, stack, least)
+                        self._operands[provider.holds, name] = self._copies(provider, weights, least)
                     except Exception as error:
-                        self._operands[provider.holds, name] = error.with_traceback(None)  # whose frames hold tensors
-            stack.q = stack.q[:0]  # packed now
-            self.stacks[name] = stack
+                        self._operands[provider.holds, name] = error.with_traceback(None)  # its frames hold tensors
+            weights.q = weights.q[:0]  # packed now
+            self.weights[name] = weights
 
-    def _copies(self, provider: ExpertsProvider, stack: Stack, with_rows: int) -> list[Any]:
+    def _copies(self, provider: ExpertsProvider, weights: ExpertWeights, with_rows: int) -> list[Any]:
         """An operand, and copies of it beyond the L2 cache where so many experts are read. Raises DoesNotFit for those
         beyond the free memory."""
-        operand = provider.prepare(stack)
+        operand = provider.prepare(weights)
         size_bytes = provider.weight_bytes(operand)
         count = copies_beyond_l2(self._read_bytes(size_bytes, with_rows), self.device)
         needed, free_bytes = (count - 1) * size_bytes, free_memory(self.device)
@@ -116,7 +119,7 @@ class Mixture:
     # --- rows ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def rows(self, cells: Sequence[Cell]) -> list[dict[str, Any] | Exception]:
+    def rows(self, cells: Sequence[Cell]) -> list[Rows | Exception]:
         """The rows of cells that differ in their providers alone, timed in turns; or what each raised."""
         cell = cells[0]
         routing = self._routing(cell.routing, cell.m)
@@ -152,11 +155,11 @@ class Mixture:
                 timed = found[place]
                 assert isinstance(timed, dict)
                 timed |= _times(timing)
-        return found
+        return [one if isinstance(one, Exception) else [one] for one in found]
 
     def _operands_and_result(self, cell: Cell, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """x of a cell, and what it must give."""
-        w13, w2 = (self.stacks[name] for name in PRODUCTS)
+        w13, w2 = (self.weights[name] for name in PRODUCTS)
         rows = self.x[: cell.m][routing.order // self.sizes.top_k]  # [T, H]
         if cell.measure == "w13":
             return rows, w13.expected(rows, routing)
@@ -191,12 +194,12 @@ class Mixture:
         names = PRODUCTS if cell.measure == LAYER else (cell.measure,)
         is_layer = cell.measure == LAYER  # which reads x and writes y once for each token
         return math.fsum(
-            experts_roofline_us(
-                routing.with_rows,
+            roofline_us(
                 routing.rows,
                 *self.sizes.shape(name),
-                format=self.format,
+                bits=FORMATS[self.format],
                 group_size=self.group_size,
+                weights=routing.with_rows,
                 x_rows=cell.m if is_layer and name == "w13" else routing.rows,
                 y_rows=cell.m if is_layer and name == "w2" else routing.rows,
                 limits=self.limits,

@@ -3,7 +3,7 @@ instance, in a module that --plugin names."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,29 +13,20 @@ from torch.nn import functional
 import weightonly as wo
 from weightonly.heuristics.problem import FORMATS
 
-from ..providers import nbytes
+from ..providers import LayerProvider, Registry, nbytes
 from ..weights import dtype_name
 from .routing import Routing
-from .stacks import Stack, combined, gated
+from .weights import ExpertWeights, combined, gated
 
 
-class ExpertsProvider(ABC):
-    """A way to multiply rows, sorted by expert, by the weights of their experts. `name` is what the command line calls
-    it. holds: providers of the same share their operands, which are copied for rotation once."""
+class ExpertsProvider(LayerProvider):
+    """A way to multiply rows, sorted by expert, by the weights of their experts. holds: providers of the same share
+    their operands, which are copied for rotation once."""
 
-    name: str
     holds: str
 
-    def label(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What tables call it."""
-        return self.name
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot run this here, or None (the default) if it can."""
-        return None
-
     @abstractmethod
-    def prepare(self, stack: Stack) -> Any:
+    def prepare(self, weights: ExpertWeights) -> Any:
         """The weights in its own form, which copy.deepcopy copies; not timed."""
 
     @abstractmethod
@@ -47,13 +38,13 @@ class ExpertsProvider(ABC):
         """x [T, K], sorted by expert -> [T, N]."""
 
     def layer(self, w13: Any, w2: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [M, H] -> [M, H], the choices sorted already: a gather, two products and what lies between, a sum."""
+        """x [M, H] -> [M, H], the rows sorted already: a gather, two products and what lies between, a sum."""
         rows = x[routing.order // routing.ids.shape[1]]  # [T, H]
         return combined(self.product(w2, gated(self.product(w13, rows, routing)), routing), routing)
 
 
 @dataclass(frozen=True)
-class PackedStack:
+class PackedExperts:
     """Stacked experts as `grouped_gemm` takes them."""
 
     qweight: wo.PackedWeight
@@ -63,22 +54,22 @@ class PackedStack:
 class _OfPacked(ExpertsProvider):
     holds = "packed"
 
-    def prepare(self, stack: Stack) -> PackedStack:
-        return PackedStack(wo.preprocess(stack.q, FORMATS[stack.format], format=stack.format), stack.scales)
+    def prepare(self, weights: ExpertWeights) -> PackedExperts:
+        return PackedExperts(wo.preprocess(weights.q, FORMATS[weights.format], format=weights.format), weights.scales)
 
-    def weight_bytes(self, operand: PackedStack) -> int:
+    def weight_bytes(self, operand: PackedExperts) -> int:
         return nbytes(operand.qweight.data, operand.scales)
 
 
 class Grouped(_OfPacked):
-    """`wo.grouped_gemm` and `wo.fused_experts`, which sorts the choices itself."""
+    """`wo.grouped_gemm` and `wo.fused_experts`, which sorts the rows itself."""
 
     name = "ours"
 
-    def product(self, operand: PackedStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def product(self, operand: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return wo.grouped_gemm(x, operand.qweight, operand.scales, routing.offs)
 
-    def layer(self, w13: PackedStack, w2: PackedStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def layer(self, w13: PackedExperts, w2: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         first, second = (w13.qweight, w13.scales), (w2.qweight, w2.scales)
         return wo.fused_experts(x, first, second, routing.ids, routing.weights)
 
@@ -91,7 +82,7 @@ class OneGemmEach(_OfPacked):
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return "one gemm each"
 
-    def product(self, operand: PackedStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def product(self, operand: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         y = x.new_empty(x.shape[0], operand.qweight.n)
         begin = 0
         for expert, count in enumerate(routing.counts):
@@ -106,18 +97,19 @@ class TorchGrouped(ExpertsProvider):
     """torch's grouped product of dense bf16 weights: `torch.nn.functional.grouped_mm`, `torch._grouped_mm` before."""
 
     name = "grouped_mm"
+    dtypes = (torch.bfloat16,)
     holds = "dense"
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return f"torch grouped_mm {dtype_name(dtype)}"
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if dtype != torch.bfloat16:
-            return f"it takes bfloat16 only, not {dtype}"
-        return None if _grouped_mm() is not None else f"torch {torch.__version__} has no grouped_mm"
+        if _grouped_mm() is None:
+            return f"torch {torch.__version__} has no grouped_mm"
+        return super().unavailable(device, dtype)
 
-    def prepare(self, stack: Stack) -> torch.Tensor:
-        return stack.dense
+    def prepare(self, weights: ExpertWeights) -> torch.Tensor:
+        return weights.dense
 
     def weight_bytes(self, operand: torch.Tensor) -> int:
         return nbytes(operand)
@@ -132,16 +124,9 @@ def _grouped_mm() -> Any:
     return getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-EXPERTS_PROVIDERS: dict[str, ExpertsProvider] = {}
-"""Name -> provider, in the order of tables."""
+EXPERTS_PROVIDERS: Registry[ExpertsProvider] = Registry()
 
-
-def register(provider: ExpertsProvider) -> None:
-    """Adds a provider to `EXPERTS_PROVIDERS`. Raises ValueError for a name that is taken."""
-    if provider.name in EXPERTS_PROVIDERS:
-        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
-    EXPERTS_PROVIDERS[provider.name] = provider
-
+register = EXPERTS_PROVIDERS.register
 
 for _provider in (Grouped(), OneGemmEach(), TorchGrouped()):
     register(_provider)

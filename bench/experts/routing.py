@@ -15,17 +15,17 @@ SKEW = 1.0
 
 @dataclass(frozen=True, eq=False)  # hashable, so that what a library makes of one can be kept
 class Routing:
-    """The choices of M tokens, and the same sorted by expert.
+    """The experts of M tokens, and the same sorted by expert.
 
-    ids: int32 [M, top_k]. weights: fp32 [M, top_k], rows sum to 1. order: int64 [T = M * top_k], the choices by expert.
-    places: int64 [T], the sorted row of each choice. offs: int32 [E], where the rows of each expert end. counts: the
-    rows of each expert.
+    ids: int32 [M, top_k]. weights: fp32 [M, top_k], rows sum to 1. order: int64 [T = M * top_k], the (token, expert)
+    pairs by expert. inverse: int64 [T], the sorted row of each pair. offs: int32 [E], where the rows of each expert
+    end. counts: the rows of each expert.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor
     order: torch.Tensor
-    places: torch.Tensor
+    inverse: torch.Tensor
     offs: torch.Tensor
     counts: Sequence[int]
 
@@ -51,10 +51,10 @@ class Routing:
         return sum(count > 0 for count in self.counts)
 
 
-def choices(
+def topk_ids(
     name: str, tokens: int, experts: int, top_k: int, device: torch.device, skew: float = SKEW, seed: int = 0
 ) -> torch.Tensor:
-    """int32 [tokens, top_k]: different experts for each token. The first tokens of more are those of fewer.
+    """int32 [tokens, top_k]: different experts for each token. Fewer tokens are the first ones of more.
 
     name: of `ROUTINGS`. even: the experts in turns, in a random order, so that counts differ by one at most. skewed:
     drawn without replacement, with chances r ** -skew for the expert of rank r; ranks are random.

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ..report.results import Results
-from ..report.tables import MEAN, number_text
+from ..report.tables import MEAN, geometric_mean, notes, page, text
 from .mixture import LAYER, PRODUCTS
 from .providers import Grouped
 
 OURS = Grouped.name
-_GROUP = ["model", "routing", "measure"]
 
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Writes experts.md; its path. Raises ValueError without rows."""
-    if results.rows.empty:
-        raise ValueError("rows: expected measurements of mixtures of experts, got none")
     path = folder / "experts.md"
     path.write_text(markdown(results), encoding="utf-8")
     return [path]
@@ -28,20 +24,14 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 def markdown(results: Results) -> str:
     """A section for each dtype and measure with its tables, what has no times and why, and the facts."""
-    machine = results.facts.get("GPU") or results.facts.get("CPU") or "machine not recorded"
-    lines = [f"# Mixtures of experts: {machine}"]
     rows = results.rows
+    lines: list[str] = []
     timed = rows[rows["note"] == ""]
     for (dtype, measure), own in timed.groupby(["dtype", "measure"], sort=False):
         lines += ["", f"## {_TITLES[measure]}, {dtype}", *_sections(own)]
-    notes = rows[rows["note"] != ""]
-    lines += [""] if len(notes) else []
-    lines += [
-        f"- {row['model']}, {row['provider']}, {row['measure']}, M = {row['m']}, {row['routing']}: {row['note']}"
-        for row in notes.to_dict("records")
-    ]
-    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in results.facts.items())]
-    return "\n".join(lines) + "\n"
+    if found := notes(rows, "{model}, {provider}, {measure}, M = {m}, {routing}"):
+        lines += ["", *found]
+    return page("Mixtures of experts", results, lines)
 
 
 _TITLES = {"w13": "gate and up (w13)", "w2": "down (w2)", LAYER: "fused_experts"}
@@ -88,13 +78,13 @@ def with_means(table: pd.DataFrame) -> pd.DataFrame:
     """And the geometric mean of each M; none where a line has no ratio, as a mean over other models is another."""
     if len(table) < 2:
         return table
-    mean = np.exp(np.log(table).mean(skipna=False))
+    mean = geometric_mean(table)
     return pd.concat([table, pd.DataFrame([mean], index=pd.MultiIndex.from_tuples([(MEAN, "", "", "")], names=_LINE))])
 
 
 def _text(table: pd.DataFrame) -> str:
-    shown = table.dropna(how="all").dropna(axis=1, how="all")
+    shown = table.dropna(how="all")
     shown = shown.rename(columns=lambda m: f"M = {m}").reset_index()
     skews = [f", skew {skew}" if skew else "" for skew in shown["skew"]]
     shown["routing"] = [f"{routing}{skew}" for routing, skew in zip(shown["routing"], skews, strict=True)]
-    return str(shown.drop(columns="skew").map(number_text).to_markdown(index=False, disable_numparse=True))
+    return text(shown.drop(columns="skew"))

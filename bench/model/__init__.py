@@ -7,8 +7,7 @@ of launches for each provider, one model in memory at a time.
     build.py      a model, made and quantized layer by layer
     decoder.py    its decode step and its prompts, on a static cache
     training.py   a LoRA training step
-    cells.py      what is measured: the rows of the table
     rows.py       the rows of a model that is in memory
-    measure.py    measures them within a time budget, and writes each as it comes
+    measure.py    the cells, for ../runner.py
     tables.py     the tables and the picture
 """

@@ -23,7 +23,7 @@ from ..shapes import LlamaSizes
 from ..timing import wait
 from .providers import ModelProvider
 
-_STD = 0.02  # of random weights: that of Llama's own initialization
+_STD = 0.02  # of random weights, as in Llama's own initialization
 _MAX_POSITIONS = 8192
 _ROPE_THETA = 500000.0  # of Llama 3
 
@@ -68,7 +68,7 @@ def build(
     cut: Callable[[torch.nn.Module], None] | None = None,
     progress: bool = False,
 ) -> Built:
-    """A LlamaForCausalLM in eval mode whose decoder layers `provider` has quantized.
+    """A LlamaForCausalLM in eval mode; `provider` has quantized its decoder layers.
 
     cut: called with each of them then; what it leaves of the layer is kept.
 
@@ -117,7 +117,7 @@ def _fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
 
 def _held_bytes(module: torch.nn.Module, begin_bytes: int, device: torch.device) -> int:
     """Bytes of a module: on a GPU what was allocated since `begin_bytes`, as the tensors of others do not tell their
-    size (torchao's say that of the dense weight, bitsandbytes keeps scales outside of Parameters and buffers)."""
+    size (torchao's tell the size of the dense weight, bitsandbytes keeps scales outside of Parameters and buffers)."""
     return _allocated_bytes(device) - begin_bytes if device.type == "cuda" else module_bytes(module)
 
 

@@ -1,6 +1,6 @@
 """A model on a static cache: prompts, and the decode step that is compiled and captured.
 
-The modules are those of transformers' model, and so is the cache; the loop over the layers is here. Each layer gets
+Modules and cache are transformers' own; the loop over the layers is here. Each layer gets
 its own part of the cache, so that torch.compile makes one function for all of them: compiling a whole model takes
 minutes, and one layer seconds. As in `generate` of transformers, the decode step alone is compiled.
 """

@@ -1,161 +1,155 @@
-"""`measure`: whole models, within a time budget. Rows are written as they come, and a later run does what is left."""
+"""What `bench model` measures: a cell for each provider, measure, batch and number of tokens."""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from weightonly.device import gpu_state
-
-from ..devices import default_device, require_gpu
-from ..kept import ROWS, KeptRows, Measured, note_of, require_packages
-from ..providers import choose
-from ..report.facts import machine_facts
-from ..roofline import ceilings, describe
+from .. import command, runner
+from ..kept import require_packages
+from ..report.results import Results
+from ..roofline import Ceilings
 from ..shapes import LLAMAS
 from ..weights import dtype_name
+from . import tables
 from .build import build
-from .cells import KEY, MEASURES, Cell, Sizes, cells_of
-from .providers import MODEL_PROVIDERS, ModelProvider
-from .rows import ModelRows, free_unused, method
+from .providers import MODEL_PROVIDERS, ModelProvider, Ours
+from .rows import ModelRows, method
+from .tables import MEASURES
 
-COLUMNS = [*KEY, "overlap", "ms", "ms_min", "tokens_s", "linears_ms", "head_ms", "roofline_ms", "same_tokens"]
+
+@dataclass(frozen=True)
+class Cell:
+    """What tells rows apart, but that `overlap` has one for each mode."""
+
+    model: str
+    layers: int
+    provider: str  # a label
+    dtype: str
+    compiled: bool
+    measure: str
+    batch: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.provider} {self.measure} {self.batch} x {self.tokens}"
+
+
+COLUMNS = [field.name for field in fields(Cell)]
+COLUMNS += ["overlap", "ms", "ms_min", "tokens_s", "linears_ms", "head_ms", "roofline_ms", "same_tokens"]
 COLUMNS += ["weights_mb", "peak_mb", "load_s", "ready_s", "note"]
 
 
-def measure(
-    shapes: Sequence[str],
-    out: Path,
-    sizes: Sizes,
-    providers: str | Sequence[str] = "all",
-    measures: Sequence[str] | None = None,
-    *,
-    layers: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    compile: bool | None = None,
-    budget_ms: float = 300.0,
-    time_budget_s: float = math.inf,
-    facts: Mapping[str, str] | None = None,
-    progress: bool = True,
-) -> Measured:
-    """Measures models, and writes out/results.csv after each row; rows that are there already are not measured again.
+@dataclass(frozen=True, kw_only=True)
+class ModelBench(runner.Bench):
+    """Whole models of transformers.
 
-    shapes: names of shapes.LLAMAS. providers: names of `MODEL_PROVIDERS`, or "all" for those that run here. measures:
-    some of `MEASURES`; None: all, on a CPU all but overlap. device: None: the GPU; a CPU is measured where it is named.
-    layers: of each model; None: all that it has. dtype: of activations and dense weights. compile: the decode step;
-    None: on a GPU. budget_ms: device time of a measurement. time_budget_s: no row is begun after so many seconds.
-    facts: more of them for the file. A row without times says why in `note`. What failed is tried again by the next
-    run; what did not fit in memory is not.
-
-    Raises ValueError naming the argument; for a file of another machine, too. Raises RuntimeError without a GPU. Raises
-    ImportError without transformers, and, for `train`, without PEFT.
+    measures: some of `MEASURES`; None: all, on a CPU all but overlap. layers: of each model; None: all that it has.
+    batch, context: of decode steps. prompts: lengths, of one prompt each. train: lines and tokens of a training step.
+    compile: the decode step; None: on a GPU. Other arguments as `runner.Bench`. Needs transformers, and PEFT for
+    `train`.
     """
-    where = require_gpu("model") if device is None else default_device(device)
-    measures = _measures(measures, where)
-    for name in shapes:
-        if name not in LLAMAS:
-            raise ValueError(f"shapes: expected models, some of {', '.join(LLAMAS)}, got {name!r}")
-    for argument, value in (("layers", layers), ("budget_ms", budget_ms), ("time_budget_s", time_budget_s)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{argument}: expected a positive number, got {value!r}")
-    if where.type == "cuda" and dtype == torch.float32:
-        raise ValueError("dtype: expected torch.float16 or torch.bfloat16 on a GPU, got torch.float32")
-    require_packages("model", "transformers", *(["peft"] if "train" in measures else []))
-    reasons = {name: one.unavailable(where, dtype) for name, one in MODEL_PROVIDERS.items()}
-    chosen = [MODEL_PROVIDERS[name] for name in choose(providers, reasons)]
-    for name, reason in reasons.items():
-        if providers == "all" and reason is not None:
-            print(f"model: {name} is left out: {reason}", file=sys.stderr)
-    out.mkdir(parents=True, exist_ok=True)
-    compile = where.type == "cuda" if compile is None else compile
-    session = _Session(out / ROWS, where, dtype, compile, budget_ms, facts or {})
-    todo = [
-        (provider, session.left(model, layers or LLAMAS[model].layers, provider, measures, sizes))
-        for model in shapes
-        for provider in chosen
-    ]
-    deadline = time.monotonic() + time_budget_s
-    with tqdm(total=sum(len(cells) for _, cells in todo), disable=not progress, unit="cell") as bar:
-        for provider, cells in todo:
-            session.run(provider, cells, deadline, bar)
-    kept = session.kept
-    return Measured(kept.results(), kept.failed, sum(len(cells) for _, cells in todo) - kept.measured)
+
+    measures: Sequence[str] | None = None
+    layers: int | None = None
+    batch: Sequence[int] = (1, 8, 32, 128)
+    context: int = 512
+    prompts: Sequence[int] = (512, 4096)
+    train: Sequence[int] = (4, 512)
+    compile: bool | None = None
+    budget_ms: float = 300.0
+
+    name = "model"
+    models = LLAMAS
+    registry = MODEL_PROVIDERS
+    columns = COLUMNS
+    positive = ("layers",)
+
+    def check(self) -> None:
+        measures = self._measures()
+        if not measures:
+            raise ValueError(f"measures: expected some of {', '.join(MEASURES)}, got none")
+        runner.check_some("measures", measures, MEASURES)
+        if self.where.type == "cpu" and "overlap" in measures:
+            raise ValueError(f"measures: overlap needs launches on a GPU, got device {self.where}")
+        if len(self.train) != 2:
+            raise ValueError(f"train: expected LINES,TOKENS such as 4,512, got {len(self.train)} numbers")
+        runner.check_integers("batch", self.batch)
+        runner.check_integers("context", self.context)
+        runner.check_integers("prompts", self.prompts, 2)  # of one token nothing is predicted
+        runner.check_integers("train, lines", self.train[0])
+        runner.check_integers("train, tokens", self.train[1], 2)
+        require_packages("model", "transformers", *(["peft"] if "train" in measures else []))
+
+    def _measures(self) -> Sequence[str]:
+        if self.measures is not None:
+            return self.measures
+        return [name for name in MEASURES if self.where.type == "cuda" or name != "overlap"]
+
+    def cells(self, labels: Sequence[str]) -> Iterator[Cell]:
+        """Cells of decode and overlap of a batch follow each other, and training comes last."""
+        providers = self.by_label(self.where)
+        for model in self.shapes:
+            for label in labels:
+                cells = list(self._cells_of(model, label, providers[label]))
+                steps = [cell for cell in cells if cell.measure in ("decode", "overlap")]
+                yield from sorted(steps, key=lambda cell: cell.batch)
+                yield from (cell for cell in cells if cell not in steps)
+
+    def _cells_of(self, model: str, label: str, provider: ModelProvider) -> Iterator[Cell]:
+        layers, dtype = self.layers or LLAMAS[model].layers, dtype_name(self.dtype)
+        compile = self.where.type == "cuda" if self.compile is None else self.compile
+        lines, tokens = self.train
+        decode = [(batch, self.context) for batch in self.batch]
+        sizes = {"decode": decode, "prefill": [(1, length) for length in self.prompts]}
+        sizes |= {"overlap": decode if isinstance(provider, Ours) else []}
+        sizes |= {"train": [(lines, tokens)] if provider.untrainable() is None else []}
+        for measure in (name for name in MEASURES if name in self._measures()):
+            for batch, length in sizes[measure]:
+                compiled = compile and measure in ("decode", "overlap")
+                yield Cell(model, layers, label, dtype, compiled, measure, batch, length)
+
+    def weights_of(self, cell: Cell) -> tuple[str, str]:
+        return cell.model, cell.provider
+
+    def load(self, cells: Sequence[Cell], process: runner.Process, limits: Ceilings | None) -> runner.Measure:
+        first, device = cells[0], process.device
+        provider = self.by_label(device)[first.provider]
+        built = build(LLAMAS[first.model], first.layers, provider, self.dtype, device, progress=self.progress)
+        model = ModelRows(built, device, limits, self.budget_ms)
+        return lambda cells: [model.rows(cell) for cell in cells]
+
+    def method(self, device: torch.device) -> dict[str, str]:
+        return {"method": method(device)}
+
+    @classmethod
+    def tables(cls, results: Results, folder: Path) -> list[Path]:
+        return tables.write(results, folder)
 
 
-class _Session:
-    """A file of rows, and the model whose rows are being added."""
-
-    def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        dtype: torch.dtype,
-        compile: bool,
-        budget_ms: float,
-        facts: Mapping[str, str],
-    ) -> None:
-        self.device, self.dtype = device, dtype
-        self.compile, self.budget_ms = compile, budget_ms
-        self.limits = ceilings(device)
-        here = machine_facts(device) | {"method": method(device), **facts}
-        if self.limits is not None:
-            here |= {"roofline": describe(self.limits), "GPU before": str(gpu_state(device))}
-        self.kept = KeptRows(path, "model", COLUMNS, here)
-
-    def left(
-        self, model: str, layers: int, provider: ModelProvider, measures: Sequence[str], sizes: Sizes
-    ) -> list[Cell]:
-        """What of a provider has no row yet, or one that failed."""
-        label = provider.label(self.device, self.dtype)
-        cells = cells_of(model, layers, provider, label, dtype_name(self.dtype), self.compile, measures, sizes)
-        return self.kept.left(cells)
-
-    def run(self, provider: ModelProvider, cells: Sequence[Cell], deadline: float, bar: tqdm) -> None:
-        """Measures cells of one model and provider, until the deadline."""
-        if not cells or time.monotonic() > deadline:
-            return
-        bar.set_postfix_str(f"{cells[0].model} {cells[0].provider}: weights")
-        free_unused()
-        try:
-            built = build(
-                LLAMAS[cells[0].model], cells[0].layers, provider, self.dtype, self.device, progress=not bar.disable
-            )
-        except Exception as error:
-            for cell in cells:
-                self.kept.add(cell, [{"note": note_of(error)}])
-                bar.update()
-            return
-        measured = ModelRows(built, self.device, self.limits, self.budget_ms)
-        for cell in cells:
-            if time.monotonic() > deadline:
-                return
-            bar.set_postfix_str(f"{cell.model} {cell.provider}: {cell.measure} {cell.batch} x {cell.tokens}")
-            try:
-                rows = measured.rows(cell)
-            except Exception as error:  # a package of others, or memory; the rows that follow may still run
-                rows = [{"note": note_of(error)}]
-            self.kept.add(cell, rows)
-            bar.update()
-        del measured, built
+def _add_options(parser: command.Parser) -> None:
+    runner.add_options(parser, "models", list(LLAMAS), "llama3-8b")
+    command.add_providers(parser, "all", MODEL_PROVIDERS)
+    command.add_batch(parser, ModelBench.batch)
+    parser.add_argument("--layers", type=int, help="of each model (default: all that it has)")
+    known = ",".join(MEASURES)
+    parser.add_argument("--measures", type=command.names, help=f"some of {known} (default: all that the device has)")
+    parser.add_argument("--context", type=int, default=512, help="tokens before a decode step (default 512)")
+    parser.add_argument(
+        "--prompts", type=command.integers, default=[512, 4096], help="tokens of a prompt (default 512,4096)"
+    )
+    parser.add_argument(
+        "--train", metavar="LINES,TOKENS", type=command.integers, default=[4, 512], help="of a step (default 4,512)"
+    )
+    runner.add_compile(parser, "the decode step, by torch.compile (default: on a GPU)")
 
 
-def _measures(measures: Sequence[str] | None, device: torch.device) -> list[str]:
-    """Those to measure. Raises ValueError for unknown ones, and for overlap on a CPU."""
-    on_gpu = device.type == "cuda"
-    if measures is None:
-        return [name for name in MEASURES if on_gpu or name != "overlap"]
-    for name in measures:
-        if name not in MEASURES:
-            raise ValueError(f"measures: expected some of {', '.join(MEASURES)}, got {name!r}")
-    if not on_gpu and "overlap" in measures:
-        raise ValueError(f"measures: overlap is that of launches on a GPU, got device {device}")
-    if not measures:
-        raise ValueError(f"measures: expected some of {', '.join(MEASURES)}, got none")
-    return list(measures)
+COMMAND = command.Command(
+    "decode, prompts, LoRA and overlap of launches in transformers' models with random weights; writes a folder",
+    _add_options,
+    lambda options: runner.run(ModelBench, options),
+    runner.needs_gpu,
+)

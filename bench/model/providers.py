@@ -5,29 +5,19 @@ To compare another library, subclass `ModelProvider` and `register` an instance,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
 
 import weightonly as wo
 
-from ..providers import Dense, linear4bit, missing_package
+from ..providers import Dense, LayerProvider, Registry, linear4bit
 from ..report.measure import GROUP_SIZES
 
 
-class ModelProvider(ABC):
-    """A way to hold the linears of a model. `name` is what the command line calls it."""
-
-    name: str
-
-    def label(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What tables and pictures call it: its name, unless it is another thing on another device."""
-        return self.name
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot run this here ("the package x is not installed"), or None (the default) if it can."""
-        return None
+class ModelProvider(LayerProvider):
+    """A way to hold the linears of a model."""
 
     def untrainable(self) -> str | None:
         """Why LoRA is not trained with it, or None (the default)."""
@@ -75,12 +65,10 @@ class BitsAndBytesModel(ModelProvider):
     """bitsandbytes' Linear4bit: NF4 in blocks of 64, plain statistics."""
 
     name = "bitsandbytes"
+    package = "bitsandbytes"
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return "bitsandbytes nf4"
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return missing_package("bitsandbytes")
 
     def quantize(self, layer: torch.nn.Module) -> None:
         for name, old in list(layer.named_modules()):
@@ -95,16 +83,12 @@ class TorchAo(ModelProvider):
     """torchao's int4 in groups of 128, in the packing that PyTorch's own kernel reads."""
 
     name = "torchao"
+    package = "torchao"
+    cuda_only = True
+    dtypes = (torch.bfloat16,)
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
         return "torchao int4"
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda":
-            return "it is compared on CUDA only"
-        if dtype != torch.bfloat16:
-            return f"it takes bfloat16 only, not {dtype}"
-        return missing_package("torchao")
 
     def untrainable(self) -> str | None:
         return "PEFT trains it by another quantizer's config"
@@ -120,16 +104,9 @@ def torchao_int4(module: torch.nn.Module, group_size: int) -> None:
     quantize_(module, Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d"))
 
 
-MODEL_PROVIDERS: dict[str, ModelProvider] = {}
-"""Name -> provider, in the order of tables and pictures."""
+MODEL_PROVIDERS: Registry[ModelProvider] = Registry()
 
-
-def register(provider: ModelProvider) -> None:
-    """Adds a provider to `MODEL_PROVIDERS`. Raises ValueError for a name that is taken."""
-    if provider.name in MODEL_PROVIDERS:
-        raise ValueError(f"provider: expected a new name, got {provider.name!r}, which is registered")
-    MODEL_PROVIDERS[provider.name] = provider
-
+register = MODEL_PROVIDERS.register
 
 for _provider in (*map(Ours, GROUP_SIZES), DenseModel(), BitsAndBytesModel(), TorchAo()):
     register(_provider)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..chain import OVERLAPS
 from ..roofline import Ceilings, least_us
+from ..runner import free_unused
 from ..timing import CallTimer, Timing, overlapping, time_calls, time_eager, time_in_rounds
 from .build import Built
-from .cells import Cell
 from .decoder import Decoder
 from .training import RANK, training_step
+
+if TYPE_CHECKING:
+    from .measure import Cell
 
 _ROOM = 64  # tokens of a cache beyond the context: what `greedy` writes has its place there
 _GREEDY_PROMPT, _GREEDY_TOKENS = 16, 32
 
 _METHOD = (
     "transformers' LlamaForCausalLM with random weights, made layer by layer; embeddings and output embeddings stay "
-    "dense. Before its timing the logits of a prompt and of a decode step are compared with those of transformers' own "
+    "dense. Before its timing the logits of a prompt and of a decode step are compared with transformers' own "
     "forward. decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
     f"the context and room for {_ROOM} tokens more, all of which attention reads; its keys and values are random. "
     "prefill: one prompt into an empty static cache, logits of the last token, not compiled. linears_ms: the linears "
@@ -139,10 +141,3 @@ class ModelRows:
         operations += 2 * decoder.batch * decoder.model.lm_head.weight.numel()
         moved = self.built.weight_bytes - decoder.model.model.embed_tokens.weight.nbytes + kv_bytes
         return least_us(moved, operations, self.limits) / 1e3
-
-
-def free_unused() -> None:
-    """Gives back the memory of what is gone."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from ..report.plot import lines_figure, styles
+from ..plot import lines_figure, styles
 from ..report.results import Results
-from ..report.tables import number_text
-from .cells import MEASURES
+from ..report.tables import notes, page, text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MEASURES = {
+    "decode": "tokens/s of decode steps; tokens: the context that they read",
+    "prefill": "tokens/s of prompts; tokens: their length",
+    "overlap": "decode steps of ours by overlap of launches, and whether greedy tokens are the same",
+    "train": "tokens/s of LoRA training steps; tokens: the length of a line",
+}
+"""Name -> what its rows are, in the order in which they are measured: `train` changes the model."""
 
 _COLUMNS = {
     "provider": "provider",
@@ -41,8 +48,6 @@ _LINES = {"decode": ("batch", "batch"), "prefill": ("tokens", "length of the pro
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Writes model.md, and NAME.png for each model with lines to draw; their paths. Raises ValueError without rows."""
-    if results.rows.empty:
-        raise ValueError("rows: expected measurements of a model, got none")
     paths = [folder / "model.md"]
     paths[0].write_text(markdown(results), encoding="utf-8")
     for model, rows in results.rows.groupby("model", sort=False):
@@ -55,26 +60,23 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 def markdown(results: Results) -> str:
     """A section for each model with a table for each measure, what has no times and why, and the facts."""
-    machine = results.facts.get("GPU") or results.facts.get("CPU") or "machine not recorded"
-    lines = [f"# Models: {machine}"]
+    lines: list[str] = []
     for (model, layers, dtype), rows in results.rows.groupby(["model", "layers", "dtype"], sort=False):
         lines += ["", f"## {model}, {layers} layers, {dtype}"]
         for name, about in MEASURES.items():
             if (rows["measure"] == name).any():
                 lines += ["", f"{name}: {about}", "", *_measure_lines(rows[rows["measure"] == name])]
-    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in results.facts.items())]
-    return "\n".join(lines) + "\n"
+    return page("Models", results, lines)
 
 
 def _measure_lines(rows: pd.DataFrame) -> Iterator[str]:
     """One measure of one model."""
     timed = rows[rows["note"] == ""]
     if len(timed):
-        table = _with_ratios(timed).dropna(axis=1, how="all")
+        table = _with_ratios(timed)
         table = table[[name for name in _COLUMNS if name in table]].rename(columns=_COLUMNS)
-        yield str(table.map(number_text).to_markdown(index=False, disable_numparse=True))
-    for row in rows[rows["note"] != ""].to_dict("records"):
-        yield f"- {row['provider']}, {row['batch']} x {row['tokens']}: {row['note']}"
+        yield text(table)
+    yield from notes(rows, "{provider}, {batch} x {tokens}")
 
 
 def _with_ratios(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Decode steps of whole models, whose decoder layers are cut over ranks; embeddings are on every rank."""
+"""Decode steps of whole models: decoder layers are sharded over ranks, embeddings are on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ranks import Ranks
 from .rows import Cell
 
 STEP = "decode"
-"""The name of a decode step where others have that of a piece."""
+"""What a decode step has in the column `piece`."""
 
 _ROOM = 64  # tokens of a cache beyond the context: what `check` writes has its place there
 _COLWISE = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
@@ -56,7 +56,7 @@ class DecodeRows:
         return Decoder(self.built.model, batch, length, compile=compile, backend=backend, kv_heads=heads)
 
     def row(self, cell: Cell, backend: str = "inductor") -> dict[str, Any]:
-        """Times a step of cell.m lines after the logits are compared with those of transformers' forward on as many
+        """Times a step of cell.m lines after the logits are compared with transformers' forward on as many
         ranks. Raises RuntimeError, on all ranks, for wrong ones."""
         decoder = self.decoder(cell.m, cell.context + _ROOM, cell.compiled, backend)
         decoder.check()

@@ -24,7 +24,7 @@ from weightonly.parallel.ranges import chunk, columns_of
 from ..shapes import LlamaSizes, Shape
 
 LINEARS = ("qkv", "o", "gate_up", "down")
-"""Those of a decoder layer, in order."""
+"""The linears of a decoder layer, in order."""
 
 LAYER = "layer"
 """The name of the piece that has all of them."""
@@ -82,12 +82,12 @@ class Piece(torch.nn.Module):
             self.add_module(linear, dense)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, K] -> y [M, N], sums over ranks included."""
+        """x [M, K] -> y [M, N], all-reduces included."""
         y = self._run(x, lambda linear, x: linear(x))
         return y if is_compiling() else _finished(y)
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
-        """The same without the sums: what this rank multiplies."""
+        """The same without all-reduces: what this rank multiplies."""
         return self._run(x, local_product)
 
     def _run(self, x: torch.Tensor, multiply: Multiply) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Piece(torch.nn.Module):
 
     @property
     def rowwise(self) -> list[str]:
-        """The linears whose terms are added up over the ranks."""
+        """The linears with an all-reduce."""
         return [name for name, _ in self.named_children() if name in ROWWISE]
 
     @property
@@ -112,7 +112,7 @@ class Piece(torch.nn.Module):
         return all(isinstance(linear, wo.nn.Linear) for linear in self.children())
 
     def set_slices(self, slices: int) -> None:
-        """Into how many slices of rows sums over ranks are cut; packed linears alone have that."""
+        """Into how many slices of rows all-reduces are cut; packed linears alone have that."""
         for module in self.children():
             if isinstance(module, RowwiseLinear):
                 module.slices = slices
@@ -162,13 +162,13 @@ def own_output(y: torch.Tensor, sizes: LlamaSizes, piece: str, ranks: int, rank:
     return torch.cat([y[:, begin:end] for begin, end in columns_of(y.shape[1], parts_of(sizes, last), ranks, rank)], 1)
 
 
-def sums(mesh: DeviceMesh, terms: Sequence[torch.Tensor]) -> None:
-    """Adds up terms [M, N] over the ranks as `RowwiseParallel` does, one sum after another."""
+def all_reduce(mesh: DeviceMesh, terms: Sequence[torch.Tensor]) -> None:
+    """Adds up terms [M, N] over the ranks as `RowwiseParallel` does, one after another."""
     exchange = Exchange(mesh, Shard(-1), Replicate(), True)
     for term in terms:
         _finished(exchange.leave(term, Partial(), term.shape[1]))
 
 
 def _finished(y: torch.Tensor) -> torch.Tensor:
-    """y, once its sum over ranks has joined the current stream: otherwise the first who reads y waits for it."""
+    """y, once its all-reduce has joined the current stream: otherwise the first who reads y waits for it."""
     return y.wait() if isinstance(y, AsyncCollectiveTensor) else y

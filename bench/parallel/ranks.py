@@ -16,6 +16,8 @@ import torch
 from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..runner import Process
+
 _TIMEOUT = datetime.timedelta(minutes=5)  # a rank that waits so long for another gives up: compiling takes its time
 
 
@@ -24,12 +26,9 @@ class RanksApart(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(Process):
     """The ranks, as one of them sees them. mesh: None where there is one alone, which sends nothing."""
 
-    rank: int
-    count: int
-    device: torch.device
     mesh: DeviceMesh | None
     control: distributed.ProcessGroup | None
 
@@ -38,12 +37,20 @@ class Ranks:
         if self.control is None:
             return float(value)
         tensor = torch.tensor([float(value), step, -step], dtype=torch.float64, device=self.device)
-        # In a group of its own: a rank that failed meets no other there in the middle of a sum.
+        # In a group of its own: a rank that failed meets no other there in the middle of an all-reduce.
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.control)
         greatest, last, first = tensor.tolist()
         if last != -first:
             raise RanksApart(f"ranks are apart, at steps {int(-first)} and {int(last)}")
         return float(greatest)
+
+    def agree(self, error: Exception | None) -> Exception | None:
+        """An error where one of the ranks has one. Raises it where the others are at another step."""
+        try:
+            has_failed = self.most(error is not None, step=1)
+        except RanksApart as apart:
+            raise error or apart from apart
+        return error or RuntimeError("on another rank") if has_failed else None
 
 
 Work = Callable[[Ranks], None]
@@ -80,7 +87,7 @@ def run(count: int, device_type: str, work: Work) -> None:
 def _child(count: int, device_type: str, place: str, work: Work, rank: int) -> None:
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine, whose name may have no address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine; its name may have no address
     with _joined(rank, rank, count, device_type, place) as ranks:
         work(ranks)
 
@@ -99,7 +106,7 @@ def _joined(rank: int, local_rank: int, count: int, device_type: str, place: str
         mesh = init_device_mesh(device_type, (count,))
         ranks = Ranks(rank, count, device, mesh, distributed.new_group(timeout=_TIMEOUT))
         yield ranks
-        gc.collect()  # graphs that hold sums go before NCCL, which waits for them
-        ranks.most(0)  # nobody leaves while another is in a sum
+        gc.collect()  # graphs that hold all-reduces go before NCCL, which waits for them
+        ranks.most(0)  # nobody leaves while another is in an all-reduce
     finally:
         distributed.destroy_process_group()

@@ -17,15 +17,15 @@ from ..model.providers import ModelProvider
 from ..roofline import Ceilings, activation_bytes, least_us
 from ..shapes import LLAMAS
 from ..timing import Call, CallTimer, captured, copies_beyond_l2, overlapping, time_in_rounds
-from .pieces import LAYER, ROWWISE, Piece, names_of, own_input, own_output, shape_of, sums
+from .pieces import LAYER, ROWWISE, Piece, all_reduce, names_of, own_input, own_output, shape_of
 from .ranks import Ranks
 
 METHOD = (
     "random weights, x random. A layer is its four linears one after another, without attention and norms; what it "
-    "computes is compared with one rank before its timing. product: what a rank multiplies, without the sums; sums: "
-    "the sums over ranks alone; us: both, as the layers run them; overlapped: sums in slices of rows, each under way "
+    "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
+    "the all-reduces alone; us: both, as the layers run them; overlapped: all-reduces of slices of rows, each running "
     "while the next slice is computed. Of all ranks the slowest counts. Weights rotate beyond the L2 cache. Launches "
-    "of a layer overlap, those of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
+    "of a layer overlap, launches of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
     "model` measures it, its decoder layers cut, embeddings and output embeddings dense and on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
@@ -33,7 +33,7 @@ CALLS = "Times are medians of single calls."
 
 TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
-"""Greatest ||y - that of one rank|| / ||that|| of all ranks, sums in slices included."""
+"""Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks, all-reduces of slices included."""
 
 _MOST_PERCENT = 2.0  # roundings to 16 bits stay below 1, a wrong part of a weight is near 100
 
@@ -45,8 +45,8 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 class Cell:
     """What tells rows apart.
 
-    slices: of overlapped sums. compiled: whether the ranks are compared with one rank under torch.compile, too; of a
-    decode step, whether it is compiled. layers, context: of a decode step; 0 of pieces.
+    slices: of rows, for all-reduces that overlap with products. compiled: whether the ranks are compared with one rank
+    under torch.compile, too; of a decode step, whether it is compiled. layers, context: of a decode step; 0 of pieces.
     """
 
     model: str
@@ -144,7 +144,7 @@ class PieceRows:
         if mesh is not None and rowwise:
             columns = [shape_of(self.sizes, name)[1] for name in rowwise]
             terms = [torch.randn(x.shape[0], n, device=x.device, dtype=x.dtype) for n in columns]  # (M, N) each
-            calls["sums_us"] = [partial(sums, mesh, terms)]
+            calls["sums_us"] = [partial(all_reduce, mesh, terms)]
             for name, number in zip(("us", "overlapped_us"), slices, strict=False):
                 calls[name] = [partial(_run, piece, number, x) for piece in pieces]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
@@ -174,7 +174,7 @@ def _run(piece: Piece, slices: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _replayed(piece: Piece, device: torch.device, x: torch.Tensor) -> torch.Tensor:
-    """y of a replay of a CUDA graph, whose memory held NaN before it."""
+    """y of a replay of a CUDA graph; its memory held NaN before it."""
     results: list[torch.Tensor] = []
     replay = captured(lambda: results.append(piece(x)), device)
     results[-1].fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""What the rows of `bench parallel` say: scaling of the products, the share of the sums, both beside dense weights."""
+"""What the rows of `bench parallel` say: scaling of products, the share of all-reduces, both beside dense weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..providers import is_dense
 from ..report.results import Results
-from ..report.tables import MEAN, geometric_mean, number_text
+from ..report.tables import MEAN, geometric_mean, notes, page, text
 from .decode import STEP
 from .pieces import LAYER, LINEARS
 from .rows import ERRORS
@@ -17,13 +17,12 @@ from .rows import ERRORS
 _PLACES = {name: place for place, name in enumerate((*LINEARS, LAYER))}
 _MANY_ROWS = 16  # from so many on products are to scale; fewer are near the time of a launch
 _MODEL = ["model", "dtype", "layers", "context"]
+_NOTE = "{provider}, {piece}, M = {m}, {ranks} ranks"
 _CELL = ["provider", "piece", "m"]
 
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Writes parallel.md; its path. Raises ValueError without rows."""
-    if results.rows.empty:
-        raise ValueError("rows: expected measurements of tensor parallel layers, got none")
     path = folder / "parallel.md"
     path.write_text(markdown(results), encoding="utf-8")
     return [path]
@@ -31,16 +30,14 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 def markdown(results: Results) -> str:
     """A section for each model with its tables, what has no times and why, and the facts."""
-    machine = results.facts.get("GPU") or results.facts.get("CPU") or "machine not recorded"
-    lines = [f"# Tensor parallel: {machine}"]
+    lines: list[str] = []
     is_step = results.rows["piece"] == STEP
     for (model, dtype, slices), rows in results.rows[~is_step].groupby(["model", "dtype", "slices"], sort=False):
         lines += ["", f"## {model}, {dtype}", *_sections(rows, int(slices))]
     for (model, dtype, layers, context), rows in results.rows[is_step].groupby(_MODEL, sort=False):
         title = f"## {model}, {dtype}, {layers} layers: tokens/s of decode steps after {context} tokens"
-        lines += ["", title, "", _text(tokens(rows[rows["note"] == ""])), "", *_notes(rows)]
-    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in results.facts.items())]
-    return "\n".join(lines) + "\n"
+        lines += ["", title, "", text(tokens(rows[rows["note"] == ""])), "", *notes(rows, _NOTE)]
+    return page("Tensor parallel", results, lines)
 
 
 def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
@@ -51,25 +48,20 @@ def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
     if len(timed):
         yield from ("", "Products alone, the slowest rank's us. Of ideal: (us of 1 rank / ranks) / us", "")
         for provider, own in timed.groupby("provider", sort=False):
-            yield from (f"{provider}:", "", _text(scaling(own)), "")
+            yield from (f"{provider}:", "", text(scaling(own)), "")
     summed = timed[timed["sums_us"].notna()]
     if len(summed):
-        title = f"Sums over ranks, us. Overlapped: in {slices} slices of rows. Shares: of the time beyond the products"
-        yield from (title, "", _text(reductions(summed)), "")
+        title = f"All-reduces, us. Overlapped: in {slices} slices of rows. Shares: of the time beyond the products"
+        yield from (title, "", text(reductions(summed)), "")
     if len(timed):
         beside = times_dense(timed)
         if len(beside):
-            yield from ("Times as fast as dense weights on as many ranks, sums included", "", _text(beside), "")
+            yield from ("Times as fast as dense weights on as many ranks, all-reduces included", "", text(beside), "")
         errors = timed.groupby(["provider", "ranks"], sort=False)[ERRORS].max().reset_index()
         errors.columns = ["provider", "ranks", *(f"{name.partition('_')[0]}, %" for name in ERRORS)]
-        title = "The greatest error against one rank, whose sums are in another order: norm of the difference / norm"
-        yield from (title, "", _text(errors))
-    yield from _notes(rows)
-
-
-def _notes(rows: pd.DataFrame) -> Iterator[str]:
-    for row in rows[rows["note"] != ""].to_dict("records"):
-        yield f"- {row['provider']}, {row['piece']}, M = {row['m']}, {row['ranks']} ranks: {row['note']}"
+        title = "The greatest error against one rank, which sums in another order: norm of the difference / norm"
+        yield from (title, "", text(errors))
+    yield from notes(rows, _NOTE)
 
 
 def scaling(rows: pd.DataFrame) -> pd.DataFrame:
@@ -95,9 +87,9 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def reductions(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line for each provider, number of ranks, piece with sums, and M."""
+    """A line for each provider, number of ranks, piece with an all-reduce, and M."""
     table = rows[["provider", "ranks", "piece", "m"]].rename(columns={"m": "M"})
-    table["products"], table["sums alone"] = rows["product_us"], rows["sums_us"]
+    table["products"], table["all-reduces alone"] = rows["product_us"], rows["sums_us"]
     table["one after the other"], table["overlapped"] = rows["us"], rows["overlapped_us"]
     table["share"] = 1 - rows["product_us"] / rows["us"]
     table["share, overlapped"] = 1 - rows["product_us"] / rows["overlapped_us"]
@@ -120,7 +112,7 @@ def times_dense(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line for each provider and batch: tokens/s and, beyond one rank, how many times those of one."""
+    """A line for each provider and batch: tokens/s and, beyond one rank, how many times the tokens/s of one."""
     rows = rows.drop_duplicates([*_CELL, "ranks"], keep="last")
     found = rows.pivot(index=["provider", "m"], columns="ranks", values="tokens_s")
     table = pd.DataFrame(index=found.index)
@@ -133,8 +125,3 @@ def tokens(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _text(table: pd.DataFrame) -> str:
-    shown = table.dropna(axis=1, how="all")
-    return str(shown.map(number_text).to_markdown(index=False, disable_numparse=True))

@@ -15,7 +15,7 @@ import pandas as pd
 from .results import CELL, setup_name
 
 TOLERANCE = 0.03
-"""Single runs of the same kernels differed by so much (docs/appendix/measurement-log.md)."""
+"""Single runs of the same kernels differed by so much (bench/measurements/LOG.md)."""
 
 
 @dataclass(frozen=True)

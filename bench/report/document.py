@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from ..plot import Style, by_shape, ratio_figure, styles, time_figure
 from ..providers import is_dense, of_label
 from ..shapes import resolve
 from . import page
 from .measure import MODELS
-from .plot import Style, by_shape, ratio_figure, styles, time_figure
 from .results import SETUP, Results
 from .tables import OVER_ROOFLINE, Part, number_text, parts, speedup_text, with_mean
 
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Those of the file, and what the rows say of runs and clocks."""
+        """Facts of the file, and what the rows say of runs and clocks."""
         facts = {name: value for name, value in self.results.facts.items() if name not in ("method", "roofline")}
         runs = sorted({int(count) for part in self.parts for count in part.cells["runs"]})
         facts["runs"] = f"{' to '.join(map(str, runs[:: max(1, len(runs) - 1)]))} of each time; the median is shown"

@@ -22,7 +22,7 @@ _LIBRARIES = (
     "peft",
     "triton",
     "numpy",
-)  # beside torch: those that providers and timing run through
+)  # beside torch: what providers and timing run through
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:

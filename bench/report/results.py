@@ -19,7 +19,7 @@ _NEEDED = ["k", "n", "m", "format", "group_size", "dtype", "provider", "us", "us
 
 @dataclass(frozen=True)
 class Results:
-    """`rows`: those of `sweep`, of one run or more. `facts`: name -> value, see facts.py."""
+    """`rows`: of `sweep`, one run or more. `facts`: name -> value, see facts.py."""
 
     rows: pd.DataFrame
     facts: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def read_rows(path: Path, what: str, needed: Sequence[str]) -> Results:
 def join(results: Sequence[Results]) -> Results:
     """The rows of all. A fact that differs between files has its values one after another.
 
-    Raises ValueError where they are of more than one GPU, or CPU: their times are not those of one machine.
+    Raises ValueError where they are of more than one GPU, or CPU: times of two machines do not compare.
     """
     gpus = {one.facts.get("GPU", one.facts.get("CPU", "")) for one in results} - {""}
     if len(gpus) > 1:

@@ -13,7 +13,7 @@ import pandas as pd
 from ..providers import is_dense
 from ..shapes import Shape
 from ..sweep import times_faster
-from .results import SETUP, cells, setup_name
+from .results import SETUP, Results, cells, setup_name
 
 MEAN = "geometric mean"
 OVER_ROOFLINE = "time of ours / roofline"
@@ -40,6 +40,27 @@ def number_text(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return "" if np.isnan(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
+
+
+def text(table: pd.DataFrame) -> str:
+    """A table as markdown, without columns that are empty."""
+    shown = table.dropna(axis=1, how="all")
+    return str(shown.map(number_text).to_markdown(index=False, disable_numparse=True))
+
+
+def notes(rows: pd.DataFrame, template: str) -> list[str]:
+    """A line for each row that has no times and says why; the template names it by its columns."""
+    return [f"- {template.format(**row)}: {row['note']}" for row in rows[rows["note"] != ""].to_dict("records")]
+
+
+def page(title: str, results: Results, sections: Iterable[str]) -> str:
+    """A page of markdown: sections between a title, which names the machine, and the facts. Raises ValueError where
+    there are no rows."""
+    if results.rows.empty:
+        raise ValueError("rows: expected measurements, got none")
+    machine = results.facts.get("GPU") or results.facts.get("CPU") or "machine not recorded"
+    lines = [f"# {title}: {machine}", *sections, "", "| | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in results.facts.items())]) + "\n"
 
 
 def geometric_mean(table: pd.DataFrame) -> pd.Series:
@@ -76,7 +97,7 @@ class Part:
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Those that have a time of ours."""
+        """The shapes that have a time of ours."""
         ours = self.cells[self.cells["provider"] == "ours"]
         return list(dict.fromkeys(zip(ours["k"], ours["n"], strict=True)))
 

@@ -3,7 +3,7 @@
 // A load into shared memory needs a barrier and a stage, and is issued 600 to 1100 cycles after the kernel starts. A
 // prefetch needs an address, which follows from the output tile alone, and one instruction covers 16 KB. The memory
 // starts that much earlier, and the first loads hit the L2 cache. A kernel prefetches no more than the memory delivers
-// until its first load: the loads would queue behind the rest (docs/appendix/measurement-log.md).
+// until its first load: the loads would queue behind the rest (bench/measurements/LOG.md).
 //
 // A prefetch is allowed before the kernels in front of this one have ended, even if one of them writes these bytes.
 #pragma once

@@ -7,7 +7,7 @@
 //
 // Measured on an H200: loads straight into registers stream 6% faster, but the compiler has six scoreboards, shares one
 // between several stages, and so waits for the newest. Bulk copies of these sizes have a microsecond more latency
-// (docs/appendix/measurement-log.md).
+// (bench/measurements/LOG.md).
 #pragma once
 
 #include "cutlass_ext/arch/cp_async.h"

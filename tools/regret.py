@@ -1,31 +1,33 @@
 """What the heuristic leaves on the table: every compiled configuration timed, its choice beside the best.
 
-`python -m weightonly.bench regret --shapes table --batch 1,16,256 --csv configs.csv`
+`python -m tools.regret --shapes table --batch 1,16,256 --csv configs.csv`
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.bench import command
+from weightonly.bench.config_timer import ConfigTimer
+from weightonly.bench.devices import gpu_facts, require_gpu
+from weightonly.bench.shapes import Shape, resolve
+from weightonly.bench.sweep import check_arguments
+from weightonly.bench.timing import Timing
+from weightonly.bench.weights import Weights
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
 from weightonly.heuristics.problem import layouts_of
 from weightonly.heuristics.select import likely_pairs
 from weightonly.packing import format_of
-
-from .config_timer import ConfigTimer
-from .devices import gpu_facts, require_gpu
-from .shapes import Shape, resolve
-from .sweep import check_arguments
-from .timing import Timing
-from .weights import Weights
 
 # A configuration this many times slower than the best so far, after one quick measurement, is not measured
 # further.
@@ -55,8 +57,8 @@ def measure_configs(
 ) -> pd.DataFrame:
     """Time every compiled configuration that is legal for each (shape, m), without overlap of calls.
 
-    Of those that are two launches only the few likely ones. Arguments as `sweep`; `budget_ms` is device time per
-    configuration, `layout` that of the weights (default: the GPU's own; Hopper reads "interleaved" too). Returns one
+    Of pairs of launches only the few likely ones. Arguments as `sweep`; `budget_ms` is device time per
+    configuration, `layout` is of the weights (default: the GPU's own; Hopper reads "interleaved" too). Returns one
     row per (cell, configuration): the columns of `CELL`, `config`, `family`, `block_m`, `block_n`, `stages`, `split_k`,
     `us` and `coarse` (True: so slow that it was measured once only, or not again where clocks drift). Raises
     RuntimeError without a GPU, ValueError as `sweep` and for a layout that the GPU does not read.
@@ -135,27 +137,76 @@ def regret(frame: pd.DataFrame, choose: Callable[[Problem], str] = heuristic_cho
     Raises ValueError for an empty frame, and for a choice that was not measured: the measurements are then
     older than the list of configurations.
     """
-    if frame.empty:
-        raise ValueError("frame: expected the rows of measure_configs, got none")
     missing = {"layout": "interleaved", "zeros": False}
     frame = frame.assign(**{name: value for name, value in missing.items() if name not in frame})
+    return judge(frame, CELL, lambda cell: choose(Problem(**{**cell, "zeros": bool(cell["zeros"])})))
+
+
+def judge(frame: pd.DataFrame, cell_columns: Sequence[str], choose: Callable[[dict[str, Any]], str]) -> Regret:
+    """The regret of what `choose` says of each cell, by the columns `config` and `us`. Errors as of `regret`."""
+    if frame.empty:
+        raise ValueError("frame: expected the rows of measure_configs, got none")
     rows: list[dict[str, object]] = []
-    for cell, configs in frame.groupby(CELL, sort=False):
-        k, n, m, weight_format, group_size, arch, sm_count, layout, zeros = cell
-        chosen = choose(Problem(m, n, k, weight_format, group_size, arch, sm_count, layout, bool(zeros)))
-        times_us = configs.set_index("config")["us"]
+    for key, configs in frame.groupby(list(cell_columns), sort=False):
+        cell = dict(zip(cell_columns, key, strict=True))
+        chosen, times_us = choose(cell), configs.set_index("config")["us"]
         if chosen not in times_us.index:
-            raise ValueError(f"frame: expected a row of the chosen configuration {chosen} at k={k}, n={n}, m={m}")
-        best, chosen_us = times_us.idxmin(), times_us[chosen]
-        rows.append(
-            {
-                **dict(zip(CELL, cell, strict=True)),
-                "best": best,
-                "best_us": times_us[best],
-                "chosen": chosen,
-                "chosen_us": chosen_us,
-                "regret": chosen_us / times_us[best] - 1,
-            }
-        )
+            where = f"k={cell['k']}, n={cell['n']}, m={cell['m']}"
+            raise ValueError(f"frame: expected a row of the chosen configuration {chosen} at {where}")
+        best = times_us.idxmin()
+        found = {"best": best, "best_us": times_us[best], "chosen": chosen, "chosen_us": times_us[chosen]}
+        rows.append(cell | found | {"regret": times_us[chosen] / times_us[best] - 1})
     cells = pd.DataFrame(rows)
     return Regret(cells, float(cells["regret"].mean()), float(cells["regret"].max()))
+
+
+# --- the command line ------------------------------------------------------------------------------------------
+
+
+def regret_command(
+    help: str,
+    add_options: Callable[[command.Parser], None],
+    measure: Callable[..., pd.DataFrame],
+    judge: Callable[[pd.DataFrame], Regret],
+) -> command.Command:
+    """Times configurations, or reads their times, and prints the regret."""
+
+    def add_all(parser: command.Parser) -> None:
+        add_options(parser)
+        command.add_csv(parser)
+        parser.add_argument("--read", metavar="FILE", help="judge the measurements of an earlier --csv; no GPU needed")
+
+    def run(options: command.Options) -> int:
+        if options.read:
+            frame = pd.read_csv(options.read)
+        else:
+            command.note_on_overlap()
+            frame = measure(**command.keywords(options, measure))
+        command.write_csv(frame, options)
+        result = judge(frame)
+        print(result.cells.to_markdown(index=False, floatfmt=".3f"))
+        print(f"regret: mean {result.mean:.1%}, worst {result.worst:.1%} of {len(result.cells)} cells")
+        return 0
+
+    return command.Command(help, add_all, run, lambda options: options.read is None)
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, "table")
+    command.add_batch(parser, (1, 4, 16, 64, 256, 1024, 4096))
+    command.add_weights(parser)
+    command.add_run(parser)
+    parser.add_argument("--layout", help="of the weights (default: the GPU's own; Hopper reads interleaved, too)")
+
+
+COMMAND = regret_command(
+    "time every compiled configuration beside the heuristic's choice", _add_options, measure_configs, regret
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run_command(COMMAND, "python -m tools.regret", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

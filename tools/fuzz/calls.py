@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 import weightonly as wo
+from weightonly.bench.timing import overlapping
 from weightonly.codebooks import CODEBOOKS
 from weightonly.heuristics.problem import CODE_FORMATS, FORMATS
 
-from ..timing import overlapping
 from .draw import DTYPES, Call, Drawer, Weight
 from .loop import Outcome, Target
 from .oracle import Grid, Sums, dense

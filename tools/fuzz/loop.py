@@ -136,7 +136,7 @@ def fuzz(
 
 def describe(target: Target, case: str, outcome: Outcome) -> str:
     """A failed case, and the command that repeats it."""
-    command = f"python -m weightonly.bench fuzz --target {target.name} --device {target.device} --case {case}"
+    command = f"python -m tools.fuzz --target {target.name} --device {target.device} --case {case}"
     return "\n  ".join([f"FAILED {target.name} {case}", *outcome.failures, command])
 
 

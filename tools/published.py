@@ -1,6 +1,6 @@
 """The tables and the pictures of README.md and docs/performance.md, made from the committed measurements.
 
-    python -m weightonly.bench.published     writes them anew, from a checkout
+    python -m tools.published     writes them anew, from a checkout
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; `TABLES` has the names. Tests
 compare them with what this module makes.
@@ -17,15 +17,17 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .experts.configs import problem_of, regret, rows_of_experts
-from .kept import read as read_kept
-from .model import tables as models
-from .model.measure import COLUMNS as OF_MODELS
-from .model.providers import MODEL_PROVIDERS
-from .report import results
-from .report.tables import Part, geometric_mean, lost, parts
-from .roofline import CEILINGS, experts_roofline_us
-from .shapes import MIXTURES, Shape
+from weightonly.bench.kept import read as read_kept
+from weightonly.bench.model import tables as models
+from weightonly.bench.model.measure import COLUMNS as OF_MODELS
+from weightonly.bench.model.providers import MODEL_PROVIDERS
+from weightonly.bench.report import results
+from weightonly.bench.report.tables import Part, geometric_mean, lost, parts
+from weightonly.bench.roofline import CEILINGS, roofline_us
+from weightonly.bench.shapes import MIXTURES, Shape
+from weightonly.heuristics.problem import FORMATS
+
+from .regret_experts import problem_of, regret, rows_of_experts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +47,7 @@ PEER_BATCH = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 OURS = "weightonly"
 DENSE = "cuBLAS fp16"
 PEERS = {"Machete": "machete_tuned", "Marlin": "marlin", "FasterTransformer": "fastertransformer_tuned"}
-"""Name -> column of h200_peers.csv, of those that were measured at all of its shapes."""
+"""Name -> column of h200_peers.csv, of what was measured at all of its shapes."""
 
 _STYLES = {
     OURS: ("#0072B2", "o"),
@@ -56,7 +58,7 @@ _STYLES = {
 
 
 def report_part(format: str) -> Part:
-    """Our own times and those of the same run: "int4", "int8" or "nf4"."""
+    """Our own times and the others' of the same run: "int4", "int8" or "nf4"."""
     for part in parts(results.read(MEASUREMENTS / "h200_report.csv").rows):
         if part.name.startswith(f"{format},"):
             return part
@@ -281,25 +283,18 @@ def grouped_rows(format: str) -> pd.DataFrame:
     frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
     cells = regret(frame[frame["format"] == format]).cells
 
-    def roofline_us(cell: pd.Series) -> float:
+    def of_cell(cell: pd.Series) -> float:
         problem, _ = problem_of(cell)
-        routed = [
-            (counts > 0).sum() for counts in rows_of_experts(cell["model"], cell["m"], cell["routing"], cell["skew"])
-        ]
-        rows = problem.m
-        return experts_roofline_us(
-            round(float(np.mean(routed))),
-            rows,
-            problem.k,
-            problem.n,
-            format=format,
+        routed = [(counts > 0).sum() for counts in rows_of_experts(cell)]
+        return roofline_us(
+            *(problem.m, problem.k, problem.n),
+            bits=FORMATS[format],
             group_size=problem.group_size,
-            x_rows=rows,
-            y_rows=rows,
+            weights=round(float(np.mean(routed))),
             limits=CEILINGS["NVIDIA H200"],
         )
 
-    return cells.assign(roofline_us=cells.apply(roofline_us, axis=1))
+    return cells.assign(roofline_us=cells.apply(of_cell, axis=1))
 
 
 def grouped_table(format: str) -> str:

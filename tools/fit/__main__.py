@@ -1,8 +1,8 @@
-"""Fits the cost model to measurements: `python -m weightonly.bench.fit MEASUREMENTS.csv...`.
+"""Fits the cost model to measurements: `python -m tools.fit MEASUREMENTS.csv...`.
 
-MEASUREMENTS.csv is what `python -m weightonly.bench regret --csv` writes: the time of every configuration on many
-problems. Those of the kernels of Hopper (`regret --layout tiled`) are for clusters.py, those of dequantizing and cuBLAS
-for unfused.py, all others for waves.py. Grouped products (`bench experts --configs`) are for grouped.py. What was not
+MEASUREMENTS.csv is what `python -m tools.regret --csv` writes: the time of every configuration on many
+problems. Times of Hopper's kernels (`regret --layout tiled`) are for clusters.py, of dequantizing and cuBLAS for
+unfused.py, all others for waves.py. Grouped products (`tools.regret_experts`) are for grouped.py. What was not
 measured keeps its constants. Needs scipy and pandas.
 """
 
@@ -21,7 +21,9 @@ from .write import Constants, write
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measurements", nargs="+", type=Path)
     parser.add_argument("--log", type=Path, help="folder with the ptxas logs of the build, for kernels before Hopper")
     parser.add_argument("--out", type=Path, default=Path(h200.__file__), help="the file (default: heuristics/h200.py)")

@@ -1,4 +1,4 @@
-"""Target "files", guided by coverage: `bench fuzz --target files --coverage FOLDER`, with the package atheris.
+"""Target "files", guided by coverage: `tools.fuzz --target files --coverage FOLDER`, with the package atheris.
 
 libFuzzer changes the header of a safetensors file, or a JSON file, of a small checkpoint, and keeps in FOLDER what
 reaches new branches of the readers. What counts as a failure is what `files.py` says. libFuzzer ends the process that
@@ -36,7 +36,7 @@ sys.path[:] = {path!r}
 import atheris
 with atheris.instrument_imports(include={readers!r}):
     import weightonly.formats
-from weightonly.bench.fuzz import guided
+from tools.fuzz import guided
 guided.run_here(sys.argv)
 """
 

@@ -1,4 +1,4 @@
-"""Random cases against an oracle of their own: `python -m weightonly.bench fuzz --target calls --seconds 60`.
+"""Random cases against an oracle of their own: `python -m tools.fuzz --target calls --seconds 60`.
 
 A target draws and checks its cases (`loop.Target`); `loop.fuzz` counts, stops and resumes for all of them.
 """

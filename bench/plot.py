@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from ..providers import PROVIDERS, of_label
+from .providers import PROVIDERS, of_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ class Style(NamedTuple):
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
-    """A style per label: the providers of `PROVIDERS` have their own, others those that follow."""
+    """A style per label: the providers of `PROVIDERS` have their own, others the styles that follow."""
     keys = {label: provider.name if (provider := of_label(label)) else label for label in names}
     places = {key: place for place, key in enumerate(dict.fromkeys([*PROVIDERS, *keys.values()]))}
     found = {}

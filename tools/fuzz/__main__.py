@@ -1,15 +1,19 @@
-"""`fuzz`: random cases against an oracle, on a CPU or a GPU."""
+"""`python -m tools.fuzz`: random cases against an oracle, on a CPU or a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..devices import default_device
-from ..fuzz import TARGETS, State, fuzz
-from ..fuzz.guided import guided
-from ..fuzz.loop import describe, summary
+from weightonly.bench.command import Command, run_command
+from weightonly.bench.devices import default_device
+
+from . import TARGETS, State, fuzz
+from .guided import guided
+from .loop import describe, summary
 
 HELP = "try random calls, files and kills, and compare with an fp64 oracle or with what has to be refused"
 SECONDS = 60.0
@@ -31,10 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="let coverage of the readers choose the files (target files; needs atheris), inputs kept in FOLDER",
     )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
-
-
-def needs_gpu(options: argparse.Namespace) -> bool:
-    return False
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,3 +106,11 @@ def _case(text: str) -> tuple[int, int]:
     if not (seed.isdecimal() and index.isdecimal()):
         raise argparse.ArgumentTypeError(f"expected SEED:INDEX such as 7:123, got {text!r}")
     return int(seed), int(index)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(Command(HELP, add_options, run, lambda options: False), "python -m tools.fuzz", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

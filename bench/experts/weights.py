@@ -18,7 +18,7 @@ PRODUCTS = ("w13", "w2")
 
 
 @dataclass
-class Stack:
+class ExpertWeights:
     """One product of all experts. q: int8 [E, K, N]. scales: [E, K / g, N]. dense: [E, K, N], the values of q."""
 
     format: str
@@ -35,7 +35,7 @@ class Stack:
         group_size: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> Stack:
+    ) -> ExpertWeights:
         """Each expert as `Weights.random` makes it, of its own seed."""
         k, n = sizes.shape(product)
         groups = 1 if group_size == -1 else k // group_size
@@ -74,11 +74,11 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def combined(y: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """The weighted sum over the choices of each token: rows y [T, H], sorted by expert -> [M, H]."""
-    return summed(y[routing.places], routing)
+    """The weighted sum over the experts of each token: rows y [T, H], sorted by expert -> [M, H]."""
+    return summed(y[routing.inverse], routing)
 
 
 def summed(y: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """`combined` of rows [T, H] that are in the order of the choices."""
-    by_choice = y.view(*routing.ids.shape, y.shape[-1])  # (M, top_k, H)
-    return torch.bmm(routing.weights[:, None].to(y.dtype), by_choice)[:, 0]
+    """`combined` of rows [T, H] that are in the order of tokens."""
+    by_token = y.view(*routing.ids.shape, y.shape[-1])  # (M, top_k, H)
+    return torch.bmm(routing.weights[:, None].to(y.dtype), by_token)[:, 0]

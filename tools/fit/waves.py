@@ -37,7 +37,7 @@ def fitted_configs() -> list[KernelConfig]:
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows of `bench regret --csv` are of these kernels."""
+    """Which rows of `tools.regret --csv` are of these kernels."""
     return frame.family.isin({config.family for config in fitted_configs()})
 
 
@@ -182,7 +182,8 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
 def run(frame: pd.DataFrame, logs: Path, known: WaveConstants) -> WaveConstants:
     """The constants by rows that are `usable`.
 
-    known: the present ones. Unless every kernel was measured the shared ones stay, and those of kernels that were not.
+    known: the present ones. Unless every kernel was measured the shared ones stay, and so do the constants of kernels
+    without times.
     """
     registers = registers_of(logs)
     rows = collect(frame, registers)

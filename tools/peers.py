@@ -1,4 +1,4 @@
-"""Providers of packages that few have installed: `python -m weightonly.bench report --plugin weightonly.bench.peers`.
+"""Providers of packages that few have installed: `python -m weightonly.bench report --plugin tools.peers`.
 
 humming   humming-kernels (PyPI): kernels compiled on this machine when a shape is first met, by nvrtc or, where the
           environment variable HUMMING_COMPILER says so, nvcc; some 10 s each on one CPU core
@@ -6,7 +6,7 @@ marlin    the package marlin (https://github.com/IST-DASLab/marlin), built from 
 
 and of `experts`:
 
-humming           humming-kernels' indexed kernels, which read the rows of x by the choices, as vLLM 0.33 runs them
+humming           humming-kernels' indexed kernels, which gather the rows of x by token, as vLLM 0.33 runs them
 humming_grouped   its grouped kernels, of rows sorted by expert, as vLLM runs them where GPUs share the experts
 """
 
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from .experts.providers import ExpertsProvider
-from .experts.providers import register as register_experts
-from .experts.routing import Routing
-from .experts.stacks import Stack, combined, summed
-from .providers import Prepared, Provider, missing_package, nbytes, register
-from .weights import Weights, dtype_name
+from weightonly.bench.experts.providers import ExpertsProvider
+from weightonly.bench.experts.providers import register as register_experts
+from weightonly.bench.experts.routing import Routing
+from weightonly.bench.experts.weights import ExpertWeights, combined, summed
+from weightonly.bench.providers import Prepared, Provider, nbytes, register
+from weightonly.bench.weights import Weights
+from weightonly.heuristics.problem import FORMATS
 
 
 def _without_zeros(weights: Weights, name: str) -> None:
@@ -45,23 +46,18 @@ class Humming(Provider):
     """humming-kernels' layer with its own choice of kernels, on our numbers and scales."""
 
     name = "humming"
+    package = "humming"
+    formats = ("int4", "int8")
+    cuda_only = True
     # Rows of x that kernels are compiled for at once. Another number compiles all of a shape, some 30.
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    _BITS = {"int4": 4, "int8": 8}  # noqa: RUF012  (a constant)
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if format not in self._BITS:
-            return f"it is compared with int4 and int8, not {format}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("humming")
 
     def prepare(self, weights: Weights) -> Prepared[torch.nn.Module]:
         from humming.layer import HummingLayer
         from humming.tune import get_heuristics_config
 
         _without_zeros(weights, self.name)
-        bits = self._BITS[weights.format]
+        bits = FORMATS[weights.format]
         layer = HummingLayer(
             shape_n=weights.n,
             shape_k=weights.k,
@@ -71,7 +67,7 @@ class Humming(Provider):
         words = _words(weights.q, bits, 1 << (bits - 1))
         layer.load_from_tensors({"weight": words, "weight_scale": weights.scales.t().contiguous()})
         layer.transform()
-        # (begin, end, kernel) for begin < m <= end: those of the rows that are timed are compiled side by side.
+        # (begin, end, kernel) for begin < m <= end: kernels of the rows that are timed are compiled side by side.
         ranges = get_heuristics_config(layer.humming_config)
         few = json.dumps([r for r in ranges if any(r[0] < m <= r[1] for m in self.rows)])
 
@@ -86,18 +82,12 @@ class Marlin(Provider):
     """Marlin's kernel as its authors published it: int4 without zero points, fp16, groups of 128 or per channel."""
 
     name = "marlin"
+    package = "marlin"
+    formats = ("int4",)
+    group_sizes = (-1, 128)
+    dtypes = (torch.float16,)
+    cuda_only = True
     _MOST_PARALLEL = 16  # workspaces of n / 128 locks for so many tiles of 64 tokens
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
-        if format != "int4":
-            return f"it has int4 only, not {format}"
-        if dtype != torch.float16:
-            return f"it takes float16 only, not {dtype}"
-        if group_size not in (-1, 128):
-            return f"its groups are of 128 or per channel, not {group_size}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("marlin")
 
     def prepare(self, weights: Weights) -> Prepared[Any]:
         import marlin
@@ -128,7 +118,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass
-class HummingStack:
+class HummingWeights:
     """Stacked experts as humming's kernels take them. config: humming's LayerConfig."""
 
     config: Any
@@ -136,17 +126,17 @@ class HummingStack:
     locks: torch.Tensor  # zeros, which kernels that split K leave as zeros
 
 
-@functools.lru_cache(maxsize=8)  # of those that one measurement uses; a CUDA graph cannot capture their making
-def _blocks(routing: Routing, rows: int, by_choice: bool) -> Mapping[str, torch.Tensor]:
+@functools.lru_cache(maxsize=8)  # as many as one measurement uses; a CUDA graph cannot capture their making
+def _blocks(routing: Routing, rows: int, by_token: bool) -> Mapping[str, torch.Tensor]:
     """The rows of each expert in blocks of `rows`, the last one filled up with T, as indexed kernels take them.
-    by_choice: as numbers of choices, else as those of sorted rows."""
+    by_token: as (token, expert) pairs, else as sorted rows."""
     device, counts = routing.order.device, torch.tensor(routing.counts)
     blocks = (counts + rows - 1) // rows  # [E]
     experts = torch.arange(len(counts)).repeat_interleave(blocks)  # [blocks]
     first = rows * (torch.arange(len(experts)) - (blocks.cumsum(0) - blocks)[experts])  # [blocks], within its expert
     within = first[:, None] + torch.arange(rows)  # [blocks, rows]
     ids = (counts.cumsum(0) - counts)[experts, None] + within
-    if by_choice:
+    if by_token:
         ids = routing.order.cpu()[ids.clamp(max=routing.rows - 1)]
     ids[within >= counts[experts, None]] = routing.rows
     return {
@@ -164,10 +154,13 @@ def _starts(routing: Routing) -> Mapping[str, torch.Tensor]:
 
 class HummingExperts(ExpertsProvider):
     """humming-kernels' products of stacked experts with its own choice of kernels, on our numbers and scales. They are
-    given what they read of the routing: the others of `experts` are given the choices sorted, too."""
+    given what they read of the routing: the others of `experts` are given sorted pairs, too."""
 
     holds = "humming"
-    # T that kernels are compiled for at once: some 10 of a stack, side by side. Another T compiles its own.
+    package = "humming"
+    dtypes = (torch.bfloat16,)
+    cuda_only = True
+    # T that kernels are compiled for at once: some 10 for each product, side by side. Another T compiles its own.
     rows: Sequence[int] = tuple(1 << i for i in range(16))
     # Format -> bits, what is added to q, and what its schema says
     _FORMATS = {  # noqa: RUF012  (a constant)
@@ -181,33 +174,26 @@ class HummingExperts(ExpertsProvider):
         self.name, self._indexed = name, kind == "indexed"
         self._compute: dict[str, Any] = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": kind}
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if dtype != torch.bfloat16:
-            return f"it is compared in bf16, not {dtype_name(dtype)}"
-        if device.type != "cuda":
-            return "it runs on CUDA only"
-        return missing_package("humming")
-
-    def prepare(self, stack: Stack) -> HummingStack:
-        if stack.format not in self._FORMATS:
-            raise ValueError(f"humming: expected one of {', '.join(self._FORMATS)}, got {stack.format}")
+    def prepare(self, weights: ExpertWeights) -> HummingWeights:
+        if weights.format not in self._FORMATS:
+            raise ValueError(f"humming: expected one of {', '.join(self._FORMATS)}, got {weights.format}")
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors, prepare_layer_config
 
-        bits, zero, numbers = self._FORMATS[stack.format]
-        experts, k, n = stack.q.shape
-        dtype, device = stack.dense.dtype, stack.q.device
-        group_size = k // stack.scales.shape[1]
+        bits, zero, numbers = self._FORMATS[weights.format]
+        experts, k, n = weights.q.shape
+        dtype, device = weights.dense.dtype, weights.q.device
+        group_size = k // weights.scales.shape[1]
         schema = HummingWeightSchema(weight_scale_group_size=group_size if group_size < k else 0, **numbers)
         # It has quicker kernels for integers of which none is the lowest: all experts must agree on that.
-        symmetric = stack.format != "mxfp4" and not bool((stack.q == -zero).any())
+        symmetric = weights.format != "mxfp4" and not bool((weights.q == -zero).any())
         shape: dict[str, Any] = {"shape_n": n, "shape_k": k, "torch_dtype": dtype, "device": device}
         shape |= {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as vLLM pads
         of_one = schema
         parts: dict[str, list[torch.Tensor]] = {}
-        for q, scales in zip(stack.q, stack.scales, strict=True):  # one by one: humming unpacks to int32
+        for q, scales in zip(weights.q, weights.scales, strict=True):  # one by one: humming unpacks to int32
             tensors = {"weight": _words(q, bits, zero)[None], "weight_scale": scales.t().contiguous()[None]}
-            if stack.format == "mxfp4":
+            if weights.format == "mxfp4":
                 tensors["weight_scale"] = tensors["weight_scale"].float().to(torch.float8_e8m0fnu)  # powers of two
             if symmetric:
                 of_one, tensors = schema.convert_symmetric_integer_weight(tensors)
@@ -217,48 +203,48 @@ class HummingExperts(ExpertsProvider):
         stacked = {name: _cat(part) for name, part in parts.items()}
         config = prepare_layer_config(weight_schema=of_one, num_experts=experts, **shape)
         locks = torch.zeros(2048, dtype=torch.int32, device=device)  # as many as humming's layer has
-        return HummingStack(config, stacked, locks)
+        return HummingWeights(config, stacked, locks)
 
-    def weight_bytes(self, operand: HummingStack) -> int:
+    def weight_bytes(self, operand: HummingWeights) -> int:
         return nbytes(*operand.tensors.values())
 
-    def product(self, operand: HummingStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return self._multiply(operand, x, routing, by_choice=False)
+    def product(self, operand: HummingWeights, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._multiply(operand, x, routing, by_token=False)
 
-    def layer(self, w13: HummingStack, w2: HummingStack, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def layer(self, w13: HummingWeights, w2: HummingWeights, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         from humming.forward import may_process_input
 
         top_k = routing.ids.shape[1]
         if self._indexed:
-            gate_up = self._multiply(w13, x, routing, by_choice=True, top_k=top_k)
+            gate_up = self._multiply(w13, x, routing, by_token=True, top_k=top_k)
         else:
-            gate_up = self._multiply(w13, x[routing.order // top_k], routing, by_choice=False)
+            gate_up = self._multiply(w13, x[routing.order // top_k], routing, by_token=False)
         activation = {"activation_type": "binary_split", "activation_impl": "(a / (1.f + expf(-a))) * b"}  # as in vLLM
         between, _, _ = may_process_input(w2.config, gate_up, **activation)
-        y = self._multiply(w2, between, routing, by_choice=self._indexed)
+        y = self._multiply(w2, between, routing, by_token=self._indexed)
         return summed(y, routing) if self._indexed else combined(y, routing)
 
     def _multiply(
-        self, stack: HummingStack, x: torch.Tensor, routing: Routing, *, by_choice: bool, top_k: int = 1
+        self, weights: HummingWeights, x: torch.Tensor, routing: Routing, *, by_token: bool, top_k: int = 1
     ) -> torch.Tensor:
-        """[T, N]. by_choice: its rows are in the order of the choices, and so are those of x, of which top_k read one;
+        """[T, N]. by_token: its rows and the rows of x are in the order of tokens, and top_k of them read one of x;
         else they are sorted by expert."""
         from humming.forward import humming_forward
 
-        kernels = self._kernels(stack.config, routing.rows)
+        kernels = self._kernels(weights.config, routing.rows)
         if self._indexed:
             own = next(config for begin, end, config in kernels if begin < routing.rows <= end)
-            given = _blocks(routing, own["block_shape"][0], by_choice)
+            given = _blocks(routing, own["block_shape"][0], by_token)
         else:
             given = _starts(routing)
         y: torch.Tensor = humming_forward(
-            stack.config,
+            weights.config,
             inputs=x,
-            locks=stack.locks,
+            locks=weights.locks,
             top_k=top_k,
             compute_config=json.dumps(self._compute),
             tuning_config=json.dumps(kernels),
-            **stack.tensors,
+            **weights.tensors,
             **given,
         )
         return y

@@ -1,11 +1,12 @@
 """The conversions of whole weights beside a copy of as many bytes: no kernel that reads and writes them is quicker.
 
-`python -m weightonly.bench conversions --shapes 8192x8192 --elements 67108864`
+`python -m tools.conversions --shapes 8192x8192 --elements 67108864`
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,14 @@ import torch
 from tqdm import tqdm
 
 import weightonly as wo
+from weightonly.bench import command
+from weightonly.bench.devices import default_device, require_gpu
+from weightonly.bench.providers import nbytes
+from weightonly.bench.shapes import Shape, resolve
+from weightonly.bench.timing import copies_beyond_l2, time_calls
 from weightonly.codebooks import BLOCK_FORMATS
 from weightonly.layout import INTERLEAVED, TILED
 from weightonly.ops.blocks_4bit import BLOCKSIZES
-
-from .devices import default_device, require_gpu
-from .providers import nbytes
-from .shapes import Shape, resolve
-from .timing import copies_beyond_l2, time_calls
 
 SHAPES: tuple[str, ...] = ("8192x8192", "8192x28672")
 ELEMENTS: tuple[int, ...] = (64 << 20, 256 << 20)
@@ -40,20 +41,34 @@ class _Case:
     size: str
     block: int  # elements that share a scale
     inputs: Tensors
-    convert: Callable[..., Tensors]
-    sample: Callable[[Tensors], tuple[Tensors, Tensors]]  # result -> (a part of it, the same part by the CPU)
+    convert: Callable[..., torch.Tensor | Tensors]
+    sample: Callable[[Tensors], Tensors]  # a part of the result
+    expected: Callable[[], torch.Tensor | Tensors]  # the same part by the CPU
+
+    def run(self, *inputs: torch.Tensor) -> Tensors:
+        return _as_tuple(self.convert(*inputs))
+
+    def check(self, result: Tensors) -> None:
+        """Raises RuntimeError unless a part of the result is the CPU's."""
+        for mine, expected in zip(self.sample(result), _as_tuple(self.expected()), strict=True):
+            if not torch.equal(mine.cpu(), expected):
+                raise RuntimeError(f"{self.operation} {self.size}: expected the CPU's result, got another one")
+
+
+def _as_tuple(result: torch.Tensor | Tensors) -> Tensors:
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 class _Call:
     """Converts one copy of the inputs; keeps the result, so that the next copies write elsewhere."""
 
     def __init__(self, case: _Case) -> None:
-        self.convert = case.convert
+        self.case = case
         self.inputs = tuple(tensor.clone() for tensor in case.inputs)
         self.result: Tensors = ()
 
     def __call__(self) -> None:
-        self.result = self.convert(*self.inputs)
+        self.result = self.case.run(*self.inputs)
 
 
 def _awq_dequantize(shape: Shape, group_size: int, dtype: torch.dtype, device: torch.device) -> _Case:
@@ -61,15 +76,13 @@ def _awq_dequantize(shape: Shape, group_size: int, dtype: torch.dtype, device: t
     words = partial(torch.randint, -(2**31), 2**31 - 1, dtype=torch.int32, device=device)
     scales = torch.rand(k // group_size, n, device=device).to(dtype)
     inputs = (words(size=(k, n // 8)), scales, words(size=(k // group_size, n // 8)))
-
-    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
-        qweight, scales, qzeros = (tensor.cpu() for tensor in (inputs[0][-group_size:], inputs[1][-1:], inputs[2][-1:]))
-        return (result[0][-group_size:],), (wo.awq_dequantize(qweight, scales, qzeros),)
-
-    def convert(*tensors: torch.Tensor) -> Tensors:
-        return (wo.awq_dequantize(*tensors),)
-
-    return _Case("awq_dequantize", f"{k}x{n}", group_size, inputs, convert, sample)
+    last = [tensor[-rows:].cpu() for tensor, rows in zip(inputs, (group_size, 1, 1), strict=True)]
+    size = f"{k}x{n}"
+    return _Case(
+        *("awq_dequantize", size, group_size, inputs, wo.awq_dequantize),
+        sample=lambda result: (result[0][-group_size:],),
+        expected=lambda: wo.awq_dequantize(*last),
+    )
 
 
 def _dequantize(
@@ -80,45 +93,38 @@ def _dequantize(
     q = torch.randint(-limit, limit, (k, n), dtype=torch.int8, device=device)
     scales = torch.rand(k // group_size, n, device=device).to(dtype)
     qweight = wo.preprocess(q, bits=bits, layout=layout)
-
-    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
-        few = wo.preprocess(q[:, -8:].cpu(), bits=bits, layout=layout)
-        return (result[0][:, -8:],), (wo.dequantize(few, scales[:, -8:].cpu()),)
-
-    def convert(data: torch.Tensor, scales: torch.Tensor) -> Tensors:
-        return (wo.dequantize(wo.PackedWeight(data, **qweight.fields), scales),)
-
-    return _Case(f"dequantize int{bits} {layout}", f"{k}x{n}", group_size, (qweight.data, scales), convert, sample)
+    few = wo.preprocess(q[:, -8:].cpu(), bits=bits, layout=layout)
+    name, size = f"dequantize int{bits} {layout}", f"{k}x{n}"
+    return _Case(
+        *(name, size, group_size, (qweight.data, scales)),
+        convert=lambda data, scales: wo.dequantize(wo.PackedWeight(data, **qweight.fields), scales),
+        sample=lambda result: (result[0][:, -8:],),
+        expected=lambda: wo.dequantize(few, scales[:, -8:].cpu()),
+    )
 
 
 def _quantize_4bit(count: int, blocksize: int, quant_type: str, dtype: torch.dtype, device: torch.device) -> _Case:
     w = torch.randn(count, dtype=dtype, device=device)
     part = min(count, _SAMPLE_ELEMS)
-
-    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
-        packed, absmax = result
-        mine = packed[: (part + 1) // 2], absmax[: -(-part // blocksize)]
-        return mine, wo.quantize_4bit(w[:part].cpu(), blocksize, quant_type)
-
-    def convert(w: torch.Tensor) -> Tensors:
-        return wo.quantize_4bit(w, blocksize, quant_type)
-
-    return _Case(f"quantize_4bit {quant_type}", str(count), blocksize, (w,), convert, sample)
+    return _Case(
+        *(f"quantize_4bit {quant_type}", str(count), blocksize, (w,)),
+        convert=lambda w: wo.quantize_4bit(w, blocksize, quant_type),
+        sample=lambda result: (result[0][: (part + 1) // 2], result[1][: -(-part // blocksize)]),
+        expected=lambda: wo.quantize_4bit(w[:part].cpu(), blocksize, quant_type),
+    )
 
 
 def _dequantize_4bit(count: int, blocksize: int, quant_type: str, dtype: torch.dtype, device: torch.device) -> _Case:
     packed = torch.randint(0, 256, ((count + 1) // 2, 1), dtype=torch.uint8, device=device)
     absmax = torch.rand(-(-count // blocksize), device=device)
     part = min(count, _SAMPLE_ELEMS)
-
-    def sample(result: Tensors) -> tuple[Tensors, Tensors]:
-        bytes_, scales = packed[: (part + 1) // 2].cpu(), absmax[: -(-part // blocksize)].cpu()
-        return (result[0][:part],), (wo.dequantize_4bit(bytes_, scales, blocksize, quant_type, (part,), dtype),)
-
-    def convert(packed: torch.Tensor, absmax: torch.Tensor) -> Tensors:
-        return (wo.dequantize_4bit(packed, absmax, blocksize, quant_type, (count,), dtype),)
-
-    return _Case(f"dequantize_4bit {quant_type}", str(count), blocksize, (packed, absmax), convert, sample)
+    first = packed[: (part + 1) // 2].cpu(), absmax[: -(-part // blocksize)].cpu()
+    return _Case(
+        *(f"dequantize_4bit {quant_type}", str(count), blocksize, (packed, absmax)),
+        convert=lambda packed, absmax: wo.dequantize_4bit(packed, absmax, blocksize, quant_type, (count,), dtype),
+        sample=lambda result: (result[0][:part],),
+        expected=lambda: wo.dequantize_4bit(*first, blocksize, quant_type, (part,), dtype),
+    )
 
 
 def _cases(
@@ -156,7 +162,7 @@ def conversions(
     """Time `awq_dequantize` and `dequantize` of [K, N] weights, and `quantize_4bit` and `dequantize_4bit`.
 
     shapes: "KxN" or names (see `sweep`); N a multiple of 8. elements: of what is quantized in 4-bit blocks. group_size:
-    of the weights, -1 is all of K; blocksize: that of the blocks. dtype: of scales and results, of what is quantized.
+    of the weights, -1 is all of K; blocksize: of the blocks. dtype: of scales and results, of what is quantized.
     device: a GPU; a CPU is measured only where it is named.
     A part of each result is compared with the CPU's first (RuntimeError). Inputs and results rotate beyond the L2.
 
@@ -172,8 +178,8 @@ def conversions(
     makers = list(_cases(pairs, counts, group_size, blocksize, dtype, where))
     for make in tqdm(makers, disable=not progress, unit="conversion"):
         case = make()
-        result = case.convert(*case.inputs)
-        _check_sample(case, result)
+        result = case.run(*case.inputs)
+        case.check(result)
         moved = nbytes(*case.inputs, *result)
         del result
         calls = [_Call(case) for _ in range(copies_beyond_l2(moved, where))]
@@ -212,12 +218,6 @@ def _check(shapes: Sequence[Shape], counts: Sequence[int], group_size: int, bloc
         raise ValueError(f"budget_ms: expected a positive number of milliseconds, got {budget_ms!r}")
 
 
-def _check_sample(case: _Case, result: Tensors) -> None:
-    for mine, expected in zip(*case.sample(result), strict=True):
-        if not torch.equal(mine.cpu(), expected):
-            raise RuntimeError(f"{case.operation} {case.size}: expected the CPU's result, got another one")
-
-
 def _copies(moved_bytes: int, device: torch.device) -> list[Callable[[], torch.Tensor]]:
     """Copies that read and write `moved_bytes` together, on as many buffers as pass through the L2."""
     half = math.ceil(moved_bytes / 2)
@@ -230,16 +230,33 @@ def _copies(moved_bytes: int, device: torch.device) -> list[Callable[[], torch.T
 
 def conversions_table(frame: pd.DataFrame) -> str:
     """The rows of `conversions` as a table. Needs the package tabulate."""
-    table = pd.DataFrame(
-        {
-            "conversion": frame["operation"],
-            "size": frame["size"],
-            "block": frame["block"],
-            "us": [f"{us:.1f}" for us in frame["us"]],
-            "MB": [f"{moved / 1e6:.1f}" for moved in frame["bytes"]],
-            "TB/s": [f"{rate:.3f}" for rate in frame["tb_s"]],
-            "copy TB/s": [f"{rate:.3f}" for rate in frame["copy_tb_s"]],
-            "of the copy": [f"{share:.1%}" for share in frame["share_of_copy"]],
-        }
-    )
+    titles = {"operation": "conversion", "size": "size", "block": "block", "us": "us", "bytes": "MB", "tb_s": "TB/s"}
+    titles |= {"copy_tb_s": "copy TB/s", "share_of_copy": "of the copy"}
+    table = frame.assign(bytes=frame["bytes"] / 1e6)[list(titles)].rename(columns=titles)
+    formats = {"us": "{:.1f}", "MB": "{:.1f}", "TB/s": "{:.3f}", "copy TB/s": "{:.3f}", "of the copy": "{:.1%}"}
+    table = table.assign(**{title: table[title].map(form.format) for title, form in formats.items()})
     return str(table.to_markdown(index=False, disable_numparse=True))
+
+
+def _add_options(parser: command.Parser) -> None:
+    command.add_shapes(parser, ",".join(SHAPES), "of packed and of AWQ weights")
+    elements = ",".join(map(str, ELEMENTS))
+    parser.add_argument(
+        "--elements", type=command.integers, default=list(ELEMENTS), help=f"of 4-bit blocks (default {elements})"
+    )
+    parser.add_argument("--group-size", type=int, default=128, help="of the weights; -1: per channel (default 128)")
+    parser.add_argument("--blocksize", type=int, default=64, help="of 4-bit blocks (default 64)")
+    command.add_run(parser)
+
+
+COMMAND = command.frame_command(
+    "time dequantize, awq_dequantize and 4-bit blocks, both ways", _add_options, conversions, conversions_table
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run_command(COMMAND, "python -m tools.conversions", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,7 +27,7 @@ _PRIOR = 0.02
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows of `bench regret --csv` count: of these families on sm90, with the rows that `select` looks at."""
+    """Which rows of `tools.regret --csv` count: of these families on sm90, with the rows that `select` looks at."""
     configs = {config.family for config in FITTED_CONFIGS if config.unfused}
     return frame.family.isin(configs) & (frame.m >= MIN_M) & (frame.arch == _ARCH)
 

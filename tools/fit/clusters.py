@@ -2,7 +2,7 @@
 
 As for the others, least squares of log(time) comes first, then a random search that moves the constants so that the
 choices cost least. It starts from START, whatever h200.py holds, so that the same measurements give the same constants;
-only a kernel that was not measured keeps those that it has.
+only a kernel that was not measured keeps its constants.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _DRAWS = 5
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows of `bench regret --csv` are of these kernels, in one launch."""
+    """Which rows of `tools.regret --csv` are of these kernels, in one launch."""
     return frame.config.isin(_configs())
 
 
@@ -86,7 +86,7 @@ def start_times(config: KernelConfig) -> TileTimes:
 
 @dataclass
 class Constants:
-    """Those of a family, as logarithms."""
+    """The constants of a family, as logarithms."""
 
     shared: NDArray
     kernels: NDArray  # [kernel, (unit, end)]
@@ -164,7 +164,7 @@ def _problem(row: object) -> Problem:
 
 
 def prepare(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `bench regret --csv` that are of use here, with `kernel`, `cell` and `best_us`.
+    """The rows of `tools.regret --csv` that are of use here, with `kernel`, `cell` and `best_us`.
 
     What was measured more than once (in several files) counts once, with its median.
     """
@@ -202,7 +202,7 @@ class Model:
         return pd.Series(choices.regret(self.predict()), index=choices.cells)
 
     def apply_to(self, frame: pd.DataFrame) -> Model:
-        """The same constants with other measurements; kernels that are new there have those of START."""
+        """The same constants with other measurements; new kernels have the constants of START."""
         model = Model([Rows(family, frame) for family in FAMILIES], [])
         for rows, mine, constants in zip(model.rows, self.rows, self.constants, strict=True):
             theirs = rows.start()
@@ -261,7 +261,7 @@ def polish(model: Model, moves: int) -> None:
     limits = [rows.bounds() for rows in model.rows]
     kernels = [(f, i) for f, rows in enumerate(model.rows) for i in range(len(rows.keys))]
     families = [f for f, rows in enumerate(model.rows) if rows.keys]
-    # Where the times of a kernel lie among those of all that may be chosen.
+    # Where the times of a kernel lie among the times of all that may be chosen.
     offsets = np.cumsum([0, *(rows.is_candidate.sum() for rows in model.rows)])
     places = {}
     for f, i in kernels:

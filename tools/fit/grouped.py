@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +15,7 @@ from weightonly.heuristics.constants import GroupedConstants, GroupedTimes
 from weightonly.heuristics.families.hopper_grouped import Tiles, grouped_us
 from weightonly.heuristics.problem import CODE_FORMATS
 
-from ..experts.configs import CELL, problem_of, rows_of_experts
+from ..regret_experts import CELL, problem_of, rows_of_experts
 
 # Constants of a kernel: start, least, most.
 _START = {
@@ -27,13 +29,13 @@ _PRIOR = 0.01
 
 
 def usable(frame: pd.DataFrame) -> pd.Series:
-    """Which rows are of these kernels (`bench experts --configs`)."""
+    """Which rows are of these kernels (`tools.regret_experts`)."""
     return frame.config.isin({c.kernel for c in GROUPED_CONFIGS if c.layout == "tiled"})
 
 
-def tiles_of(cell: dict[str, object], block_m: int) -> Tiles:
-    """Those that were timed."""
-    counts = rows_of_experts(str(cell["model"]), int(str(cell["m"])), str(cell["routing"]), float(str(cell["skew"])))
+def tiles_of(cell: Mapping[str, Any], block_m: int) -> Tiles:
+    """The tiles that were timed."""
+    counts = rows_of_experts(cell)
     tiles = [np.ceil(c / block_m).sum() for c in counts]
     return float(np.mean(tiles)), float(np.var(tiles)), float(np.mean([(c > 0).sum() for c in counts]))
 

@@ -1,4 +1,0 @@
-"""Fits the constants of the cost model (heuristics/h200.py) to measurements: `python -m weightonly.bench.fit`.
-
-They call the functions that the selection calls: a family's work, and `cost.total_us`, of arrays.
-"""
