@@ -315,6 +315,24 @@ def grouped_table(format: str) -> str:
     return _markdown(["E, top k, K x N", *(f"M = {m}" for m in batch)], lines)
 
 
+def layer_table(routing: str) -> str:
+    """us of layers of experts, times the roofline, and the slowest and quickest of the others beside it."""
+    frame = pd.read_csv(MEASUREMENTS / "h200_experts_layer.csv", comment="#")
+    frame = frame[frame["routing"] == routing]
+    ours = frame[frame["provider"] == "ours"]
+    batch = sorted(ours["m"].unique())
+    lines = []
+    for model, of_model in ours.groupby("model", sort=False):
+        rows = of_model.set_index("m")
+        cells = [f"{_us(rows['us'][m])} ({rows['us'][m] / rows['roofline_us'][m]:.2f})" for m in batch]
+        lines.append([f"{model}, {rows['format'].iloc[0]}", *cells])
+    for provider, of_provider in frame[frame["provider"] != "ours"].groupby("provider", sort=False):
+        beside = of_provider.merge(ours, on=["model", "m"])
+        ratio = (beside["us_x"] / beside["us_y"]).groupby(beside["m"])
+        lines.append([f"{provider}, times ours", *(f"{ratio.min()[m]:.2f} to {ratio.max()[m]:.2f}" for m in batch)])
+    return _markdown(["", *(f"M = {m}" for m in batch)], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -329,6 +347,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "grouped-int4": lambda: grouped_table("int4"),
     "grouped-int8": lambda: grouped_table("int8"),
     "grouped-mxfp4": lambda: grouped_table("mxfp4"),
+    "layer-even": lambda: layer_table("even"),
+    "layer-skewed": lambda: layer_table("skewed"),
 }
 
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
