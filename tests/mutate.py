@@ -48,7 +48,7 @@ VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 _SEED = "7"  # of random tests: a run can be repeated
 _HF = ("transformers.models.llama.modeling_llama", "transformers.integrations", "peft")
-_PYTEST_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider")
+_PYTEST_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short")  # prints no arguments: tensors may be freed
 
 
 def mutated(mutation: Mutation, root: Path = ROOT) -> str:

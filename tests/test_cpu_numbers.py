@@ -49,6 +49,11 @@ def test_activations_against_fp64(backend: library.Backend, dtype: torch.dtype, 
     assert ((y - expected).abs() <= expected.abs() * (ulp + rounding) + smallest).all()
 
 
+def test_nan_without_its_last_bits_is_no_inf(backend: library.Backend) -> None:
+    values = torch.full((40,), 0x7F800001, dtype=torch.int32).view(torch.float32)
+    assert all(passed_on(backend, values[:m], None).isnan().all() for m in ROWS)
+
+
 @activations
 def test_activations_of_numbers_at_the_ends(backend: library.Backend, activation: str | None) -> None:
     """ReLU of NaN is NaN."""

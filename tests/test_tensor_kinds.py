@@ -20,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weightonly as wo
 from weightonly.plan import cache
+from weightonly.plan.base import Plan
+from weightonly.plan.cpu import CpuPlan
 
 OPERANDS = ("x", "qweight", "scales", "zeros", "bias", "perm")
 FLOPS = 2 * M * K * N
@@ -82,7 +84,9 @@ def test_memory_that_is_gone_is_refused(name: str, kind: str, is_warm: bool) -> 
         wo.gemm(**a)
 
 
-def test_memory_that_is_freed_after_a_call_is_refused() -> None:
+@pytest.mark.parametrize("check", [CpuPlan.holds, Plan.holds], ids=["CPU", "as on a GPU"])
+def test_memory_that_is_freed_after_a_call_is_refused(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlan, "holds", check)
     a = arguments()
     for name in ("x", "scales", "zeros", "bias", "perm"):
         wo.gemm(**a)
@@ -94,6 +98,25 @@ def test_memory_that_is_freed_after_a_call_is_refused() -> None:
     wo.gemm(**a)
     a["qweight"].data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"^qweight: expected memory"):
+        wo.gemm(**a)
+
+
+@pytest.mark.parametrize("name", [*OPERANDS, "out"])
+def test_memory_that_comes_back_shorter_at_its_address_is_refused(name: str) -> None:
+    row, kept = torch.ones(1, 1024).half(), []
+    for _ in range(100):  # until the allocator gives the address again
+        a: dict[str, Any] = {"x": torch.ones(M, 256).half(), "qweight": wo.preprocess(torch.ones(256, 1024).char())}
+        a |= {"scales": row.clone(), "zeros": row.clone(), "bias": row[0].clone(), "perm": torch.arange(256)}
+        a["out"] = torch.empty(M, 1024).half()
+        wo.gemm(**a)
+        tensor = a[name].data if name == "qweight" else a[name]
+        address, memory = tensor.data_ptr(), tensor.untyped_storage()
+        memory.resize_(0)
+        kept += [a, torch.empty(tensor.nbytes - 256, dtype=torch.uint8)]  # what it gives first
+        memory.resize_(tensor.nbytes - 256)
+        if tensor.data_ptr() == address:
+            break
+    with pytest.raises(ValueError, match=f"^{name}: expected memory for shape .* freed, or cut"):
         wo.gemm(**a)
 
 

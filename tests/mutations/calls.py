@@ -123,12 +123,21 @@ MUTATIONS = [
             ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
             ("autograd is not told", "increment_version(out)", "out.is_neg()"),
             ("a gradient of the second out", "out.requires_grad,  # type", "None,  # type"),
+            ("an out that became shorter", "0 if self.device >= 0 else out", "0 if self.m else out"),
         ],
     ),
     *of(
         "weightonly/plan/cpu.py",
-        "arguments",
-        [("sizes of 64 bits", "if got > limit:", "if got > 8 * limit:")],
+        "arguments tensor_kinds",
+        [
+            ("sizes of 64 bits", "if got > limit:", "if got > 8 * limit:"),
+            ("an x that became shorter", "- args.x_address < self.x_bytes:", "- args.x_address < 1:"),
+            ("a weight that became shorter", "data.untyped_storage().nbytes(),", "0,"),
+            ("scales that became shorter", "scales.untyped_storage().nbytes(),", "0,"),
+            ("zeros that became shorter", "(zeros.data_ptr(), zeros.untyped_storage().nbytes())", "zeros.data_ptr()"),
+            ("a bias that became shorter", "(bias.data_ptr(), bias.untyped_storage().nbytes())", "bias.data_ptr()"),
+            ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
+        ],
     ),
     *of(
         "weightonly/flops.py",

@@ -44,7 +44,7 @@ def gemm(
         return out
     if qweight.layout != CPU and qweight.n_padded % TILE:
         qweight = relayout(qweight, CPU)  # int8 of GPUs before sm90, padded to 32 columns
-    rows, scales = _rows(x.detach().reshape(m, k)), _rows(scales)
+    rows, scales = _rows(x if x.dim() == 2 else x.reshape(m, k)), _rows(scales)
     zeros = None if zeros is None else _rows(zeros)
     bias = None if bias is None else aligned(bias, bias.element_size())
     weight = aligned(qweight.data, 4)

@@ -71,6 +71,7 @@ class Plan:
                 out.get_device(),  # type: ignore[union-attr]
                 out.is_neg(),  # type: ignore[union-attr]
                 out.requires_grad,  # type: ignore[union-attr]
+                0 if self.device >= 0 else out.untyped_storage().nbytes(),  # type: ignore[union-attr]
                 type(out),
                 args.x_address,
                 args.addresses,

@@ -8,6 +8,7 @@ from .. import reference
 from ..args import GemmArgs, check_perm_range
 from ..cpu import library, native
 from ..kernels import MAX_M, MAX_N
+from ..plain import has_memory
 from .base import Plan
 
 MAX_K = 1 << 28
@@ -26,6 +27,33 @@ class CpuPlan(Plan):
         self.backend = library.backend()
         if self.backend.library is not None:
             check_sizes(self.m, self.n, args.qweight.k)
+
+    def holds(self, args: GemmArgs) -> bool:
+        """As of all plans. Lengths of storages are looked at in each call: freed memory may be grown again, shorter, at
+        its address. Calls on a GPU take the host too little time for that."""
+        x, w, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
+        data = w._data
+        try:
+            args.x_address = x.data_ptr()
+            args.addresses = addresses = (  # type: ignore[assignment]
+                data.data_ptr(),
+                data.untyped_storage().nbytes(),
+                scales.data_ptr(),
+                scales.untyped_storage().nbytes(),
+                zeros is not None and (zeros.data_ptr(), zeros.untyped_storage().nbytes()),
+                bias is not None and (bias.data_ptr(), bias.untyped_storage().nbytes()),
+                self,
+            )
+            memory = x.untyped_storage()
+            if memory.data_ptr() + memory.nbytes() - args.x_address < self.x_bytes:
+                return False
+        except RuntimeError:  # there is none: a wrapper
+            return False
+        if addresses != w._held:
+            if not all(t is None or has_memory(t) for t in (data, scales, zeros, bias)):
+                return False
+            w._held = addresses
+        return args.perm is None or has_memory(args.perm)
 
     def gather(self, x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
         """Raises ValueError for numbers out of range: index_select on a CPU does not say which argument they are in."""
