@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch
 from .args import CPU_DTYPES, check_device
 from .gate import Gate
 from .gemm import autocast
-from .grouped import GroupedArgs, grouped
+from .grouped import Product
+from .grouped_args import GroupedArgs
 from .ops.around_experts import combine, runs, sort_by_expert
 from .packed import PackedWeight
 from .plain import is_watched
@@ -24,35 +24,6 @@ Weight = tuple[Any, ...]
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
-
-
-@dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
-class Product:
-    """`grouped_gemm` with these weights, as `Multiply` has it."""
-
-    qweight: PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        args = (self.zeros, self.bias, None, None, self.perm, True)
-        return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
-
-    def kind(self) -> tuple[object, ...]:
-        """What its checks and a plan depend on."""
-        given = (self.scales, self.zeros, self.bias)
-        return cache.kind_of(self.qweight), *(
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
-        )
-
-    def in_place(self) -> bool:
-        """Whether kernels read scales, zeros and bias where they are."""
-        rows = [self.scales] if self.zeros is None else [self.scales, self.zeros]
-        if any(not t.is_contiguous() or t.shape[2] != self.qweight.n_padded or t.data_ptr() % 16 for t in rows):
-            return False
-        return self.bias is None or self.bias.is_contiguous()
 
 
 def fused_experts(

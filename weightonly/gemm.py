@@ -12,13 +12,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import autograd, flops
 from .args import OP_SCHEMA, GemmArgs
+from .dense import WEIGHT_DTYPES
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untraced
 from .plan import cache
 from .plan.base import Plan
 from .plan.choose import make_plan
-from .quantize import WEIGHT_DTYPES
 
 
 def gemm(

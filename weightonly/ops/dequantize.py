@@ -9,6 +9,7 @@ import torch
 from .. import reference
 from ..args import check_expected, check_zeros_fit
 from ..codebooks import codebook_on
+from ..dense import WEIGHT_DTYPES
 from ..device import device_arch
 from ..heuristics.legal import computes_groups_of_16
 from ..heuristics.slices import slice_columns
@@ -17,7 +18,6 @@ from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
 from ..plain import are_plain
-from ..quantize import WEIGHT_DTYPES
 from ..require import require_dtype, require_memory
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
