@@ -18,9 +18,10 @@ from .plain import is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
+from .weight import QuantizedWeight
 
-Weight = tuple[Any, ...]
-"""(qweight, scales), (qweight, scales, zeros) or (qweight, scales, zeros, bias) of stacked experts."""
+Weight = QuantizedWeight | tuple[Any, ...]
+"""Stacked experts: one object, or (qweight, scales), (qweight, scales, zeros), (qweight, scales, zeros, bias)."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
@@ -37,9 +38,10 @@ def fused_experts(
     """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
 
     x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
-    w13           (qweight, scales, zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and
-                  bias may be None or left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up.
-                  Packed from q [E, H, I] the experts have no gate: act(x[m] @ up[e]) @ w2[e].
+    w13           a QuantizedWeight of stacked experts, without perm; or (qweight, scales, zeros) or (qweight, scales,
+                  zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or left out. Packed from q [E,
+                  H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H, I] the experts have no gate:
+                  act(x[m] @ up[e]) @ w2[e].
     w2            the same, packed from q [E, I, H].
     topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
                   another rank of expert parallelism are. A row without an expert gives zeros.
@@ -116,8 +118,12 @@ def run_experts(
     return combine(y, weights, ids, offs, places, x.dtype)
 
 
-def _stack(name: str, weight: Weight) -> Weight:
+def _stack(name: str, weight: Weight) -> tuple[Any, ...]:
     """(qweight, scales, zeros, bias), None where left out."""
+    if isinstance(weight, QuantizedWeight):
+        if weight.perm is not None:
+            raise ValueError(f"{name}: expected rows in order, got a QuantizedWeight with perm")
+        weight = (weight.packed, weight.scales, weight.zeros)
     if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
         got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
         raise TypeError(f"{name}: expected (qweight, scales, zeros) or (qweight, scales, zeros, bias), got {got}")

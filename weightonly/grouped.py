@@ -20,13 +20,14 @@ from .packed import PackedWeight
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
+from .weight import QuantizedWeight, check_alone
 
 
 def grouped_gemm(
     x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    offs: torch.Tensor,
+    qweight: PackedWeight | QuantizedWeight,
+    scales: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
     *,
     zeros: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -38,7 +39,8 @@ def grouped_gemm(
     """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
 
     x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
-    qweight     what `preprocess` returned for q [E, K, N], on the device of x.
+    qweight     what `preprocess` returned for q [E, K, N], on the device of x; or a QuantizedWeight of it, which has
+                scales, zeros and perm: grouped_gemm(x, w, offs=offs) gives the same bits.
     scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
     offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
                 offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
@@ -64,12 +66,18 @@ def grouped_gemm(
 
     Gradients: of x and bias, as those of `gemm`.
 
-    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
-    configurations, for `offs` that are not ascending or end at another row than T, and for a weight that is not
-    stacked; RuntimeError where no kernel was built for the device.
+    Raises TypeError for wrong types and dtypes, and for operands beside a QuantizedWeight, which has them; ValueError
+    for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
+    another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
     """
-    args = GroupedArgs(autocast(x, scales), qweight, scales, offs, zeros, bias, activation, out, perm, config=config)
-    return grouped(args)
+    weight = None
+    if isinstance(qweight, QuantizedWeight):
+        check_alone(scales=scales, zeros=zeros, perm=perm)
+        weight = qweight
+        qweight, scales, zeros, perm = weight.packed, weight.scales, weight.zeros, weight.perm
+    given: Any = (qweight, scales, offs)  # the checks find what is None of them
+    x = autocast(x, given[1])
+    return grouped(GroupedArgs(x, *given, zeros, bias, activation, out, perm, config=config, weight=weight))
 
 
 def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .args import GemmArgs, check_device
+from .args import GemmArgs, HasKind, check_device
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import PLAIN
@@ -34,8 +34,9 @@ class GroupedArgs(GemmArgs):
         perm: torch.Tensor | None = None,
         has_rest: bool = False,
         config: KernelConfig | None = None,
+        weight: HasKind | None = None,
     ) -> None:
-        super().__init__(x, qweight, scales, zeros, bias, activation, out, config, perm)
+        super().__init__(x, qweight, scales, zeros, bias, activation, out, config, perm, weight)
         self.offs = offs
         self.has_rest = has_rest
 
