@@ -61,6 +61,35 @@ def test_what_is_installed_imports_nothing_of_tools() -> None:
     assert not found
 
 
+def cycle_of(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that import each other in a circle, with those that lead to one; [] where there is none."""
+    left = dict(graph)
+    while leaves := [name for name, used in left.items() if not used & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return sorted(left)
+
+
+def test_circles_are_found() -> None:
+    assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert cycle_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_of_the_package_import_each_other() -> None:
+    """Imports inside of functions and for types alone count, too."""
+    modules = {
+        f"{package}.{file.stem}".removesuffix(".__init__"): (file, package)
+        for folder, name in (("weightonly", "weightonly"), ("heuristics", "weightonly.heuristics"))
+        for file, package in files_of(folder, name)
+    }
+    graph: dict[str, set[str]] = {}
+    for module, (file, package) in modules.items():
+        names = [name for name in imports_of(file, package) if name != "weightonly._C"]  # compiled
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+    assert len(graph) > 80 and graph["weightonly"] >= {"weightonly.gemm", "weightonly.nn"}
+    assert cycle_of(graph) == []
+
+
 def test_heuristics_need_the_standard_library_alone() -> None:
     allowed = {*sys.stdlib_module_names, "weightonly"}
     found = [

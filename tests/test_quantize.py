@@ -189,7 +189,7 @@ def test_blocks_do_not_change_the_result(
 ) -> None:
     w = torch.randn(96, 23, generator=generator)
     expected = wo.quantize(w, group_size=32, symmetric=symmetric)
-    monkeypatch.setattr(sys.modules["weightonly.quantize"], "_BLOCK_ELEMS", block_elems)
+    monkeypatch.setattr(sys.modules["weightonly.dense"], "_BLOCK_ELEMS", block_elems)
     assert_same(wo.quantize(w, group_size=32, symmetric=symmetric), expected)
 
 

@@ -36,6 +36,7 @@ from .packed import PackedWeight
 from .packing import preprocess, repack, unpack
 from .quantize import quantize
 from .version import VERSION as __version__  # noqa: F401  (the name that others ask for)
+from .weight import QuantizedWeight
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -49,6 +50,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "Gate",
     "PackedWeight",
+    "QuantizedWeight",
     "awq_dequantize",
     "cuda_built",
     "dequantize",

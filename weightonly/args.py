@@ -6,7 +6,7 @@ Every check runs before anything is computed or launched. An error names the arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,6 +35,14 @@ GRADIENT_SCHEMA = f"(Tensor grad, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros
 """The operator `weightonly::gemm_gradient`: see autograd.py."""
 
 
+class HasKind(Protocol):
+    """What a plan asks of a QuantizedWeight."""
+
+    _kind: object | None
+
+    def look_again(self) -> object: ...
+
+
 class GemmArgs:
     """The arguments of one call, as the caller of `gemm` gave them; `gemm` says what each of them is.
 
@@ -50,6 +58,7 @@ class GemmArgs:
         "perm",
         "qweight",
         "scales",
+        "weight",
         "x",
         "x_address",
         "zeros",
@@ -70,7 +79,9 @@ class GemmArgs:
         out: torch.Tensor | None = None,
         config: KernelConfig | None = None,
         perm: torch.Tensor | None = None,
+        weight: HasKind | None = None,
     ) -> None:
+        self.weight = weight  # the QuantizedWeight that qweight, scales, zeros and perm are of
         self.x = x
         self.qweight = qweight
         self.scales = scales

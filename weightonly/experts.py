@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,48 +10,21 @@ import torch
 from .args import CPU_DTYPES, check_device
 from .gate import Gate
 from .gemm import autocast
-from .grouped import GroupedArgs, grouped
+from .grouped import Product
+from .grouped_args import GroupedArgs
 from .ops.around_experts import combine, runs, sort_by_expert
 from .packed import PackedWeight
 from .plain import is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
+from .weight import QuantizedWeight
 
-Weight = tuple[Any, ...]
-"""(qweight, scales), (qweight, scales, zeros) or (qweight, scales, zeros, bias) of stacked experts."""
+Weight = QuantizedWeight | tuple[Any, ...]
+"""Stacked experts: one object, or (qweight, scales), (qweight, scales, zeros), (qweight, scales, zeros, bias)."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
-
-
-@dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
-class Product:
-    """`grouped_gemm` with these weights, as `Multiply` has it."""
-
-    qweight: PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        args = (self.zeros, self.bias, None, None, self.perm, True)
-        return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
-
-    def kind(self) -> tuple[object, ...]:
-        """What its checks and a plan depend on."""
-        given = (self.scales, self.zeros, self.bias)
-        return cache.kind_of(self.qweight), *(
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
-        )
-
-    def in_place(self) -> bool:
-        """Whether kernels read scales, zeros and bias where they are."""
-        rows = [self.scales] if self.zeros is None else [self.scales, self.zeros]
-        if any(not t.is_contiguous() or t.shape[2] != self.qweight.n_padded or t.data_ptr() % 16 for t in rows):
-            return False
-        return self.bias is None or self.bias.is_contiguous()
 
 
 def fused_experts(
@@ -66,9 +38,10 @@ def fused_experts(
     """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
 
     x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
-    w13           (qweight, scales, zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and
-                  bias may be None or left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up.
-                  Packed from q [E, H, I] the experts have no gate: act(x[m] @ up[e]) @ w2[e].
+    w13           a QuantizedWeight of stacked experts, without perm; or (qweight, scales, zeros) or (qweight, scales,
+                  zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or left out. Packed from q [E,
+                  H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H, I] the experts have no gate:
+                  act(x[m] @ up[e]) @ w2[e].
     w2            the same, packed from q [E, I, H].
     topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
                   another rank of expert parallelism are. A row without an expert gives zeros.
@@ -145,8 +118,12 @@ def run_experts(
     return combine(y, weights, ids, offs, places, x.dtype)
 
 
-def _stack(name: str, weight: Weight) -> Weight:
+def _stack(name: str, weight: Weight) -> tuple[Any, ...]:
     """(qweight, scales, zeros, bias), None where left out."""
+    if isinstance(weight, QuantizedWeight):
+        if weight.perm is not None:
+            raise ValueError(f"{name}: expected rows in order, got a QuantizedWeight with perm")
+        weight = (weight.packed, weight.scales, weight.zeros)
     if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
         got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
         raise TypeError(f"{name}: expected (qweight, scales, zeros) or (qweight, scales, zeros, bias), got {got}")

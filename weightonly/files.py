@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from .device import check_memory
 from .packed import PackedWeight
-from .require import require_memory, require_path
+from .require import require_memory
 from .shown import shown
-from .storage import open_regular, parse_json, publish, staged
-
-_FILE_VERSION = "1"
-_VERSION_KEY = "weightonly.file_version"
-PACKED_KEY = "weightonly.packed"
-"""Metadata key of a file: name -> the fields of its packed weights, as JSON."""
-DIGEST_KEY = "weightonly.sha256"
-"""Metadata key of a file of `convert`: name -> SHA-256 of the tensor's bytes, as JSON."""
+from .tensor_file import publish_tensors, read
 
 Entries = Mapping[str, PackedWeight | torch.Tensor]
 
@@ -48,59 +36,8 @@ def save(path: str | os.PathLike[str], entries: Entries) -> None:
         if not isinstance(entry, (PackedWeight, torch.Tensor)):
             raise TypeError(f"entries[{name!r}]: expected a PackedWeight or a tensor, got {type(entry).__name__}")
         require_memory(f"entries[{name!r}]", entry.data)
-    target = require_path("path", path).absolute()
-    if target.is_dir():
-        raise IsADirectoryError(f"{path}: expected the name of a file, got a folder")
-    with staged(target) as folder:
-        write(folder / "file.safetensors", entries, as_path=path)
-        publish(folder / "file.safetensors", target)
-
-
-def write(file: Path, entries: Entries, digests: bool = False, as_path: str | os.PathLike[str] | None = None) -> None:
-    """Write `entries` to a new file in a folder of our own; digests: with the SHA-256 of each tensor.
-
-    as_path: the name of the file in errors. Raises OSError where it cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    file.touch(exist_ok=False)
-    mode = file.stat().st_mode & 0o777  # what the umask leaves; save_file makes another file, of mode 0600
-    tensors = {
-        name: entry.data if isinstance(entry, PackedWeight) else entry.detach().resolve_neg().resolve_conj()
-        for name, entry in entries.items()
-    }
-    tensors = _apart(tensors)
     packed = {name: entry.fields for name, entry in entries.items() if isinstance(entry, PackedWeight)}
-    metadata = {_VERSION_KEY: _FILE_VERSION, PACKED_KEY: json.dumps(packed)}
-    if digests:
-        metadata[DIGEST_KEY] = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
-    try:
-        save_file(tensors, file, metadata)
-        file.chmod(mode)
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"{as_path or file}: could not be written ({shown(error)})") from error
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors that share no memory: safetensors refuses others."""
-    apart: dict[str, torch.Tensor] = {}
-    seen: set[tuple[torch.device, int]] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        place = (tensor.device, storage.data_ptr())
-        whole = tensor.is_contiguous() and storage.nbytes() == tensor.numel() * tensor.element_size()
-        if not whole or (tensor.numel() and place in seen):
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        seen.add(place)
-        apart[name] = tensor
-    return apart
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes in row-major order, in hexadecimal digits."""
-    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
+    publish_tensors(path, {name: entry.data if name in packed else entry for name, entry in entries.items()}, packed)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | torch.Tensor]:
@@ -109,38 +46,11 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> di
     Raises FileNotFoundError for a missing file. Raises ValueError, naming the file, for one that is damaged, that was
     not written by this library, or whose bytes do not fit their metadata, and for what is no regular file.
     """
-    from safetensors import SafetensorError, safe_open
-
-    path = require_path("path", path)
-    device = check_memory(device)
-    open_regular(path).close()
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            packed = _packed_metadata(path, file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: expected a safetensors file, got an unreadable one ({shown(error)})") from error
+    tensors, packed = read(path, device)
     entries: dict[str, PackedWeight | torch.Tensor] = dict(tensors)
     for name, fields in packed.items():
         try:
             entries[name] = PackedWeight(tensors[name], **fields)
-        except KeyError as error:
-            raise ValueError(f"{path}: the metadata names a packed weight {name!r} that is not in the file") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: packed weight {name!r}: {shown(error)}") from error
     return entries
-
-
-def _packed_metadata(path: str | os.PathLike[str], metadata: dict[str, str] | None) -> dict[str, dict[str, Any]]:
-    version = (metadata or {}).get(_VERSION_KEY)
-    if metadata is None or version is None:
-        raise ValueError(f"{path}: expected a file written by weightonly.save, got one without its metadata")
-    if version != _FILE_VERSION:
-        raise ValueError(f"{path}: expected file version {_FILE_VERSION}, got {version!r}")
-    try:
-        packed = parse_json(metadata[PACKED_KEY].encode())
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path}: metadata {PACKED_KEY!r} is missing or not JSON") from error
-    if not isinstance(packed, dict) or not all(isinstance(fields, dict) for fields in packed.values()):
-        raise ValueError(f"{path}: metadata {PACKED_KEY!r} does not map names to fields")
-    return packed

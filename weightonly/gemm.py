@@ -12,19 +12,20 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import autograd, flops
 from .args import OP_SCHEMA, GemmArgs
+from .dense import WEIGHT_DTYPES
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untraced
 from .plan import cache
 from .plan.base import Plan
 from .plan.choose import make_plan
-from .quantize import WEIGHT_DTYPES
+from .weight import QuantizedWeight, check_alone
 
 
 def gemm(
     x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
+    qweight: PackedWeight | QuantizedWeight,
+    scales: torch.Tensor | None = None,
     *,
     zeros: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -40,7 +41,8 @@ def gemm(
 
     x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
                 not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
-    qweight     what `preprocess` returned, on the device of x.
+    qweight     what `preprocess` returned, on the device of x; or a QuantizedWeight, which has scales, zeros and perm:
+                gemm(x, w) gives the same bits, and checks them when `w` is made.
     scales      [K / g, N], dtype of x; per channel [1, N]. g is 16, 32, a multiple of 64, or K.
     zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
     bias        [N], dtype of x.
@@ -63,11 +65,18 @@ def gemm(
     Subclasses of torch.Tensor, and calls that torch.jit.trace or a mode sees (make_fx, FlopCounterMode), go through the
     operator `weightonly::gemm` of PyTorch's dispatcher.
 
-    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
-    configurations, for tensors whose memory was freed, and for scales or zeros that require a gradient. Raises
-    RuntimeError where no kernel was built for the device, and inside of torch.func and of forward-mode differentiation.
+    Raises TypeError for wrong types and dtypes, and for scales, zeros or perm beside a QuantizedWeight; ValueError for
+    wrong shapes, devices, group sizes, activations and configurations, for tensors whose memory was freed, and for
+    scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for the device, and inside of
+    torch.func and of forward-mode differentiation.
     """
-    args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)
+    if type(qweight) is QuantizedWeight:
+        if scales is not None or zeros is not None or perm is not None:
+            check_alone(scales=scales, zeros=zeros, perm=perm)
+        w, perm = qweight, qweight._perm
+        args = GemmArgs(x, w._packed, w._scales, w._zeros, bias, activation, out, config, perm, w)
+    else:  # what is no PackedWeight, and scales that are None, are found by the checks
+        args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)  # type: ignore[arg-type]
     plan = None if is_dynamo_compiling() else _find(args)
     if plan is None:
         return _general(args)

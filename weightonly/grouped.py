@@ -6,27 +6,28 @@ each has.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .args import GRADIENT_SCHEMA, OP_SCHEMA, GemmArgs, check_device
+from .args import GRADIENT_SCHEMA, OP_SCHEMA
 from .autograd import before_activation, kept_for
 from .gemm import autocast, compute_part, dispatch, needs_dispatch
+from .grouped_args import GroupedArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
-from .plain import PLAIN
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
-from .require import require_dtype, require_tensor
+from .weight import QuantizedWeight, check_alone
 
 
 def grouped_gemm(
     x: torch.Tensor,
-    qweight: PackedWeight,
-    scales: torch.Tensor,
-    offs: torch.Tensor,
+    qweight: PackedWeight | QuantizedWeight,
+    scales: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
     *,
     zeros: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -38,7 +39,8 @@ def grouped_gemm(
     """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
 
     x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
-    qweight     what `preprocess` returned for q [E, K, N], on the device of x.
+    qweight     what `preprocess` returned for q [E, K, N], on the device of x; or a QuantizedWeight of it, which has
+                scales, zeros and perm: grouped_gemm(x, w, offs=offs) gives the same bits.
     scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
     offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
                 offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
@@ -64,107 +66,18 @@ def grouped_gemm(
 
     Gradients: of x and bias, as those of `gemm`.
 
-    Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes, activations and
-    configurations, for `offs` that are not ascending or end at another row than T, and for a weight that is not
-    stacked; RuntimeError where no kernel was built for the device.
+    Raises TypeError for wrong types and dtypes, and for operands beside a QuantizedWeight, which has them; ValueError
+    for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
+    another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
     """
-    args = GroupedArgs(autocast(x, scales), qweight, scales, offs, zeros, bias, activation, out, perm, config=config)
-    return grouped(args)
-
-
-class GroupedArgs(GemmArgs):
-    """The arguments of one call of `grouped_gemm`, which says what each of them is.
-
-    has_rest: whether rows may follow those of the last expert: they are of no expert here, and their results are zeros.
-    """
-
-    __slots__ = ("has_rest", "offs")
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        qweight: PackedWeight,
-        scales: torch.Tensor,
-        offs: torch.Tensor,
-        zeros: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        out: torch.Tensor | None = None,
-        perm: torch.Tensor | None = None,
-        has_rest: bool = False,
-        config: KernelConfig | None = None,
-    ) -> None:
-        super().__init__(x, qweight, scales, zeros, bias, activation, out, config, perm)
-        self.offs = offs
-        self.has_rest = has_rest
-
-    def to_op(self) -> tuple[Any, ...]:
-        """The arguments of the operator `weightonly::grouped_gemm`: all but `out`."""
-        return *super().to_op(), self.qweight.experts, self.offs, self.has_rest
-
-    @classmethod
-    def from_op(cls, x: torch.Tensor, *rest: Any) -> GroupedArgs:
-        """The inverse of `to_op`."""
-        *weight, scales, zeros, bias, activation, perm, experts, offs, has_rest = rest
-        qweight = PackedWeight(*weight, experts=experts)
-        return cls(x, qweight, scales, offs, zeros, bias, activation, None, perm, has_rest)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return super().tensors() | {"offs": self.offs}
-
-    def is_plain(self) -> bool:
-        return super().is_plain() and type(self.offs) in PLAIN
-
-    def check(self) -> None:
-        """Checks everything but `out` and the numbers in `offs` and `perm`."""
-        x, qweight, offs = self.x, self.qweight, self.offs
-        if not isinstance(qweight, PackedWeight):
-            raise TypeError(
-                f"qweight: expected the PackedWeight that weightonly.preprocess(q) returns for q [E, K, N], "
-                f"got {type(qweight).__name__}"
-            )
-        experts = qweight.experts
-        if experts is None:
-            raise ValueError(
-                f"qweight: expected stacked experts, packed from q [E, K, N], got one weight {qweight!r}; "
-                f"gemm multiplies by it"
-            )
-        require_tensor("qweight", qweight.data)
-        require_tensor("x", x)
-        if self.out is not None:
-            require_tensor("out", self.out)
-            if self.out.dim() != 2:
-                raise ValueError(f"out: expected shape [T, N], got {list(self.out.shape)}")
-        if x.dim() != 2:
-            raise ValueError(f"x: expected shape [T, K], rows sorted by expert, got {list(x.shape)}")
-        shapes = {"scales": "K / g, N", "zeros": "K / g, N", "bias": "N", "perm": "K"}
-        for name, shape in shapes.items():
-            tensor = getattr(self, name)
-            if tensor is None and name != "scales":
-                continue
-            require_tensor(name, tensor)
-            if tensor.dim() != shape.count(",") + 2 or tensor.shape[0] != experts:
-                raise ValueError(f"{name}: expected shape [E = {experts}, {shape}], got {list(tensor.shape)}")
-        self.of_expert(0, 0, x.shape[0]).check()
-        require_dtype("offs", offs, (torch.int32,))
-        if tuple(offs.shape) != (experts,):
-            raise ValueError(f"offs: expected shape [E] = [{experts}], got {list(offs.shape)}")
-        check_device("offs", offs, x)
-
-    def of_expert(self, expert: int, begin: int, end: int) -> GemmArgs:
-        """The product of rows begin..end, which are those of one expert."""
-        zeros, bias, perm = (None if t is None else t[expert] for t in (self.zeros, self.bias, self.perm))
-        return GemmArgs(
-            self.x[begin:end],
-            self.qweight[expert],
-            self.scales[expert],
-            zeros,
-            bias,
-            self.activation,
-            None if self.out is None else self.out[begin:end],
-            None,
-            perm,
-        )
+    weight = None
+    if isinstance(qweight, QuantizedWeight):
+        check_alone(scales=scales, zeros=zeros, perm=perm)
+        weight = qweight
+        qweight, scales, zeros, perm = weight.packed, weight.scales, weight.zeros, weight.perm
+    given: Any = (qweight, scales, offs)  # the checks find what is None of them
+    x = autocast(x, given[1])
+    return grouped(GroupedArgs(x, *given, zeros, bias, activation, out, perm, config=config, weight=weight))
 
 
 def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:
@@ -206,6 +119,35 @@ def _compute(args: GroupedArgs) -> torch.Tensor:
     if args.out is not None:
         plan.check_out(args)
     return plan.run(args)
+
+
+@dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
+class Product:
+    """`grouped_gemm` with these weights, as `Multiply` has it."""
+
+    qweight: PackedWeight
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        args = (self.zeros, self.bias, None, None, self.perm, True)
+        return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
+
+    def kind(self) -> tuple[object, ...]:
+        """What its checks and a plan depend on."""
+        given = (self.scales, self.zeros, self.bias)
+        return cache.kind_of(self.qweight), *(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
+        )
+
+    def in_place(self) -> bool:
+        """Whether kernels read scales, zeros and bias where they are."""
+        rows = [self.scales] if self.zeros is None else [self.scales, self.zeros]
+        if any(not t.is_contiguous() or t.shape[2] != self.qweight.n_padded or t.data_ptr() % 16 for t in rows):
+            return False
+        return self.bias is None or self.bias.is_contiguous()
 
 
 class ExpertsPlan(Plan):

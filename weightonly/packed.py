@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from .codebooks import codebook_of, codebook_on
+from .dense import WEIGHT_DTYPES, resolve_group_size
 from .device import check_visible
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
-from .quantize import WEIGHT_DTYPES, resolve_group_size
 from .require import require_bool, require_dtype, require_int, require_memory
+from .shown import shown
+from .tensor_file import publish_tensors, read
 
 
 class PackedWeight:
@@ -265,20 +267,19 @@ class PackedWeight:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this weight to a safetensors file, under the name "qweight"; see `weightonly.save`."""
-        from .files import save
-
-        save(path, {"qweight": self})
+        require_memory("qweight", self.data)
+        publish_tensors(path, {"qweight": self.data}, {"qweight": self.fields})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> PackedWeight:
         """Read a file that `PackedWeight.save` wrote; raises what `weightonly.load` does."""
-        from .files import load
-
-        entries = load(path, device)
-        weight = entries.get("qweight")
-        if len(entries) != 1 or not isinstance(weight, cls):
-            raise ValueError(f"{path}: expected one packed weight named 'qweight', got {sorted(entries)}; use load()")
-        return weight
+        tensors, packed = read(path, device)
+        if [*tensors] != ["qweight"] or "qweight" not in packed:
+            raise ValueError(f"{path}: expected one packed weight named 'qweight', got {sorted(tensors)}; use load()")
+        try:
+            return cls(tensors["qweight"], **packed["qweight"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: packed weight 'qweight': {shown(error)}") from error
 
     def __repr__(self) -> str:
         return (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .codebooks import codebook_of
+from .dense import resolve_group_size
 from .heuristics.arch import ARCHS, Arch, parse_arch
 from .heuristics.problem import CODE_FORMATS, layouts_of
 from .layout import (
@@ -23,7 +24,6 @@ from .layout import (
     unpack_bytes,
 )
 from .packed import PackedWeight, format_bits, format_groups
-from .quantize import resolve_group_size
 from .require import require_bool, require_device, require_memory, require_numbers, require_tensor
 
 

@@ -19,10 +19,10 @@ import math
 import torch
 
 from .codebooks import BLOCK_FORMATS, E2M1
+from .dense import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
 from .formats.words import unpack_nibbles
 from .heuristics.problem import FORMAT_GROUPS, check_format_groups
 from .ops.blocks_4bit import BLOCKSIZES, quantize_4bit
-from .quantize import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
 
 _LARGEST_E4M3 = 448.0
 _SMALLEST_E4M3 = 2.0**-9

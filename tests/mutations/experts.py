@@ -66,6 +66,19 @@ MUTATIONS = [
         "weightonly/grouped.py",
         "grouped_gemm nn_grouped",
         [
+            ("ends that descend", "        if end < begin:\n", "        if end < 0:\n"),
+            ("ends beyond the rows", "if begin > total or (begin < total", "if (begin < total"),
+            ("rows of no expert in a plain call", "(begin < total and not has_rest)", "False"),
+            ("rows of no expert are refused in layers", "(begin < total and not has_rest)", "begin < total"),
+            ("rows of no expert stay as they were", "args.out[rows[-1][2] if rows else 0 :] = 0", "pass"),
+            ("the dtype of ends is not in the key", "offs.shape, offs.dtype, offs.device", "offs.shape, offs.device"),
+            ("out is not checked", "        plan.check_out(args)\n", "        pass\n"),
+        ],
+    ),
+    *of(
+        "weightonly/grouped_args.py",
+        "grouped_gemm nn_grouped",
+        [
             ("one weight", "        if experts is None:\n", "        if experts == 0:\n"),
             ("x of three dimensions", "        if x.dim() != 2:\n", "        if x.dim() < 2:\n"),
             ("a scalar to write to", "if self.out.dim() != 2:", "if self.out.dim() > 2:"),
@@ -79,13 +92,6 @@ MUTATIONS = [
             ("ends of 64 bits", 'require_dtype("offs", offs, (torch.int32,))', 'require_tensor("offs", offs)'),
             ("ends of more experts", "if tuple(offs.shape) != (experts,):", "if offs.numel() < experts:"),
             ("ends elsewhere", 'check_device("offs", offs, x)', "pass"),
-            ("ends that descend", "        if end < begin:\n", "        if end < 0:\n"),
-            ("ends beyond the rows", "if begin > total or (begin < total", "if (begin < total"),
-            ("rows of no expert in a plain call", "(begin < total and not has_rest)", "False"),
-            ("rows of no expert are refused in layers", "(begin < total and not has_rest)", "begin < total"),
-            ("rows of no expert stay as they were", "args.out[rows[-1][2] if rows else 0 :] = 0", "pass"),
-            ("the dtype of ends is not in the key", "offs.shape, offs.dtype, offs.device", "offs.shape, offs.device"),
-            ("out is not checked", "        plan.check_out(args)\n", "        pass\n"),
         ],
     ),
     *of(

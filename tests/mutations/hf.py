@@ -118,8 +118,8 @@ MUTATIONS = [
             ("blocks in another order", "gates_first(read(tensor), 1))", "read(tensor))"),
             (
                 "packed layers in another order",
-                "in_order(checkpoint.record_of(layer, arch, read), gates_first)",
-                "checkpoint.record_of(layer, arch, read)",
+                "dataclasses.replace(record, **vars(in_order(record, gates_first)))",
+                "record",
             ),
             ("fewer experts than the model has", "if shape.experts != count:", "if shape.experts > count:"),
             ("experts of several columns", "or shape.n != like.n:", "or shape.n < 0:"),

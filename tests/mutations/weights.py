@@ -35,6 +35,12 @@ MUTATIONS = [
             ("levels beyond q", "max=_largest(bits))\n    levels", "max=_largest(bits) + 1)\n    levels"),
             ("infinite levels", "low = torch.clamp(zero - reach", "low = torch.clamp(zero - 2 * reach"),
             ("levels are rounded to zero", ".round_().add_(zero", ".trunc_().add_(zero"),
+        ],
+    ),
+    *of(
+        "weightonly/dense.py",
+        "quantize",
+        [
             ("a group size that does not divide K", "group_size < 1 or k % group_size", "group_size < 1"),
             ("a group size of 0", "if group_size < 1 or", "if group_size < 0 or"),
             ("NaN passes", "math.isfinite(low) and", "True and"),

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ..device import check_memory
-from ..files import write
 from ..heuristics.arch import Arch
 from ..packing import target_name
 from ..require import require_int, require_path
 from ..shown import shown
 from ..storage import publish, read_json, staged
+from ..tensor_file import write
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
 from .layers import LayerShape
@@ -100,7 +100,7 @@ def _write_shards(
         nonlocal files, held_bytes
         files += 1
         name = f"model-{files:05}.safetensors"
-        write(folder / name, entries, digests=True)
+        write(folder / name, entries, {}, digests=True)
         weight_map.update(dict.fromkeys(entries, name))
         entries.clear()
         held_bytes = 0

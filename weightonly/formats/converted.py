@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from ..files import DIGEST_KEY, PACKED_KEY
 from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
+from ..tensor_file import DIGEST_KEY, PACKED_KEY
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors
 from .packed_config import METHOD, READ_VERSIONS, fields_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -12,15 +12,13 @@ from ..args import check_single
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
+from ..nn.linear import Linear
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import preprocess
 from ..quantize_codes import check_scales_as
 from .expect import FLOATS, dtype_name
 from .plain import CodeWeight, IntWeight, unsort_rows
-
-if TYPE_CHECKING:
-    from ..nn import Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +55,6 @@ class QuantizedLayer:
         Raises ValueError, naming the layer, for groups that `gemm` does not take, codes and an arch whose GPU does not
         read them, another dtype, one that scales of mxfp4 do not fit exactly, and stacked experts.
         """
-        from ..nn import Linear  # nn reads records itself
-
         if dtype not in (None, *FLOATS):
             raise ValueError(f"dtype: expected {', '.join(map(dtype_name, FLOATS))} or None, got {dtype_name(dtype)}")
         try:

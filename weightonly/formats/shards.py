@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from ..files import digest
 from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
+from ..tensor_file import digest
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

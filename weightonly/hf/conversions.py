@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
@@ -13,19 +13,24 @@ from ..formats.converted import tensors_of
 from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
-from ..nn import Experts
-from ..nn.experts import gates_first, in_turns, quantize_stack, repacked
+from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
 from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
+from .config import WeightOnlyConfig
 from .experts import in_turns_in_files, read_gates_first, stacked
 from .modules import Plan, expert_name
 
-if TYPE_CHECKING:
-    from .quantizer import WeightOnlyQuantizer
-
 Sources: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """Packed layer of the model -> for each expert (one, where it is a linear layer) the layers of the checkpoint."""
+
+
+class Quantizer(Protocol):
+    """What an operation asks a WeightOnlyQuantizer."""
+
+    quantization_config: WeightOnlyConfig
+    plan: Plan
+    conv1d: set[str]
 
 
 class Targets:
@@ -119,7 +124,7 @@ class _Keep(ConversionOps):
 class Quantize(ConversionOps):
     """A dense weight [N, K], or [K, N] of a Conv1D, becomes the tensors of its packed layer; so do stacked ones."""
 
-    def __init__(self, hf_quantizer: WeightOnlyQuantizer) -> None:
+    def __init__(self, hf_quantizer: Quantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
     @torch.no_grad()
@@ -218,9 +223,7 @@ class Read(ConversionOps):
     arch: the GPU to pack for; None: a packed checkpoint keeps its layout.
     """
 
-    def __init__(
-        self, hf_quantizer: WeightOnlyQuantizer, checkpoint: Checkpoint, arch: Arch | None, sources: Sources
-    ) -> None:
+    def __init__(self, hf_quantizer: Quantizer, checkpoint: Checkpoint, arch: Arch | None, sources: Sources) -> None:
         self.hf_quantizer = hf_quantizer  # transformers then leaves the dtypes of the files alone
         self.checkpoint = checkpoint
         self.arch = arch

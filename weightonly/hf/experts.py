@@ -15,8 +15,8 @@ from ..formats.gpt_oss import METHOD as GPT_OSS
 from ..formats.layers import LayerShape
 from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
-from ..nn import Experts, GroupedLinear
-from ..nn.experts import ModuleGate, alternates, gates_first, in_order, stack_parts
+from ..nn.experts import Experts, ModuleGate, alternates, gates_first, in_order, stack_parts
+from ..nn.grouped import GroupedLinear
 from ..packed import PackedWeight
 from .modules import Plan, Stack, expert_shapes
 from .names import Names
@@ -188,7 +188,8 @@ def read_gates_first(
         checkpoint.layers[layer].format.name == GPT_OSS
     ):  # of its tensors, none of which is packed, N is the second dimension
         return checkpoint.record_of(layer, arch, lambda tensor: gates_first(read(tensor), 1))
-    return in_order(checkpoint.record_of(layer, arch, read), gates_first)
+    record = checkpoint.record_of(layer, arch, read)
+    return dataclasses.replace(record, **vars(in_order(record, gates_first)))
 
 
 def stacked(

@@ -11,15 +11,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..dense import resolve_group_size
 from ..formats.layers import LayerShape
 from ..heuristics.arch import ARCHS, Arch
 from ..layout import CPU
-from ..nn import Experts, GroupedLinear, Linear
-from ..nn.experts import ModuleGate, expert_products, expert_weights, why_not_experts
+from ..nn.experts import Experts, ModuleGate, expert_products, expert_weights, why_not_experts
+from ..nn.grouped import GroupedLinear
+from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
 from ..parallel import ParallelLinear
-from ..quantize import resolve_group_size
 
 
 @dataclass(frozen=True)

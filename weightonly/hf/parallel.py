@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 
-from ..nn import Linear
+from ..nn.linear import Linear
 from ..parallel import ColwiseLinear, RowwiseLinear
 from ..parallel.exchange import Exchange
 

@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import transformers_weight_conversion
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
-from ..nn import Linear
+from ..nn.linear import Linear
 from ..parallel import ParallelLinear
 
 _INITIALIZATIONS = (True, False, "gaussian")

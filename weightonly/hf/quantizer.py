@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils import logging
 
+from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.checkpoint import Checkpoint
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
@@ -28,7 +29,6 @@ from ..layout import CPU
 from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
-from ..quantize import WEIGHT_DTYPES
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed

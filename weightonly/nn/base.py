@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from ..dense import check_weight_dtype, resolve_group_size
 from ..device import check_visible
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, repack
-from ..quantize import check_weight_dtype, resolve_group_size
 from ..quantize_codes import check_scales_as
 from ..require import require_bool, require_int
 

@@ -12,11 +12,11 @@ import torch
 from torch.compiler import is_compiling
 
 from ..experts import run_experts
-from ..formats.records import QuantizedLayer
 from ..gate import Gate
 from ..gemm import autocast
 from ..packed import PackedWeight
 from ..packing import preprocess, unpack
+from ..slicing import Operands
 from .grouped import GroupedLinear, Part
 from .recipe import Recipe
 
@@ -242,10 +242,10 @@ def in_turns(columns: torch.Tensor) -> torch.Tensor:
     return columns.index_select(-1, order)
 
 
-def in_order(layer: Part, columns: Columns) -> QuantizedLayer:
+def in_order(layer: Part, columns: Columns) -> Operands:
     """A layer, or all of stacked experts, with its columns in another order."""
     zeros, bias = (None if t is None else columns(t) for t in (layer.zeros, layer.bias))
-    return QuantizedLayer("gate_up", repacked(layer.weight, columns), columns(layer.scales), zeros, bias, layer.perm)
+    return Operands(repacked(layer.weight, columns), columns(layer.scales), zeros, bias, layer.perm)
 
 
 def repacked(weight: PackedWeight, columns: Columns) -> PackedWeight:
@@ -344,7 +344,7 @@ def quantize_stack(
             weight, scales, zeros = recipe.quantize(w if columns is None else columns(w))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}, expert {expert}: {error}") from error
-        parts.append(QuantizedLayer(name, weight, scales, zeros, None if bias is None else bias[expert]))
+        parts.append(Operands(weight, scales, zeros, None if bias is None else bias[expert]))
     return GroupedLinear.from_parts(parts, dtype)
 
 
@@ -387,4 +387,4 @@ def _side_by_side(argument: str, expert: int, gate: Part, up: Part) -> Part:
         for a, b in ((gate.scales, up.scales), (gate.zeros, up.zeros), (gate.bias, up.bias))
     ]
     assert both[0] is not None
-    return QuantizedLayer("gate_up", weight, both[0], both[1], both[2], gate.perm)
+    return Operands(weight, both[0], both[1], both[2], gate.perm)

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..experts import Multiply, Product
+from ..experts import Multiply
 from ..formats.plain import unsort_rows
-from ..grouped import GroupedArgs
+from ..grouped import Product
+from ..grouped_args import GroupedArgs
 from ..heuristics.arch import Arch
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight

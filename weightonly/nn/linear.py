@@ -10,13 +10,13 @@ from torch.compiler import is_compiling
 
 from ..activations import check_activation
 from ..args import check_expected, check_perm, check_perm_expected, check_single, check_zeros_fit
+from ..dense import WEIGHT_DTYPES, check_weight, check_weight_dtype
 from ..formats.plain import unsort_rows
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
-from ..quantize import WEIGHT_DTYPES, check_weight, check_weight_dtype
 from ..require import require_bool, require_dtype
 from ..storage import parse_json
 from .base import PackedLayer, codebook_bits, frozen, zero_operands

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, resolve_group_size
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, format_of, layout_for_arch, preprocess
-from ..quantize import DEFAULT_GROUP_SIZE, check_weight_dtype, quantize_for, resolve_group_size
+from ..quantize import quantize_for
 from ..quantize_codes import check_code_groups
 from ..require import require_bool, require_int
 

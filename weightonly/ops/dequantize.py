@@ -9,6 +9,7 @@ import torch
 from .. import reference
 from ..args import check_expected, check_zeros_fit
 from ..codebooks import codebook_on
+from ..dense import WEIGHT_DTYPES
 from ..device import device_arch
 from ..heuristics.legal import computes_groups_of_16
 from ..heuristics.slices import slice_columns
@@ -17,7 +18,6 @@ from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
 from ..plain import are_plain
-from ..quantize import WEIGHT_DTYPES
 from ..require import require_dtype, require_memory
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
@@ -43,7 +43,7 @@ def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor 
     Raises TypeError for a qweight that is not packed or a wrong dtype. Raises ValueError for shapes that do not fit,
     tensors on different devices, and zeros of codes.
     """
-    _check(qweight, scales, zeros)
+    check_operands(qweight, scales, zeros)
     if qweight.experts is not None:
         w = scales.new_empty(qweight.experts, qweight.k, qweight.n)
         for expert, weight in enumerate(qweight):
@@ -83,11 +83,13 @@ def dequantized_slices(
         yield begin, end, w
 
 
-def _check(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError for arguments that do not fit together."""
+def check_operands(
+    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, name: str = "qweight"
+) -> None:
+    """Raises TypeError or ValueError for arguments that do not fit together. name: what errors call `qweight`."""
     if not isinstance(qweight, PackedWeight):
-        raise TypeError(f"qweight: expected a PackedWeight (see preprocess), got {type(qweight).__name__}")
-    require_memory("qweight", qweight.data)
+        raise TypeError(f"{name}: expected a PackedWeight (see preprocess), got {type(qweight).__name__}")
+    require_memory(name, qweight.data)
     _check_group_tensor("scales", scales, qweight)
     if zeros is not None:
         check_zeros_fit(zeros, qweight)

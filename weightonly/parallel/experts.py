@@ -10,7 +10,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ..nn import Experts, GroupedLinear
+from ..nn.experts import Experts
+from ..nn.grouped import GroupedLinear
 from ..slicing import Operands
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of

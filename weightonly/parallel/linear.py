@@ -13,9 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 from ..activations import activation_of
 from ..heuristics.arch import Arch
 from ..layout import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
-from ..nn import Linear
 from ..nn.base import frozen
-from ..nn.linear import METADATA
+from ..nn.linear import METADATA, Linear
 from ..packed import PackedWeight, format_bits
 from ..packing import preprocess, unpack
 from ..slicing import Operands, cut_weight, rows_of_a_group

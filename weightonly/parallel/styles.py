@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from ..nn import GroupedLinear, Linear
+from ..nn.grouped import GroupedLinear
+from ..nn.linear import Linear
 from .exchange import Exchange
 from .linear import ColwiseLinear, ParallelLinear, RowwiseLinear
 

@@ -48,6 +48,9 @@ class Plan:
         except RuntimeError:  # there is none: a wrapper
             return False
         if not is_same:
+            weight = args.weight
+            if weight is not None and weight._kind is not None and weight._kind is not weight.look_again():
+                return False  # `tensor.data = ...` gave it another tensor
             if not all(t is None or has_memory(t) for t in (w._data, scales, zeros, bias)):
                 return False
             w._held = addresses

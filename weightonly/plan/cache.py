@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from ..args import GemmArgs
+from ..args import GemmArgs, HasKind
 from ..packed import PackedWeight
 from ..plain import PLAIN
 from .base import Plan
@@ -62,6 +62,8 @@ def key_of(args: GemmArgs) -> Key:
     Raises AttributeError, TypeError or RuntimeError where an argument is not of its type; the checks say which.
     """
     x, w, scales, zeros, bias, perm = args.x, args.qweight, args.scales, args.zeros, args.bias, args.perm
+    if args.weight is not None:
+        return _key_of_weight(args, args.weight)
     if (
         type(x) not in PLAIN
         or x.is_neg()
@@ -93,6 +95,23 @@ def key_of(args: GemmArgs) -> Key:
     )
 
 
+def _key_of_weight(args: GemmArgs, weight: HasKind) -> Key:
+    """The key of a call with a QuantizedWeight, whose kind has its part in one object."""
+    x, bias = args.x, args.bias
+    if type(x) not in PLAIN or x.is_neg() or (bias is not None and (type(bias) not in PLAIN or bias.is_neg())):
+        raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+    return (
+        weight._kind or weight.look_again(),
+        x.shape,
+        x.is_contiguous() or x.stride(),
+        x.dtype,
+        x.device,
+        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
+        args.activation,
+        args.config,
+    )
+
+
 def _devices(args: GemmArgs) -> tuple[torch.device | None, ...]:
     """Of tensors that are on no GPU: `get_device` is -1 for a CPU and for what has no memory at all."""
     zeros, bias, perm = args.zeros, args.bias, args.perm
@@ -115,6 +134,14 @@ def kind_of(qweight: PackedWeight) -> object:
     expected = (w.group_size, w.has_zeros, w.has_perm)
     w._kind = kind = _kind(w.k, w.n, w.format, w.layout, w.code, w.experts, expected, w.device)
     return kind
+
+
+def kind_of_operands(qweight: PackedWeight, *operands: torch.Tensor | None) -> object:
+    """The same of a weight with its scales, zeros and perm. Raises TypeError where one of them has no plan."""
+    if any(t is not None and (type(t) not in PLAIN or t.is_neg()) for t in operands):
+        raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+    described = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in operands)
+    return _kind(kind_of(qweight), *described)
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)

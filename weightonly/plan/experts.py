@@ -7,12 +7,14 @@ five: they are sorted and their rows of x gathered in front.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
+from ..gate import Gate
+from ..grouped import Product
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS
 from ..heuristics.grouped import select_layer
@@ -23,10 +25,6 @@ from ..plain import are_plain
 from . import cache
 from .grouped import types_of
 from .kernel import _current_stream
-
-if TYPE_CHECKING:
-    from ..experts import Product
-    from ..gate import Gate
 
 _VECTOR_BYTES = 16
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..activations import activation_of
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
+from ..grouped_args import GroupedArgs
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.configs import TypeConfig
 from ..heuristics.grouped import select_grouped, why_not_grouped
@@ -19,9 +20,6 @@ from ..layout import CPU
 from .base import Plan
 from .choose import DTYPE_NAMES, check_sizes, scale_mode
 from .kernel import _current_stream
-
-if TYPE_CHECKING:
-    from ..grouped import GroupedArgs
 
 
 def make_grouped_plan(args: GroupedArgs) -> Plan | None:

@@ -28,6 +28,7 @@ from ..device import device_arch, driver_version, sm_count
 from ..heuristics import KernelConfig, Problem, legal
 from ..kernels import kernels
 from ..storage import open_regular, parse_json, publish, staged
+from ..version import VERSION
 from . import cache
 
 VARIABLE = "WEIGHTONLY_TUNED"
@@ -50,10 +51,8 @@ class Origin:
     @classmethod
     def of(cls, device: int) -> Origin:
         """That of a CUDA device, now."""
-        from .. import __version__
-
         name = torch.cuda.get_device_name(device)
-        return cls(__version__, name, device_arch(device), sm_count(device), driver_version() or "")
+        return cls(VERSION, name, device_arch(device), sm_count(device), driver_version() or "")
 
     @property
     def file_name(self) -> str:
