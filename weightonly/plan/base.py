@@ -48,14 +48,19 @@ class Plan:
         except RuntimeError:  # there is none: a wrapper
             return False
         if not is_same:
-            weight = args.weight
-            if weight is not None and weight._kind is not None and weight._kind is not weight.look_again():
-                return False  # `tensor.data = ...` gave it another tensor
-            if not all(t is None or has_memory(t) for t in (w._data, scales, zeros, bias)):
+            if not self.holds_weight(args):
                 return False
             w._held = addresses
         w._held_x = x_address
         return args.perm is None or has_memory(args.perm)
+
+    @staticmethod
+    def holds_weight(args: GemmArgs) -> bool:
+        """Whether the weight at new addresses is of the kind that the plan was made for, and all is in memory."""
+        weight = args.weight
+        if weight is not None and weight._kind is not None and weight._kind is not weight.look_again():
+            return False  # `tensor.data = ...` gave it another tensor
+        return all(t is None or has_memory(t) for t in (args.qweight._data, args.scales, args.zeros, args.bias))
 
     def check_memory(self, args: GemmArgs, *others: torch.Tensor) -> None:
         """Raises TypeError or ValueError, naming it, for an operand that kernels cannot read by its address."""

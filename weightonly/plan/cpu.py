@@ -50,7 +50,7 @@ class CpuPlan(Plan):
         except RuntimeError:  # there is none: a wrapper
             return False
         if addresses != w._held:
-            if not all(t is None or has_memory(t) for t in (data, scales, zeros, bias)):
+            if not self.holds_weight(args):
                 return False
             w._held = addresses
         return args.perm is None or has_memory(args.perm)
