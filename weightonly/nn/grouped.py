@@ -16,6 +16,7 @@ from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize_codes import check_scales_as
+from ..weight import QuantizedWeight, parts_of
 from .base import PackedLayer, zero_operands
 
 
@@ -102,8 +103,8 @@ class GroupedLinear(PackedLayer):
     @classmethod
     def from_quantized(
         cls,
-        weight: PackedWeight,
-        scales: torch.Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
@@ -112,6 +113,7 @@ class GroupedLinear(PackedLayer):
 
         Raises what `grouped_gemm` raises for them.
         """
+        weight, scales, zeros, perm = parts_of(weight, scales, zeros, perm)
         device = getattr(scales, "device", None)
         offs = torch.zeros(getattr(weight, "experts", None) or 0, dtype=torch.int32, device=device)
         x = torch.empty(0, getattr(weight, "k", 0), dtype=getattr(scales, "dtype", None), device=device)
