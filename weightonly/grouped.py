@@ -71,10 +71,11 @@ def grouped_gemm(
     another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
     """
     weight = qweight if isinstance(qweight, QuantizedWeight) else None
-    packed, scales, zeros, perm = parts_of(qweight, scales, zeros, perm)
-    given: Any = (scales, offs)  # the checks find what is None of them
-    x = autocast(x, given[0])
-    return grouped(GroupedArgs(x, packed, *given, zeros, bias, activation, out, perm, config=config, weight=weight))
+    packed, of_groups, zeros, perm = parts_of(qweight, scales, zeros, perm)
+    ends: Any = offs  # the checks find that it is None
+    x = autocast(x, of_groups)
+    args = GroupedArgs(x, packed, of_groups, ends, zeros, bias, activation, out, perm, config=config, weight=weight)
+    return grouped(args)
 
 
 def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:

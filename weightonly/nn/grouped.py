@@ -113,13 +113,13 @@ class GroupedLinear(PackedLayer):
 
         Raises what `grouped_gemm` raises for them.
         """
-        weight, scales, zeros, perm = parts_of(weight, scales, zeros, perm)
-        device = getattr(scales, "device", None)
-        offs = torch.zeros(getattr(weight, "experts", None) or 0, dtype=torch.int32, device=device)
-        x = torch.empty(0, getattr(weight, "k", 0), dtype=getattr(scales, "dtype", None), device=device)
-        GroupedArgs(x, weight, scales, offs, zeros, bias, perm=perm).check()
+        packed, of_groups, zeros, perm = parts_of(weight, scales, zeros, perm)
+        device = getattr(of_groups, "device", None)
+        offs = torch.zeros(getattr(packed, "experts", None) or 0, dtype=torch.int32, device=device)
+        x = torch.empty(0, getattr(packed, "k", 0), dtype=getattr(of_groups, "dtype", None), device=device)
+        GroupedArgs(x, packed, of_groups, offs, zeros, bias, perm=perm).check()
         layer = cls.__new__(cls)
-        layer._adopt(weight, scales, zeros, bias, perm)
+        layer._adopt(packed, of_groups, zeros, bias, perm)
         return layer
 
     @classmethod
