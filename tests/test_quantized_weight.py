@@ -209,3 +209,13 @@ def test_what_the_bytes_were_packed_for_is_asked_for() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             wo.QuantizedWeight(packed, *operands)
+
+
+def test_the_bytes_alone_are_no_weight() -> None:
+    packed, x = stack().packed, torch.randn(1, K)
+    with pytest.raises(TypeError, match="scales: expected a tensor, got NoneType"):
+        wo.gemm(x, make().packed)
+    with pytest.raises(TypeError, match="scales: expected a tensor, got NoneType"):
+        wo.grouped_gemm(x, packed)
+    with pytest.raises(TypeError, match="offs: expected a tensor, got NoneType"):
+        wo.grouped_gemm(x, stack())
