@@ -125,9 +125,9 @@ SCALES = torch.ones(2, 40)
 GOOD_QUANTIZED: dict[str, Any] = {"weight": WEIGHT, "scales": SCALES}
 BAD_QUANTIZED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight": ({"weight": SCALES}, TypeError, "weight: expected a PackedWeight"),
-    "scales columns": ({"scales": SCALES[:, :39]}, ValueError, r"scales: expected .*got \[2, 39\]"),
-    "scales rows": ({"scales": torch.ones(3, 40)}, ValueError, r"scales: expected .*got \[3, 40\]"),
-    "zeros": ({"zeros": SCALES[:1]}, ValueError, r"zeros: expected \[2, 40\] like scales, got \[1, 40\]"),
+    "scales columns": ({"scales": SCALES[:, :39]}, ValueError, r"scales: expected .*got shape \[2, 39\]"),
+    "scales rows": ({"scales": torch.ones(3, 40)}, ValueError, r"scales: expected .*got shape \[3, 40\]"),
+    "zeros": ({"zeros": SCALES[:1]}, ValueError, r"zeros: expected shape \[2, 40\] as scales, got \[1, 40\]"),
     "bias": ({"bias": torch.ones(41)}, ValueError, r"bias: expected \[40\], got \[41\]"),
     "activation": ({"activation": "tanh"}, ValueError, "activation: expected one of None, .*got 'tanh'"),
 }

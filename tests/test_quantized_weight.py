@@ -91,6 +91,18 @@ def test_fused_experts_take_one_object_for_each_product() -> None:
         wo.fused_experts(x, stack(perm=True), second, ids, weights)
 
 
+def test_layers_are_made_of_one_object() -> None:
+    w, experts, x = make(zeros=True, perm=True), stack(), torch.randn(7, K)
+    assert torch.equal(wo.nn.Linear.from_quantized(w, bias=torch.ones(N))(x), wo.gemm(x, w, bias=torch.ones(N)))
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32)
+    layer = wo.nn.GroupedLinear.from_quantized(experts)
+    assert torch.equal(layer(x, offs), wo.grouped_gemm(x, experts, offs=offs))
+    with pytest.raises(ValueError, match="weight: expected one weight"):
+        wo.nn.Linear.from_quantized(experts)
+    with pytest.raises(TypeError, match="scales: expected None beside a QuantizedWeight"):
+        wo.nn.Linear.from_quantized(w, w.scales)
+
+
 def test_it_says_what_it_is() -> None:
     w = make("int8", 64, zeros=True, perm=True, dtype=torch.float16)
     assert (w.format, w.group_size, w.k, w.n, w.experts) == ("int8", 64, K, N, None)
@@ -197,3 +209,13 @@ def test_what_the_bytes_were_packed_for_is_asked_for() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             wo.QuantizedWeight(packed, *operands)
+
+
+def test_the_bytes_alone_are_no_weight() -> None:
+    packed, x = stack().packed, torch.randn(1, K)
+    with pytest.raises(TypeError, match="scales: expected a tensor, got NoneType"):
+        wo.gemm(x, make().packed)
+    with pytest.raises(TypeError, match="scales: expected a tensor, got NoneType"):
+        wo.grouped_gemm(x, packed)
+    with pytest.raises(TypeError, match="offs: expected a tensor, got NoneType"):
+        wo.grouped_gemm(x, stack())

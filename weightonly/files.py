@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], entries: Entries) -> None:
             raise TypeError(f"entries[{name!r}]: expected a PackedWeight or a tensor, got {type(entry).__name__}")
         require_memory(f"entries[{name!r}]", entry.data)
     packed = {name: entry.fields for name, entry in entries.items() if isinstance(entry, PackedWeight)}
-    publish_tensors(path, {name: entry.data if name in packed else entry for name, entry in entries.items()}, packed)
+    publish_tensors(path, {name: entry.data for name, entry in entries.items()}, packed)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | torch.Tensor]:

@@ -20,7 +20,7 @@ from .packed import PackedWeight
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
-from .weight import QuantizedWeight, check_alone
+from .weight import QuantizedWeight, parts_of
 
 
 def grouped_gemm(
@@ -70,14 +70,12 @@ def grouped_gemm(
     for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
     another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
     """
-    weight = None
-    if isinstance(qweight, QuantizedWeight):
-        check_alone(scales=scales, zeros=zeros, perm=perm)
-        weight = qweight
-        qweight, scales, zeros, perm = weight.packed, weight.scales, weight.zeros, weight.perm
-    given: Any = (qweight, scales, offs)  # the checks find what is None of them
-    x = autocast(x, given[1])
-    return grouped(GroupedArgs(x, *given, zeros, bias, activation, out, perm, config=config, weight=weight))
+    weight = qweight if isinstance(qweight, QuantizedWeight) else None
+    packed, of_groups, zeros, perm = parts_of(qweight, scales, zeros, perm)
+    ends: Any = offs  # the checks find that it is None
+    x = autocast(x, of_groups)
+    args = GroupedArgs(x, packed, of_groups, ends, zeros, bias, activation, out, perm, config=config, weight=weight)
+    return grouped(args)
 
 
 def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:

@@ -164,6 +164,22 @@ class QuantizedWeight:
         return QuantizedWeight, (self._packed, self._scales, self._zeros, self._perm)
 
 
+def parts_of(
+    weight: PackedWeight | QuantizedWeight,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    perm: torch.Tensor | None,
+) -> tuple[Any, Any, torch.Tensor | None, torch.Tensor | None]:
+    """(packed, scales, zeros, perm) of a QuantizedWeight, or as they are given: unchecked then.
+
+    Raises what `check_alone` raises.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return weight, scales, zeros, perm
+    check_alone(scales=scales, zeros=zeros, perm=perm)
+    return weight.packed, weight.scales, weight.zeros, weight.perm
+
+
 def check_alone(**operands: torch.Tensor | None) -> None:
     """Raises TypeError for operands beside a QuantizedWeight."""
     for name, operand in operands.items():

@@ -237,7 +237,7 @@ MUTATIONS = [
             ("act-order in floats", 'if stack is not None and name != "perm" else', "if stack is not None else"),
             (
                 "what is given is not checked",
-                "        GroupedArgs(x, weight, scales, offs, zeros, bias, perm=perm).check()\n",
+                "        GroupedArgs(x, packed, of_groups, offs, zeros, bias, perm=perm).check()\n",
                 "",
             ),
             ("each expert in the order of the first", "self.perm[expert])", "self.perm[0])"),

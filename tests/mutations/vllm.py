@@ -297,7 +297,7 @@ MUTATIONS = [
                 "(p.format, p.k, p.n, p.symmetric is True, p.act_order)",
             ),
             ("the bias", "            if bias is not None:\n", "            if bias is None:\n"),
-            ("the middle of int8", '(8 if shape.format == "int8" else 4) - 1', "4 - 1"),
+            ("the middle of int8", "1 << FORMATS[shape.format] - 1", "1 << 4 - 1"),
             (
                 "codes are moved",
                 "middle = 0 if shape.format in CODE_FORMATS else",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..shown import shown
@@ -24,7 +24,16 @@ CONFIG = "config.json"
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
 
-METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", GPT_OSS, METHOD)
+_READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
+    "awq": awq_format,
+    "gptq": gptq_format,
+    "compressed-tensors": compressed_tensors_format,
+    "bitsandbytes": bitsandbytes_format,
+    GPT_OSS: gpt_oss_format,
+}
+"""Method of a quantization config -> what makes the format of its layers of the options."""
+
+METHODS = (*_READERS, METHOD)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
@@ -78,19 +87,11 @@ def is_dense(shards: Shards) -> bool:
 
 
 def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tuple[LayerFormat, ...]:
-    if method == "awq":
-        return (awq_format(options),)
-    if method == "gptq":
-        return (gptq_format(options),)
-    if method == "compressed-tensors":
-        return (compressed_tensors_format(options),)
-    if method == "bitsandbytes":
-        return (bitsandbytes_format(options),)
-    if method == GPT_OSS:
-        return (gpt_oss_format(options),)
     if method == METHOD:
         return (converted_format(options, shards.metadata),)
-    raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+    if method not in _READERS:
+        raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+    return (_READERS[method](options),)
 
 
 def _from_tensors(shards: Shards) -> LayerFormat:

@@ -16,6 +16,7 @@ from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize_codes import check_scales_as
+from ..weight import QuantizedWeight, parts_of
 from .base import PackedLayer, zero_operands
 
 
@@ -102,8 +103,8 @@ class GroupedLinear(PackedLayer):
     @classmethod
     def from_quantized(
         cls,
-        weight: PackedWeight,
-        scales: torch.Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
@@ -112,12 +113,13 @@ class GroupedLinear(PackedLayer):
 
         Raises what `grouped_gemm` raises for them.
         """
-        device = getattr(scales, "device", None)
-        offs = torch.zeros(getattr(weight, "experts", None) or 0, dtype=torch.int32, device=device)
-        x = torch.empty(0, getattr(weight, "k", 0), dtype=getattr(scales, "dtype", None), device=device)
-        GroupedArgs(x, weight, scales, offs, zeros, bias, perm=perm).check()
+        packed, of_groups, zeros, perm = parts_of(weight, scales, zeros, perm)
+        device = getattr(of_groups, "device", None)
+        offs = torch.zeros(getattr(packed, "experts", None) or 0, dtype=torch.int32, device=device)
+        x = torch.empty(0, getattr(packed, "k", 0), dtype=getattr(of_groups, "dtype", None), device=device)
+        GroupedArgs(x, packed, of_groups, offs, zeros, bias, perm=perm).check()
         layer = cls.__new__(cls)
-        layer._adopt(weight, scales, zeros, bias, perm)
+        layer._adopt(packed, of_groups, zeros, bias, perm)
         return layer
 
     @classmethod

@@ -9,8 +9,8 @@ import torch
 from torch.compiler import is_compiling
 
 from ..activations import check_activation
-from ..args import check_expected, check_perm, check_perm_expected, check_single, check_zeros_fit
-from ..dense import WEIGHT_DTYPES, check_weight, check_weight_dtype
+from ..args import check_single
+from ..dense import check_weight, check_weight_dtype
 from ..formats.plain import unsort_rows
 from ..gemm import gemm
 from ..heuristics.arch import Arch
@@ -19,6 +19,7 @@ from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool, require_dtype
 from ..storage import parse_json
+from ..weight import QuantizedWeight, parts_of
 from .base import PackedLayer, codebook_bits, frozen, zero_operands
 from .recipe import Recipe
 
@@ -123,8 +124,8 @@ class Linear(PackedLayer):
     @classmethod
     def from_quantized(
         cls,
-        weight: PackedWeight,
-        scales: torch.Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
@@ -133,33 +134,23 @@ class Linear(PackedLayer):
         """A layer on tensors that exist already. They are used as they are, without a copy.
 
         weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None; perm: int32 or int64 [K], the
-        order of the weight's rows (see `gemm`), or None. All on one device.
+        order of the weight's rows (see `gemm`), or None. All on one device. A QuantizedWeight has all but the bias.
 
         Raises TypeError for a weight that is not packed or a perm of another dtype. Raises ValueError for shapes that
         do not fit, zeros of a code format, a group size that `gemm` does not take, and for what the weight was not
         packed for.
         """
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, QuantizedWeight | PackedWeight):
             raise TypeError(f"weight: expected a PackedWeight (see preprocess), got {type(weight).__name__}")
-        check_single("weight", weight)
-        require_dtype("scales", scales, WEIGHT_DTYPES)
-        for name, tensor in (("zeros", zeros), ("bias", bias)):
-            if tensor is not None:
-                require_dtype(name, tensor, (scales.dtype,))
-        if scales.dim() != 2 or scales.shape[1] != weight.n or not scales.shape[0] or weight.k % scales.shape[0]:
-            raise ValueError(f"scales: expected [K / g, N] for K={weight.k}, N={weight.n}, got {list(scales.shape)}")
-        if zeros is not None:
-            check_zeros_fit(zeros, weight)
-            if zeros.shape != scales.shape:
-                raise ValueError(f"zeros: expected {list(scales.shape)} like scales, got {list(zeros.shape)}")
-        if bias is not None and bias.shape != (weight.n,):
-            raise ValueError(f"bias: expected [{weight.n}], got {list(bias.shape)}")
-        if perm is not None:
-            check_perm(perm, weight.k)
-        check_expected(weight, scales, zeros)
-        check_perm_expected(weight, perm)
+        packed, scales, zeros, perm = parts_of(weight, scales, zeros, perm)
+        check_single("weight", packed)
+        w = weight if isinstance(weight, QuantizedWeight) else QuantizedWeight(packed, scales, zeros, perm)
+        if bias is not None:
+            require_dtype("bias", bias, (w.dtype,))
+            if bias.shape != (w.n,):
+                raise ValueError(f"bias: expected [{w.n}], got {list(bias.shape)}")
         layer = cls.__new__(cls)
-        layer._adopt(weight, scales, zeros, bias, activation, perm)
+        layer._adopt(w.packed, w.scales, w.zeros, bias, activation, w.perm)
         return layer
 
     @classmethod

@@ -23,7 +23,7 @@ from ..formats import CodeWeight, IntWeight, QuantizedLayer, open_checkpoint
 from ..formats.converted import METHOD
 from ..formats.layers import LayerShape
 from ..formats.plain import unsort_rows
-from ..heuristics.problem import CODE_FORMATS
+from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..packing import unpack
 from .linear_method import WeightOnlyLinearMethod
 from .rows import LOADED_FORMATS, pack_rows
@@ -174,7 +174,7 @@ def loadable(weight: IntWeight | CodeWeight | QuantizedLayer, shape: LayerShape)
         unsigned = weight.codes
     else:
         q = unpack(weight.weight) if isinstance(weight, QuantizedLayer) else weight.q
-        middle = 0 if shape.format in CODE_FORMATS else 1 << (8 if shape.format == "int8" else 4) - 1
+        middle = 0 if shape.format in CODE_FORMATS else 1 << FORMATS[shape.format] - 1
         unsigned = unsort_rows(q, perm).view(torch.uint8) + middle  # wraps: -8 is 248, and becomes 0
     tensors = {"qweight": pack_rows(unsigned.t(), shape.format), "scales": weight.scales.t().contiguous()}
     if zeros is not None and shape.symmetric:
