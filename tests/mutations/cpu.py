@@ -79,7 +79,7 @@ MUTATIONS = [
         "cpu_table",
         [
             ("levels that are not there", "LEVELS[: backend.library.wo_cpu_level() + 1]", "LEVELS"),
-            ("formats with groups of their own have others", "_GROUPS if own is None else (own,)", "_GROUPS"),
+            ("formats of any group", "if list(sizes) == [own]]", "if own in sizes]"),
             ("ends that overlap", "*(begin - 1 for begin in begins.values())", "*(begin for begin in begins.values())"),
         ],
     ),

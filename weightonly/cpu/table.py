@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..heuristics.problem import FORMAT_GROUPS, FORMATS
+from ..heuristics.problem import FORMAT_GROUPS
 from .library import LEVELS, TYPES, Backend, Params
 
 _KERNELS = ("few", "many", "tiles")
@@ -52,22 +52,19 @@ def describe(backend: Backend) -> str:
 
 
 def _rows_of(library: Any, level: str) -> list[Row]:
-    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}  # kernels of each dtype -> (format, group size)
-    for format in FORMATS:
-        own = FORMAT_GROUPS.get(format)
-        for group_size in _GROUPS if own is None else (own,):
-            kernels = tuple(_kernels(library, level, dtype, group_size) for dtype in TYPES)
-            found.setdefault(kernels, []).append((format, group_size))
+    found: dict[tuple[str, ...], list[int]] = {}  # kernels of each dtype -> sizes of groups
+    for group_size in _GROUPS:
+        kernels = tuple(_kernels(library, level, dtype, group_size) for dtype in TYPES)
+        found.setdefault(kernels, []).append(group_size)
     if len(found) == 1:
         return [Row(level, "every format", dict(zip(TYPES, next(iter(found)), strict=True)))]
-    return [Row(level, _weights(pairs), dict(zip(TYPES, kernels, strict=True))) for kernels, pairs in found.items()]
+    return [Row(level, _weights(sizes), dict(zip(TYPES, kernels, strict=True))) for kernels, sizes in found.items()]
 
 
-def _weights(pairs: Sequence[tuple[str, int]]) -> str:
+def _weights(sizes: Sequence[int]) -> str:
     """The group sizes, and the formats that have these alone."""
-    sizes = sorted({group_size for _, group_size in pairs})
     groups = f"groups of {sizes[0]}" if len(sizes) == 1 else f"groups of {sizes[0]} and more"
-    alone = [format for format, own in FORMAT_GROUPS.items() if sizes == [own]]
+    alone = [format for format, own in FORMAT_GROUPS.items() if list(sizes) == [own]]
     return f"{groups} ({', '.join(alone)})" if alone else groups
 
 
