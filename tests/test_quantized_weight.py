@@ -140,7 +140,7 @@ def test_a_tensor_that_is_set_anew_is_seen() -> None:
 @pytest.mark.parametrize("what", ["x", "bias"])
 def test_gradients_are_those_of_the_tensors_one_by_one(what: str) -> None:
     w = make(zeros=True, perm=True)
-    given = {"x": torch.randn(3, K), "bias": torch.randn(N)}
+    given: dict[str, Any] = {"x": torch.randn(3, K), "bias": torch.randn(N)}
     given[what].requires_grad_()
     one = torch.autograd.grad(wo.gemm(**given, qweight=w).sum(), given[what])
     loose = wo.gemm(**given, qweight=w.packed, scales=w.scales, zeros=w.zeros, perm=w.perm)
@@ -183,8 +183,9 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 def test_what_does_not_fit_is_an_error_where_it_is_made(case: str) -> None:
     error, match, other = BAD[case]
     w = make()
+    given: dict[str, Any] = {"packed": w.packed, "scales": w.scales}
     with pytest.raises(error, match=f"^{match}"):
-        wo.QuantizedWeight(**{"packed": w.packed, "scales": w.scales} | other)
+        wo.QuantizedWeight(**given | other)
 
 
 def test_stacked_experts_need_a_permutation_each() -> None:
@@ -202,11 +203,13 @@ def test_codes_have_no_zeros() -> None:
 def test_what_the_bytes_were_packed_for_is_asked_for() -> None:
     q, scales, zeros = wo.quantize(torch.randn(K, N), 4, 64, symmetric=False)
     packed = wo.preprocess(q, 4, layout="cpu", group_size=64, zeros=True, perm=False)
-    for match, operands in {
+    assert zeros is not None
+    wrong: dict[str, Any] = {
         "zeros: expected shape": (scales,),
         "perm: expected None": (scales, zeros, torch.arange(K)),
-        "scales: expected 4 rows": (scales[:2], zeros[:2]),  # type: ignore[index]
-    }.items():
+        "scales: expected 4 rows": (scales[:2], zeros[:2]),
+    }
+    for match, operands in wrong.items():
         with pytest.raises(ValueError, match=match):
             wo.QuantizedWeight(packed, *operands)
 
