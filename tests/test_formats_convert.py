@@ -232,11 +232,11 @@ def test_a_failed_run_leaves_nothing(
     write = module.write
     written: list[Path] = []
 
-    def fail_at_the_third(path: Path, entries: Any, digests: bool) -> None:
+    def fail_at_the_third(path: Path, *arguments: Any, **options: Any) -> None:
         if len(written) == 2:
             raise stop
         written.append(path)
-        write(path, entries, digests)
+        write(path, *arguments, **options)
 
     monkeypatch.setattr(module, "write", fail_at_the_third)
     with pytest.raises(type(stop)):
