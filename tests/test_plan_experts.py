@@ -186,7 +186,7 @@ def make(
         kernels = Kernels(packed)
 
         def select(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice:
-            return LayerChoice(*chosen, sorts=first.m <= MAX_SORTED_CHOICES and chosen == [SORTS, SORTS])
+            return LayerChoice(chosen[0], chosen[1], first.m <= MAX_SORTED_CHOICES and chosen == [SORTS, SORTS])
 
         for name, value in (
             ("_C", kernels),
