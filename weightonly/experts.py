@@ -52,8 +52,8 @@ def fused_experts(
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs. On Hopper a layer is three launches, if M * top_k is at most
-    128 and that is quickest, or five, and a CUDA graph holds the call.
+    Runs as two `grouped_gemm`, with what that says of GPUs. On Hopper a layer is three launches, where M * top_k is
+    at most 128 and that is quickest, or five, and a CUDA graph holds the call.
 
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
