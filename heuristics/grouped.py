@@ -5,12 +5,9 @@ The host knows how many rows there are, not which expert has which (routing.py):
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from .configs import GROUPED_CONFIGS, KernelConfig
-from .families import Family
 from .families.grouped_decode_sm90 import MAX_ROW_TILES, MAX_SORTED_CHOICES, GroupedDecodeSm90
 from .families.grouped_sm90 import MAX_TILES
 from .h200 import GROUPED
@@ -19,7 +16,8 @@ from .problem import Problem
 
 def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
     """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch."""
-    return _quickest(problem, experts, lambda rules: True)[1]
+    times_us = _times_us(problem, experts)
+    return min(times_us, key=times_us.__getitem__, default=None)
 
 
 class LayerChoice(NamedTuple):
@@ -38,42 +36,33 @@ def select_layer(first: Problem, second: Problem, experts: int, is_gated: bool) 
 
     first, second: their m are the choices of all tokens. is_gated: the first applies a gate to halves of its columns.
     """
+    of_first, of_second = (
+        {c: us for c, us in _times_us(problem, experts, gates).items() if c.rules.in_layers}
+        for problem, gates in ((first, is_gated), (second, False))
+    )
     found = []
-    for sorts in (True, False):
+    for sorts, around_us in ((True, GROUPED.around_sorting_us), (False, GROUPED.around_us)):
         if sorts and first.m > MAX_SORTED_CHOICES:
             continue
-        allows = _sort if sorts else _are_in_layers
-        first_us, one = _quickest(first, experts, allows, is_gated)
-        second_us, other = _quickest(second, experts, allows)
+        one, other = (
+            min((c for c in times_us if c.rules.sorts or not sorts), key=times_us.__getitem__, default=None)
+            for times_us in (of_first, of_second)
+        )
         if one is not None and other is not None:
-            around_us = GROUPED.around_sorting_us if sorts else GROUPED.around_us
-            found.append((first_us + second_us + around_us, LayerChoice(one, other, sorts)))
+            found.append((of_first[one] + of_second[other] + around_us, LayerChoice(one, other, sorts)))
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
-def _are_in_layers(rules: Family) -> bool:
-    return rules.in_layers
-
-
-def _sort(rules: Family) -> bool:
-    return rules.in_layers and rules.sorts
-
-
-def _quickest(
-    problem: Problem, experts: int, allows: Callable[[Family], bool], is_gated: bool = False
-) -> tuple[float, KernelConfig | None]:
-    """Of the families that are allowed, the configuration that takes the least time, and that time."""
-    times_us = {
+def _times_us(problem: Problem, experts: int, is_gated: bool = False) -> dict[KernelConfig, float]:
+    """Of all configurations that compute it."""
+    return {
         c: c.rules.grouped_us(c, problem, experts, is_gated)
         for c in GROUPED_CONFIGS
         if c.is_verified
-        and allows(c.rules)
         and c.rules.is_calibrated(c, problem.format)
         and (c.rules.gates(c) or not is_gated)
         and why_not_grouped(c, problem, experts) is None
     }
-    best = min(times_us, key=times_us.__getitem__, default=None)
-    return (math.inf if best is None else times_us[best]), best
 
 
 def why_not_grouped(config: KernelConfig, problem: Problem, experts: int, dtype: str | None = None) -> str | None:

@@ -6,7 +6,8 @@ import math
 
 ALIKE = 2.5
 """How alike the experts are: rows are a negative binomial of this shape. 1: some experts have several times their even
-share; without a limit: as if each row drew its expert with even chances."""
+share; without a limit: as if each row drew its expert with even chances. 2.5 has about the regret of 4 on routings that
+were measured, and the layer with favourites loses less (docs/kernels/sm90_grouped.md)."""
 
 _MANY = 64
 """From so many tiles of an expert on, their number is its even share in tiles, and half a tile."""

@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "w13",
         lambda a: a["w13"][0],
         TypeError,
-        r"w13: expected \(qweight, scales, zeros\) .*got PackedWeight",
+        r"w13: expected a QuantizedWeight, \(qweight, scales, zeros\) .*got PackedWeight",
     ),
     "one of a tuple": ("w2", lambda a: a["w2"][:1], TypeError, "w2: expected .*, got 1 of them"),
     "five of a tuple": ("w2", lambda a: (*a["w2"], None, None), TypeError, "w2: expected .*, got 5 of them"),

@@ -133,6 +133,13 @@ def test_few_choices_are_sorted_by_the_products() -> None:
     assert sorts == [True, False]
 
 
+def test_the_second_product_of_a_gated_layer_needs_no_gate() -> None:
+    first, second = Problem(200, 1536, 2048, "int8", 128, 90, 132), Problem(200, 2048, 768, "int8", 128, 90, 132)
+    choice = select_layer(first, second, 8, is_gated=True)
+    assert choice is not None and choice.first.rules.gates(choice.first)
+    assert not choice.second.rules.gates(choice.second), "tiles of three panels"
+
+
 def test_a_layer_without_kernels_is_none() -> None:
     first, second = (dataclasses.replace(p, layout="interleaved", arch=80) for p in layer_problems(4))
     assert select_layer(first, second, 64, True) is None

@@ -46,6 +46,14 @@ def test_regret_of_the_choices_for_experts(format: str, mean: float, worst: floa
     assert found.worst <= worst
 
 
+def test_regret_of_the_choices_for_experts_with_other_tokens() -> None:
+    """3, 24 and 200 tokens, which nothing was fitted to."""
+    found = experts_regret(pd.read_csv(FOLDER / "h200_grouped_held_out.csv.xz"))
+    assert len(found.cells) == 4 * 3 * 2 * 3 * 3
+    assert found.mean <= 0.03
+    assert found.worst <= 0.52
+
+
 def test_held_out_shapes_are_not_those_of_the_fit() -> None:
     frames = [pd.read_csv(FOLDER / f"{name}.csv.xz") for name in ("h200_fit", "h200_held_out")]
     fitted, held_out = (set(zip(f.k, f.n, f.format, strict=True)) for f in frames)

@@ -126,7 +126,8 @@ def _stack(name: str, weight: Weight) -> tuple[Any, ...]:
         weight = (weight.packed, weight.scales, weight.zeros)
     if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
         got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
-        raise TypeError(f"{name}: expected (qweight, scales, zeros) or (qweight, scales, zeros, bias), got {got}")
+        expected = "a QuantizedWeight, (qweight, scales, zeros) or (qweight, scales, zeros, bias)"
+        raise TypeError(f"{name}: expected {expected}, got {got}")
     if not isinstance(weight[0], PackedWeight) or weight[0].experts is None:
         got = repr(weight[0]) if isinstance(weight[0], PackedWeight) else type(weight[0]).__name__
         raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {got}")

@@ -23,6 +23,11 @@ MUTATIONS = [
             ("tiles that are not full", "+ min(problem.m, experts) + 1)", "+ 1)"),
             ("the last tile of columns", "-(-problem.n // 64)\n", "(problem.n // 64)\n"),
             ("a tile too few", "if tiles <= MAX_TILES else", "if tiles < MAX_TILES else"),
+            ("more choices than are sorted", "first.m > MAX_SORTED_CHOICES:", "first.m > 136:"),
+            ("choices that are sorted elsewhere", "first.m > MAX_SORTED_CHOICES:", "first.m > 64:"),
+            ("a kernel that does not sort", "if c.rules.sorts or not sorts", "if True"),
+            ("the gate of the second product", "(second, False))", "(second, is_gated))"),
+            ("a sort costs nothing", "(False, GROUPED.around_us)", "(False, GROUPED.around_sorting_us)"),
         ],
     ),
     *of(
@@ -170,23 +175,6 @@ MUTATIONS = [
             ("act-order", "first.perm is not None or second.perm is not None or", "second.perm is not None or"),
             ("the end of rows", "places, ends[-1:], y)", "places, ends[:1], y)"),
             ("scales of another dtype", "p.scales.dtype == x.dtype and ", ""),
-        ],
-    ),
-    *of(
-        "heuristics/grouped.py",
-        "grouped_heuristics",
-        [
-            ("more choices than are sorted", "first.m > MAX_SORTED_CHOICES:", "first.m > 136:"),
-            ("choices that are sorted elsewhere", "first.m > MAX_SORTED_CHOICES:", "first.m > 64:"),
-            ("a kernel that does not sort", "allows = _sort if sorts", "allows = _are_in_layers if sorts"),
-            ("a kernel that does not gate", "(c.rules.gates(c) or not is_gated)", "True"),
-            (
-                "the gate of the second product",
-                "_quickest(first, experts, allows, is_gated)",
-                "_quickest(first, experts, allows)",
-            ),
-            ("a sort costs nothing", "else GROUPED.around_us", "else GROUPED.around_sorting_us"),
-            ("the slowest layer", "min(found, key=", "max(found, key="),
         ],
     ),
     *of(
