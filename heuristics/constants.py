@@ -143,6 +143,7 @@ class GroupedConstants:
     around_sorting_us  what a layer takes beyond its products, where their kernels sort the choices
     around_us          the same, where a kernel in front does. Neither is fitted: with one token Qwen3's layer takes
                        17.6 and 20.0 us, each by its quickest kernels
+    other_kernel_us    what a layer takes longer if its products have different kernels
     """
 
     fitted_to: str
@@ -150,4 +151,5 @@ class GroupedConstants:
     unhidden: float
     around_sorting_us: float
     around_us: float
+    other_kernel_us: float
     kernels: dict[tuple[str, str], GroupedTimes]

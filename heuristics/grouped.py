@@ -5,6 +5,7 @@ The host knows how many rows there are, not which expert has which (routing.py):
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from .configs import GROUPED_CONFIGS, KernelConfig
@@ -40,17 +41,19 @@ def select_layer(first: Problem, second: Problem, experts: int, is_gated: bool) 
         {c: us for c, us in _times_us(problem, experts, gates).items() if c.rules.in_layers}
         for problem, gates in ((first, is_gated), (second, False))
     )
-    found = []
-    for sorts, around_us in ((True, GROUPED.around_sorting_us), (False, GROUPED.around_us)):
-        if sorts and first.m > MAX_SORTED_CHOICES:
-            continue
-        one, other = (
-            min((c for c in times_us if c.rules.sorts or not sorts), key=times_us.__getitem__, default=None)
-            for times_us in (of_first, of_second)
-        )
-        if one is not None and other is not None:
-            found.append((of_first[one] + of_second[other] + around_us, LayerChoice(one, other, sorts)))
-    return min(found, key=lambda one: one[0])[1] if found else None
+
+    def us(choice: LayerChoice) -> float:
+        around_us = GROUPED.around_sorting_us if choice.sorts else GROUPED.around_us
+        other_us = 0.0 if choice.first == choice.second else GROUPED.other_kernel_us
+        return of_first[choice.first] + of_second[choice.second] + around_us + other_us
+
+    found = (
+        LayerChoice(*both, sorts)
+        for both in itertools.product(of_first, of_second)
+        for sorts in (True, False)
+        if not sorts or (first.m <= MAX_SORTED_CHOICES and all(c.rules.sorts for c in both))
+    )
+    return min(found, key=us, default=None)
 
 
 def _times_us(problem: Problem, experts: int, is_gated: bool = False) -> dict[KernelConfig, float]:

@@ -115,6 +115,7 @@ def test_the_choice_of_a_layer_is_the_quickest_as_a_whole(format: str) -> None:
 
         def us(one: KernelConfig, other: KernelConfig, sorts: bool) -> float:
             around_us = h200.GROUPED.around_sorting_us if sorts else h200.GROUPED.around_us
+            around_us += h200.GROUPED.other_kernel_us if one != other else 0.0
             return around_us + one.rules.grouped_us(one, first, 64, True) + other.rules.grouped_us(other, second, 64)  # noqa: B023
 
         pairs = [(one, other) for one in legal for other in legal if one.rules.gates(one)]
@@ -122,7 +123,7 @@ def test_the_choice_of_a_layer_is_the_quickest_as_a_whole(format: str) -> None:
         best_us = min(us(*pair, sorts=False) for pair in pairs)
         if choices <= MAX_SORTED_CHOICES:
             best_us = min(best_us, *(us(*pair, sorts=True) for pair in pairs if all(c.rules.sorts for c in pair)))
-        assert us(*choice) == best_us
+        assert us(*choice) == pytest.approx(best_us, rel=1e-12)
         assert choice.sorts <= all(c.rules.sorts for c in choice[:2])
 
 

@@ -18,7 +18,14 @@ _RECORD_BYTES = 44  # struct GroupedWork
 
 # As in gemm_sm90: tokens, warpgroups along N and K, stages for int4, codes and int8. The MMA of a tile is as wide as
 # its rows need, so that there are few shapes: many columns for few rows, more rows for more.
-_SHAPES = ((32, 4, 1, 6, 0, 0), (32, 3, 1, 0, 5, 5), (64, 4, 1, 4, 4, 3), (128, 2, 1, 4, 4, 3), (256, 2, 1, 5, 4, 4))
+_SHAPES = (
+    (16, 4, 1, 8, 6, 5),
+    (32, 4, 1, 6, 0, 0),
+    (32, 3, 1, 0, 5, 5),
+    (64, 4, 1, 4, 4, 3),
+    (128, 2, 1, 4, 4, 3),
+    (256, 2, 1, 5, 4, 4),
+)
 
 
 class GroupedSm90(GemmSm90):

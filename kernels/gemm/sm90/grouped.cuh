@@ -75,6 +75,9 @@ struct GroupedKernel {
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
     Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
     StageReader<Traits> reader(p, smem);
+    // The reader has it right if the second half follows one row of the first.
+    if (int(threadIdx.x) / 128 >= Traits::kHalfPanels)
+      reader.scales += Traits::kHalfScaleBytes - Traits::kScaleRowBytes;
     // Broadcasts tell the compiler that all lanes have the same value. So it keeps descriptors in uniform registers.
     int const tiles = __reduce_or_sync(0xffffffff, Tiles::count(p, schedule));
     int record = 0;
@@ -134,6 +137,7 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   p.multicast_ctas = 1;
   p.x_box_k_blocks = p.k % Layout::kBlockK == 0 ? Traits::kKBlocks : 1;
   p.scale_rows = Traits::kTileK / p.scale_k;
+  p.scale_box_rows = p.scale_k == p.group_size ? p.scale_rows : 1;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
   cudaError_t error =
       map_lines(&p.weight_map, p.weight, int64_t(p.experts) * (p.n_padded / Layout::kPanelColumns),
@@ -142,7 +146,8 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
     error = map_k_blocks<Element>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep, p.x_box_k_blocks);
   }
   auto const map_groups = [&](CUtensorMap* map, void const* rows) {
-    return map_matrices<Element>(map, rows, p.experts, p.groups, p.n_padded, p.ld_scales, 1, Traits::kHalfColumns);
+    return map_matrices<Element>(map, rows, p.experts, p.groups, p.n_padded, p.ld_scales, p.scale_box_rows,
+                                 Traits::kHalfColumns);
   };
   if (Traits::kHasScales && error == cudaSuccess) error = map_groups(&p.scale_map, p.scales);
   if (Traits::kHasZeros && error == cudaSuccess) error = map_groups(&p.zero_map, p.zeros);

@@ -61,20 +61,19 @@ struct GroupedLoad {
     }
   };
 
-  /// Scales or zero points of groups: a box for each half of the columns and each row.
+  /// Scales or zero points of groups: a box for each half of the columns, of all rows where k_tiles have whole groups.
   struct ScaleLoader {
     GroupedParams const& p;
     char* target;  // in stage 0
     CUtensorMap const& map;
     static constexpr bool kIsX = false;
-    static constexpr int kHalfBytes = Traits::kHalfColumns * int(sizeof(typename Traits::Element));  // of a row
 
     CUTLASS_DEVICE int stage_bytes(Tiles const& tile) const {
-      return p.scale_rows * kHalfBytes * (tile.has_second() ? 2 : 1);
+      return p.scale_rows * Traits::kScaleRowBytes * (tile.has_second() ? 2 : 1);
     }
 
     CUTLASS_DEVICE void load(Tiles const& tile, int k_tile, int stage, uint64_t* full) const {
-      for (int row = 0; row < p.scale_rows; ++row) {
+      for (int row = 0; row < p.scale_rows; row += p.scale_box_rows) {
         int const k = k_tile * Traits::kTileK + row * p.scale_k;
         // A row beyond K lies outside the tensor map, and arrives as zeros. The scales of another group in its place
         // could make a weight overflow, and Inf times a zero of x is NaN.
@@ -85,7 +84,7 @@ struct GroupedLoad {
                                        group, tile.expert);
         };
         load_half(place, tile.column_begin);
-        if (tile.has_second()) load_half(place + kHalfBytes, tile.second_column);
+        if (tile.has_second()) load_half(place + Traits::kHalfScaleBytes, tile.second_column);
       }
     }
   };

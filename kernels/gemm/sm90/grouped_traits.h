@@ -2,6 +2,7 @@
 //
 // A tile of kTileM rows may have fewer, and the rows of an expert rarely fill one: the MMA of a tile is as wide as its
 // rows need, in steps of kWidthStep. So one kernel serves few rows and many, and a row's result does not depend on them.
+// Tiles of 16 rows have one width, as a wgmma of 8 tokens takes as long as one of 16: 13 cycles of an SM.
 #pragma once
 
 #include "cutlass/fast_math.h"
@@ -61,9 +62,14 @@ struct GroupedTraits : Traits<Config> {
   static constexpr bool kGates = Base::kWarpgroupsN % 2 == 0;
   static constexpr int kHalfPanels = kGates ? Base::kWarpgroupsN / 2 : Base::kWarpgroupsN;  // of a half, or of all
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
-  static constexpr int kWidthStep = cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
+  static constexpr int kWidthStep =
+      Base::kTileM <= 16 ? Base::kTileM : cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
   static constexpr int kWidths = Base::kTileM / kWidthStep;
-  static_assert(Base::kWarpgroupsK == 1 && kWidthStep % 8 == 0 && (kWidths == 2 || kWidths == 4 || kWidths == 8));
+  static_assert(Base::kWarpgroupsK == 1 && kWidthStep % 8 == 0 && (kWidths == 1 || kWidths == 4 || kWidths == 8));
+
+  // Scales lie as their boxes bring them: of the first half of the columns, kMaxScaleRows rows, then of the second half.
+  static constexpr int kScaleRowBytes = kHalfColumns * int(sizeof(Element));
+  static constexpr int kHalfScaleBytes = Base::kMaxScaleRows * kScaleRowBytes;
 
   static constexpr bool kHasWidths = true;
   static constexpr bool kScalesPartials = kScalesPartials_;
@@ -97,7 +103,7 @@ struct GroupedTraits : Traits<Config> {
     } else if constexpr (kWidths == 4) {
       issue_four(cute::Int<0>{});
     } else {
-      issue_two(cute::Int<0>{});
+      issue_width(cute::Int<1>{});
     }
   }
 
