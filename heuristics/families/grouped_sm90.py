@@ -20,7 +20,7 @@ _RECORD_BYTES = 44  # struct GroupedWork
 # its rows need, so that there are few shapes: many columns for few rows, more rows for more.
 _SHAPES = (
     (16, 4, 1, 8, 6, 5),
-    (32, 4, 1, 6, 0, 0),
+    (32, 4, 1, 6, 5, 4),
     (32, 3, 1, 0, 5, 5),
     (64, 4, 1, 4, 4, 3),
     (128, 2, 1, 4, 4, 3),
