@@ -61,10 +61,7 @@ def _times_us(problem: Problem, experts: int, is_gated: bool = False) -> dict[Ke
     return {
         c: c.rules.grouped_us(c, problem, experts, is_gated)
         for c in GROUPED_CONFIGS
-        if c.is_verified
-        and c.rules.is_calibrated(c, problem.format)
-        and (c.rules.gates(c) or not is_gated)
-        and why_not_grouped(c, problem, experts) is None
+        if c.is_verified and c.rules.is_calibrated(c, problem.format) and why_not_grouped(c, problem, experts) is None
     }
 
 

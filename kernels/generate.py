@@ -116,7 +116,7 @@ class Kernel:
         family, c = self.config.rules, self.config
         max_cluster = c.max_split_k if family.shares_cluster else 0
         facts = _row(f'"{self.symbol}"', c.max_m, max_cluster, self.types.reads_zeros, c.least_group)
-        flags = (family.sorts, family.gates(c), family.in_layers) if family.grouped else ()
+        flags = (family.sorts, family.in_layers) if family.grouped else ()
         return _row(facts, f"&{self.symbol}", *flags)
 
     def archs(self, built: list[str]) -> list[str]:

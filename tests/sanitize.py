@@ -194,7 +194,7 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
     cache.clear()  # plans do not tell kernels apart that `select_grouped` gives below
     if one.tokens is not None:
         # Every step is exact but for its rounding.
-        gate = Gate("relu", limit=2.0) if one.config.rules.gates(one.config) else Gate("relu", has_gate=False)
+        gate = Gate("relu", limit=2.0) if one.config.rules.in_layers else Gate("relu", has_gate=False)
         scale = 2.0**-9 if one.types.format == "int8" else 2.0**-5  # results are far from the limits of fp16
         first, _ = experts_of(320, 256 if gate.has_gate else 128, one, generator, scale)
         second, _ = experts_of(128, 320, one, generator, scale)

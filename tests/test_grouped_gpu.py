@@ -353,8 +353,6 @@ def test_a_layer_is_its_products(config: KernelConfig, types: TypeConfig, monkey
     for i, (tokens, top_k, experts) in enumerate([(1, 8, 64), (2, 1, 5), (16, 8, 16), (21, 6, 256), (300, 4, 3)]):
         g = torch.Generator().manual_seed(tokens)
         gate = GATES[(i + len(config.kernel)) % len(GATES)]
-        if not config.rules.gates(config):
-            gate = Gate(gate.activation, alpha=gate.alpha, has_gate=False)
         columns = 2 * inner if gate.has_gate else inner
         w13 = weights(experts, hidden, columns, types, g, group_size, exact=False)
         w2 = weights(experts, inner, hidden, types, g, group_size, exact=False)

@@ -47,10 +47,8 @@ def tile_of(config: KernelConfig) -> tuple[str, int, int, int]:
 
 
 def test_each_tile_has_every_format_once() -> None:
-    """Formats differ in their stages alone. Few rows have a tile of four panels in int4, of three in others."""
-    configs = [c for c in GROUPED_CONFIGS if not c.groups_of_16 and (c.family, c.block_m) != ("grouped_sm90", 32)]
-    few_rows = {c.block_n: c.formats for c in GROUPED_CONFIGS if (c.family, c.block_m) == ("grouped_sm90", 32)}
-    assert few_rows == {256: ("int4",), 192: ("code4", "int8")}
+    """Formats differ in their stages alone."""
+    configs = [c for c in GROUPED_CONFIGS if not c.groups_of_16]
     for tile in {tile_of(c) for c in configs}:
         found = [f for c in configs if tile_of(c) == tile for f in c.formats]
         assert sorted(found) == sorted(FORMATS)
@@ -111,14 +109,14 @@ def test_the_choice_of_a_layer_is_the_quickest_as_a_whole(format: str) -> None:
     for choices in (1, 8, 64, 128, 129, 256, 1024, 4096):
         first, second = layer_problems(choices, format)
         choice = select_layer(first, second, 64, is_gated=True)
-        assert choice is not None and choice.first.rules.gates(choice.first)
+        assert choice is not None and choice.first.rules.in_layers
 
         def us(one: KernelConfig, other: KernelConfig, sorts: bool) -> float:
             around_us = h200.GROUPED.around_sorting_us if sorts else h200.GROUPED.around_us
             around_us += h200.GROUPED.other_kernel_us if one != other else 0.0
             return around_us + one.rules.grouped_us(one, first, 64, True) + other.rules.grouped_us(other, second, 64)  # noqa: B023
 
-        pairs = [(one, other) for one in legal for other in legal if one.rules.gates(one)]
+        pairs = [(one, other) for one in legal for other in legal if one.rules.in_layers]
         pairs = [pair for pair in pairs if not any(why_not_grouped(c, first, 64) for c in pair)]
         best_us = min(us(*pair, sorts=False) for pair in pairs)
         if choices <= MAX_SORTED_CHOICES:
@@ -132,13 +130,6 @@ def test_few_choices_are_sorted_by_the_products() -> None:
         choice is not None and choice.sorts for choice in (select_layer(*layer_problems(m), 64, True) for m in (1, 129))
     ]
     assert sorts == [True, False]
-
-
-def test_the_second_product_of_a_gated_layer_needs_no_gate() -> None:
-    first, second = Problem(200, 1536, 2048, "int8", 128, 90, 132), Problem(200, 2048, 768, "int8", 128, 90, 132)
-    choice = select_layer(first, second, 8, is_gated=True)
-    assert choice is not None and choice.first.rules.gates(choice.first)
-    assert not choice.second.rules.gates(choice.second), "tiles of three panels"
 
 
 def test_a_layer_without_kernels_is_none() -> None:

@@ -35,13 +35,13 @@ def test_regret_of_the_choices(name: str, cells: int, mean: float, worst: float)
 
 @pytest.mark.parametrize(
     ("format", "mean", "worst"),
-    [("int4", 0.020, 0.30), ("int8", 0.020, 0.27), ("nf4", 0.022, 0.36), ("mxfp4", 0.010, 0.20)],
+    [("int4", 0.025, 0.28), ("int8", 0.027, 0.28), ("nf4", 0.025, 0.32), ("mxfp4", 0.015, 0.18)],
 )
 def test_regret_of_the_choices_for_experts(format: str, mean: float, worst: float) -> None:
     """Routing by chance, with favourites and in turns; the choice knows none of it."""
     frame = pd.read_csv(FOLDER / "h200_grouped.csv.xz")
     found = experts_regret(frame[frame.format == format])
-    assert len(found.cells) == 3 * 2 * 4 * 3
+    assert len(found.cells) == 4 * 2 * 4 * 3
     assert found.mean <= mean
     assert found.worst <= worst
 
@@ -49,9 +49,9 @@ def test_regret_of_the_choices_for_experts(format: str, mean: float, worst: floa
 def test_regret_of_the_choices_for_experts_with_other_tokens() -> None:
     """3, 24 and 200 tokens, which nothing was fitted to."""
     found = experts_regret(pd.read_csv(FOLDER / "h200_grouped_held_out.csv.xz"))
-    assert len(found.cells) == 4 * 3 * 2 * 3 * 3
+    assert len(found.cells) == 4 * 4 * 2 * 3 * 3
     assert found.mean <= 0.03
-    assert found.worst <= 0.52
+    assert found.worst <= 0.57
 
 
 def test_held_out_shapes_are_not_those_of_the_fit() -> None:

@@ -315,10 +315,6 @@ class Family:
         """Of a family of grouped products: the time of one, on average. problem.m: the rows of all experts."""
         raise NotImplementedError
 
-    def gates(self, config: KernelConfig) -> bool:
-        """Whether a kernel of grouped products computes gated ones."""
-        return False
-
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         """Whether h200.py has the constants of a kernel. One that is not measured yet is compiled, but not chosen."""
         raise NotImplementedError

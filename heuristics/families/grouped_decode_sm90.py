@@ -43,9 +43,6 @@ class GroupedDecodeSm90(DecodeSm90):
                 if of_16:
                     yield config.for_groups_of_16(formats=of_16)
 
-    def gates(self, config: KernelConfig) -> bool:
-        return True
-
     def ctas(self, config: KernelConfig) -> int:
         """CTAs that share an SM: eight warps."""
         return 8 // self.warps_k(config)

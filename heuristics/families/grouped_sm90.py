@@ -21,7 +21,6 @@ _RECORD_BYTES = 44  # struct GroupedWork
 _SHAPES = (
     (16, 4, 1, 8, 6, 5),
     (32, 4, 1, 6, 5, 4),
-    (32, 3, 1, 0, 5, 5),
     (64, 4, 1, 4, 4, 3),
     (128, 2, 1, 4, 4, 3),
     (256, 2, 1, 5, 4, 4),
@@ -38,10 +37,6 @@ class GroupedSm90(GemmSm90):
     max_experts = MAX_EXPERTS
     takes_tail = False
     verified = True
-
-    def gates(self, config: KernelConfig) -> bool:
-        """Its columns are half gates, half what the gates are multiplied with."""
-        return config.block_n // 64 % 2 == 0
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
         return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # MMAs of every multiple of 8 tokens

@@ -32,7 +32,7 @@ inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams c
   if (!is_flag(p.is_in_layer)) return fail("is_in_layer", "0 or 1", p.is_in_layer);
   if (p.gate.function < 0 || p.gate.function >= kGateFunctions) return fail("gate.function", "0 to 6", p.gate.function);
   bool const has_gate = p.is_gated || p.gate.function != int(GateFunction::kIdentity);
-  if (p.is_gated && !kernel.gates) return fail("is_gated", "0 for this kernel", p.is_gated);
+  if (p.is_gated && !kernel.in_layers) return fail("is_gated", "0 for this kernel", p.is_gated);
   if (!kernel.in_layers && (has_gate || p.is_in_layer))
     return fail(has_gate ? "gate.function" : "is_in_layer", "0 for this kernel", has_gate ? p.gate.function : 1);
   if (has_gate && !(p.gate.alpha != 0.f && p.gate.limit > 0.f))

@@ -14,8 +14,7 @@ struct GroupedEntry {
   KernelFacts facts;
   GroupedLaunch launch;
   bool sorts;      // whether it takes ids: see GroupedGemmParams
-  bool gates;      // whether it computes gated products
-  bool in_layers;  // whether it applies the function of a gate, and is_in_layer
+  bool in_layers;  // whether it computes gated products, applies the function of a gate, and is_in_layer
 };
 
 extern GroupedEntry const* const kGroupedKernels;

@@ -177,7 +177,6 @@ cudaError_t launch_grouped_sm90(GroupedGemmParams const& call, cudaStream_t stre
   using Format = WeightFormat<typename Traits::Weight>;
   constexpr bool kNeedsZeros = Traits::kHasZeros || Format::kIsCodebook;
   if (kNeedsZeros && call.gemm.zeros == nullptr) return cudaErrorInvalidValue;
-  if (call.is_gated && !Traits::kGates) return cudaErrorInvalidValue;
   // With few tokens integers of 4 bits leave registers for the accumulators of a k_tile beside those of the tile.
   constexpr bool kIsInteger4 = Format::kBits == 4 && !Format::kIsCodebook;
   if constexpr (kIsInteger4 && Traits::kHasScales && Traits::kLeastGroup == 32 && Traits::kTileM <= 32) {

@@ -52,7 +52,7 @@ struct GroupedTiles : GroupedWork {
       second_column = column_begin + p.columns;
     } else {
       y_column = column_begin = tile.n_tile * Traits::kTileN;
-      second_column = Traits::kGates ? column_begin + Traits::kHalfColumns : p.n_padded;
+      second_column = column_begin + Traits::kHalfColumns;
     }
     width = (tile.row_end - tile.row_begin - 1) / Traits::kWidthStep;
     // An MMA that would reach beyond the last row of x begins before the tile's own rows: TMA is slower there.

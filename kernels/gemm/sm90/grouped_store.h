@@ -32,12 +32,11 @@ struct GroupedStore {
     ColumnEpilogue const columns[2] = {constants.column(0, !Traits::kHasScales),
                                        constants.column(1, !Traits::kHasScales)};
     // The buffer of a panel of the first half is followed by that of the same panel of the second half.
-    Element* const of_pair = smem.staged_y() + panel * ((Traits::kGates ? 2 : 1) * Traits::kStoredElements);
+    Element* const of_pair = smem.staged_y() + panel * (2 * Traits::kStoredElements);
     Element* const buffer = of_pair + half * Traits::kStoredElements;
     int const tokens = (work.width + 1) * Traits::kWidthStep;  // of the MMA
     auto const synchronize = [&] {
-      Traits::kGates&& p.is_gated ? pair_barrier(panel)
-                                  : warpgroup_barrier_sync(BarrierId::kFirstWarpgroup + warpgroup);
+      p.is_gated ? pair_barrier(panel) : warpgroup_barrier_sync(BarrierId::kFirstWarpgroup + warpgroup);
     };
     CUTLASS_PRAGMA_UNROLL
     for (int begin = 0; begin < Traits::kTileM; begin += kTokens) {
@@ -59,7 +58,7 @@ struct GroupedStore {
       synchronize();
       int const last = min(min(tokens, begin + kTokens), work.row_end - work.token_begin);
       int const vector = thread % 8 * kVector;
-      if (Traits::kGates && p.is_gated) {
+      if (p.is_gated) {
         int const y_column = work.y_column + panel * kPanelColumns;
         if (y_column >= p.columns) continue;
         CUTLASS_PRAGMA_NO_UNROLL

@@ -58,14 +58,13 @@ struct GroupedTraits : Traits<Config> {
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
   static constexpr bool kMayMulticastX = false;
-  /// Whether it computes gated products: the columns are two halves then.
-  static constexpr bool kGates = Base::kWarpgroupsN % 2 == 0;
-  static constexpr int kHalfPanels = kGates ? Base::kWarpgroupsN / 2 : Base::kWarpgroupsN;  // of a half, or of all
+  static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the columns
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
   static constexpr int kWidthStep =
       Base::kTileM <= 16 ? Base::kTileM : cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
   static constexpr int kWidths = Base::kTileM / kWidthStep;
-  static_assert(Base::kWarpgroupsK == 1 && kWidthStep % 8 == 0 && (kWidths == 1 || kWidths == 4 || kWidths == 8));
+  static_assert(Base::kWarpgroupsK == 1 && Base::kWarpgroupsN % 2 == 0 && kWidthStep % 8 == 0 &&
+                (kWidths == 1 || kWidths == 4 || kWidths == 8));
 
   // Scales lie as their boxes bring them: of the first half of the columns, kMaxScaleRows rows, then of the second half.
   static constexpr int kScaleRowBytes = kHalfColumns * int(sizeof(Element));
