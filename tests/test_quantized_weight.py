@@ -165,11 +165,11 @@ def test_operands_beside_it_are_errors(name: str) -> None:
 
 
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "no PackedWeight": (TypeError, "packed: expected a PackedWeight", {"packed": torch.zeros(K, N)}),
+    "no PackedWeight": (TypeError, "packed: expected the PackedWeight", {"packed": torch.zeros(K, N)}),
     "no scales": (TypeError, "scales: expected a", {"scales": None}),
     "scales of whole numbers": (TypeError, "scales: expected dtype", {"scales": torch.ones(2, N, dtype=torch.int8)}),
-    "groups that do not divide K": (ValueError, r"scales: expected \[K / g, N\]", {"scales": torch.ones(3, N)}),
-    "other columns": (ValueError, r"scales: expected \[K / g, N\]", {"scales": torch.ones(2, N + 1)}),
+    "groups that do not divide K": (ValueError, "scales: expected K / group_size rows", {"scales": torch.ones(3, N)}),
+    "other columns": (ValueError, r"scales: expected shape \[K / group_size, N", {"scales": torch.ones(2, N + 1)}),
     "scales elsewhere": (ValueError, "scales: expected on cpu", {"scales": torch.ones(2, N, device="meta")}),
     "zeros of other groups": (ValueError, "zeros: expected shape", {"zeros": torch.ones(4, N)}),
     "zeros of another dtype": (TypeError, "zeros: expected dtype", {"zeros": torch.ones(2, N).half()}),
