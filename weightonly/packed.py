@@ -172,27 +172,6 @@ class PackedWeight:
         }
         return fields | {name: value for name, value in optional.items() if value is not None}
 
-    def expecting(
-        self, group_size: int | None = None, has_zeros: bool | None = None, has_perm: bool | None = None
-    ) -> PackedWeight:
-        """The same bytes, told what they are to be multiplied with; None leaves what is known. `self` if that is all.
-
-        Raises ValueError for something other than what is known already.
-        """
-        require_bool("has_zeros", has_zeros, or_none=True)
-        require_bool("has_perm", has_perm, or_none=True)
-        new = {"group_size": group_size, "has_zeros": has_zeros, "has_perm": has_perm}
-        if group_size is not None and resolve_group_size(group_size, self.k) == self.k:
-            new["group_size"] = -1
-        said = {name: value for name, value in new.items() if value is not None}
-        for name, value in said.items():
-            known = getattr(self, name)
-            if known is not None and known != value:
-                raise ValueError(f"{name}: expected {known} as the weight was packed for, got {value}")
-        if all(getattr(self, name) == value for name, value in said.items()):
-            return self
-        return PackedWeight(self.data, **self.fields | said)
-
     def __getitem__(self, index: int | slice) -> PackedWeight:
         """Expert `index` of stacked weights; for a slice of step 1 these experts, stacked. Nothing is copied.
 
