@@ -298,9 +298,10 @@ def test_what_takes_other_launches(
     first, second, kernels = make()
     x, ids, weights = choices(16, 8, torch.int64, generator)
 
-    def other(product: Product, **operands: torch.Tensor | None) -> Product:
+    def other(product: Product, **operands: Any) -> Product:
         w = product.operand
-        return Product(wo.QuantizedWeight(**{"packed": w.packed, "scales": w.scales, "zeros": w.zeros} | operands))
+        given: dict[str, Any] = {"packed": w.packed, "scales": w.scales, "zeros": w.zeros}
+        return Product(wo.QuantizedWeight(**given | operands))
 
     def takes(x: torch.Tensor = x, ids: torch.Tensor = ids, first: Product = first, second: Product = second) -> bool:
         return layer_plans.layer(x, ids, weights[: len(ids)], first, Gate("silu"), second) is not None

@@ -48,27 +48,25 @@ class Layer(torch.nn.Module):
 
     def __init__(self, w: wo.QuantizedWeight) -> None:
         super().__init__()
-        named = {"qweight": w.packed.data, "scales": w.scales, "zeros": w.zeros}
-        for name, tensor in named.items():
-            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.qweight, self.scales = (torch.nn.Parameter(t, requires_grad=False) for t in (w.packed.data, w.scales))
         self.held = Held(w.k, w.n, w.format, w.packed.layout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return wo.gemm(x, self.held.operand(self.qweight, self.scales, self.zeros, None))
+        return wo.gemm(x, self.held.operand(self.qweight, self.scales, None, None))
 
 
 def a_weight(generator: torch.Generator) -> wo.QuantizedWeight:
-    q, scales, zeros = wo.quantize(torch.randn(128, 64, generator=generator), 4, 64, symmetric=False)
-    return wo.QuantizedWeight(wo.preprocess(q, 4), scales, zeros)
+    q, scales, _ = wo.quantize(torch.randn(128, 64, generator=generator), 4, 64)
+    return wo.QuantizedWeight(wo.preprocess(q, 4), scales)
 
 
 def test_a_layer_of_vllm_makes_its_weight_once(generator: torch.Generator) -> None:
     w, other, x = a_weight(generator), a_weight(generator), torch.randn(3, 128, generator=generator)
     layer = Layer(w)
-    made = [layer.held.operand(layer.qweight, layer.scales, layer.zeros, None) for _ in range(2)]
+    made = [layer.held.operand(layer.qweight, layer.scales, None, None) for _ in range(2)]
     assert made[0] is made[1] and torch.equal(layer(x), wo.gemm(x, w))
     layer.scales.data = other.scales  # as a reload does it
-    expected = wo.gemm(x, wo.QuantizedWeight(w.packed, other.scales, w.zeros))
+    expected = wo.gemm(x, wo.QuantizedWeight(w.packed, other.scales))
     assert torch.equal(layer(x), expected)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)

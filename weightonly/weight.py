@@ -26,7 +26,7 @@ class QuantizedWeight:
 
     All are on one device and stay the caller's tensors, without a copy. What they have to be is checked here, once.
     Attributes: packed, scales, zeros, perm, which cannot be replaced, and what is read of them: format, group_size (-1:
-    all of K), k, n, experts (None: a single weight), dtype (of the scales), device.
+    all of K), group_rows (g), groups (K / g), k, n, experts (None: a single weight), dtype (of the scales), device.
 
     Raises TypeError for a `packed` that is none and for wrong types and dtypes; ValueError for shapes that do not fit,
     tensors on different devices, zeros of codes, and what `packed` was not packed for.
@@ -74,12 +74,10 @@ class QuantizedWeight:
 
     @property
     def groups(self) -> int:
-        """K / g."""
         return self._scales.shape[-2]
 
     @property
     def group_rows(self) -> int:
-        """g, the rows that share a scale."""
         return self.k // self.groups
 
     @property
@@ -113,8 +111,29 @@ class QuantizedWeight:
         Raises TypeError for subclasses of torch.Tensor and negated views, which have none.
         """
         self._kind = None
-        self._kind = kind = kind_of(*_description(self))
+        self._kind = kind = kind_of(*self._description())
         return kind
+
+    def _description(self) -> tuple[object, ...]:
+        packed, scales, zeros, perm = self._packed, self._scales, self._zeros, self._perm
+        if (
+            type(scales) not in PLAIN
+            or scales.is_neg()
+            or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
+            or (perm is not None and type(perm) not in PLAIN)
+        ):
+            raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+        return (
+            packed._kind or packed.kind,
+            scales.shape,
+            scales.is_contiguous() or scales.stride(),
+            scales.dtype,
+            scales.device,
+            None
+            if zeros is None
+            else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
+            None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
+        )
 
     def check(self, name: str, x: torch.Tensor | None = None) -> None:
         """Checks all but the numbers. name: what errors call `packed`; x: whose dtype and device all must have.
@@ -258,28 +277,7 @@ class LooseWeight(QuantizedWeight):
         self._perm = perm
         self._kind = None
 
-    def look_again(self) -> object:
-        return _description(self)  # looked up once, in the key of a plan
-
-
-def _description(w: QuantizedWeight) -> tuple[object, ...]:
-    packed, scales, zeros, perm = w._packed, w._scales, w._zeros, w._perm
-    if (
-        type(scales) not in PLAIN
-        or scales.is_neg()
-        or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
-        or (perm is not None and type(perm) not in PLAIN)
-    ):
-        raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
-    return (
-        packed._kind or packed.kind,
-        scales.shape,
-        scales.is_contiguous() or scales.stride(),
-        scales.dtype,
-        scales.device,
-        None if zeros is None else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
-        None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
-    )
+    look_again = QuantizedWeight._description  # looked up once, in the key of a plan
 
 
 def weight_of(
@@ -291,10 +289,10 @@ def weight_of(
     """The weight, or the one of these tensors, unchecked. Raises TypeError for operands beside a QuantizedWeight."""
     if not isinstance(weight, QuantizedWeight):
         return LooseWeight(weight, scales, zeros, perm)  # type: ignore[arg-type]
-    for name, operand in (("scales", scales), ("zeros", zeros), ("perm", perm)):
-        if operand is not None:
-            got = type(operand).__name__
-            raise TypeError(f"{name}: expected None beside a QuantizedWeight, which has its own, got {got}")
+    if scales is not None or zeros is not None or perm is not None:
+        named = {"scales": scales, "zeros": zeros, "perm": perm}
+        name, got = next((name, type(operand).__name__) for name, operand in named.items() if operand is not None)
+        raise TypeError(f"{name}: expected None beside a QuantizedWeight, which has its own, got {got}")
     return weight
 
 

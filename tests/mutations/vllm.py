@@ -8,6 +8,18 @@ _REFUSED = "vLLM from 0.30 on refuses such a config itself; its tests run with o
 
 MUTATIONS = [
     *of(
+        "weightonly/vllm/support.py",
+        "plugins",
+        [
+            ("a weight for each call", "if self._made is None or self._made[0] != places:", "if places:"),
+            (
+                "the weight before a reload",
+                "if self._made is None or self._made[0] != places:",
+                "if self._made is None:",
+            ),
+        ],
+    ),
+    *of(
         "weightonly/vllm/__init__.py",
         "vllm_kernel vllm_experts",
         [
