@@ -42,7 +42,7 @@ _TYPES: dict[tuple[ScalarType, bool], int] = {
 class WeightOnlyLinearKernel(MPLinearKernel):
     """y = x @ w + bias by `weightonly.gemm`. After loading, the layer's parameters are what `gemm` reads:
 
-    weight  uint8 [bytes], the data of a PackedWeight; which `held` makes around the parameter
+    weight  uint8 [bytes], the data of the PackedWeight that `held` makes around the parameter
     scales  [groups, N]
     zeros   like scales, or None
     g_idx   int32 [K], the permutation `perm` of `gemm`, or None
