@@ -97,7 +97,7 @@ def _general(args: GemmArgs) -> torch.Tensor:
     if is_compiling():
         return dispatch(args, _gemm_op)
     if not needs_dispatch(args):
-        return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else _compute(args)
+        return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else compute(args)
     if is_watched() or current_transform() is not None or args.out is not None or args.config is not None:
         return dispatch(args, _gemm_op)
     is_plain = isinstance(args.weight._packed, PackedWeight) and args.is_plain()
@@ -143,14 +143,9 @@ def autocast(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return x  # no tensor, or on a device without autocast: the checks say so
 
 
-def _compute(args: GemmArgs) -> torch.Tensor:
-    """The product by the plan of these arguments."""
-    return _run(cache.plan_of(args, make_plan), args)
-
-
-def compute_part(args: GemmArgs) -> torch.Tensor:
-    """The product of a part of a call whose `out` was checked."""
-    return _run(cache.plan_of(args, make_plan), args, checks_out=False)
+def compute(args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
+    """The product by the plan of these arguments. checks_out: False where `out` is a part of one that was checked."""
+    return _run(cache.plan_of(args, make_plan), args, checks_out)
 
 
 def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
@@ -179,7 +174,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> torch.Tensor:
         *inputs, args = operands
-        y = _compute(args)
+        y = compute(args)
         autograd.setup_context(ctx, tuple(inputs), y)
         return y
 
@@ -193,7 +188,7 @@ class _Product(torch.autograd.Function):
 
 @torch.library.custom_op("weightonly::gemm", mutates_args=(), schema=OP_SCHEMA)
 def _gemm_op(*operands: Any) -> torch.Tensor:
-    return _compute(GemmArgs.from_op(*operands))
+    return compute(GemmArgs.from_op(*operands))
 
 
 @_gemm_op.register_fake

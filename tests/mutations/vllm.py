@@ -48,6 +48,11 @@ MUTATIONS = [
             ),
             ("nibbles beside each other", "(rows & 15, rows >> 4), dim=2)", "(rows & 15, rows >> 4), dim=1)"),
             ("codes are signed", "columns if format in CODE_FORMATS else", 'columns if format == "nf4" else'),
+            (
+                "what another loader brings",
+                "qweight.dtype != torch.uint8 or qweight.dim() != 2",
+                "qweight.dtype != torch.uint8 and qweight.dim() != 2",
+            ),
         ],
     ),
     *of(
@@ -119,11 +124,6 @@ MUTATIONS = [
             ("the order of x", 'getattr(layer, "zeros", None), perm)', 'getattr(layer, "zeros", None), None)'),
             ("the bias", "gemm(x, w, bias=bias)", "gemm(x, w)"),
             ("the zeros", 'getattr(layer, "zeros", None), perm)', "None, perm)"),
-            (
-                "what another loader brings",
-                "loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != 2",
-                "loaded_weight.dtype != torch.uint8 and loaded_weight.dim() != 2",
-            ),
         ],
     ),
     *of(
@@ -281,7 +281,6 @@ MUTATIONS = [
                 'zeros = None if weights.symmetric else "weight_zero_point"',
                 "zeros = None",
             ),
-            ("what another loader brings", "if qweight.dtype != torch.uint8 or", "if"),
         ],
     ),
     *of(

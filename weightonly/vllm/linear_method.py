@@ -21,7 +21,7 @@ from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..packing import preprocess
-from .rows import LOADED_FORMATS, unpack_rows
+from .rows import LOADED_FORMATS, expect_bytes, unpack_rows
 from .support import Held, why_not
 
 _CHUNK = 32
@@ -32,16 +32,16 @@ class PackedRows(ModelWeightParameter):
     """qweight [N, K * bits / 8], which only our own loader brings in this form."""
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_column_parallel_weight(_expect_bytes(loaded_weight))
+        super().load_column_parallel_weight(expect_bytes(loaded_weight))
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_row_parallel_weight(_expect_bytes(loaded_weight))
+        super().load_row_parallel_weight(expect_bytes(loaded_weight))
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_merged_column_weight(_expect_bytes(loaded_weight), **kwargs)
+        super().load_merged_column_weight(expect_bytes(loaded_weight), **kwargs)
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_qkv_weight(_expect_bytes(loaded_weight), **kwargs)
+        super().load_qkv_weight(expect_bytes(loaded_weight), **kwargs)
 
 
 class RowGroups(BasevLLMParameter):
@@ -180,16 +180,6 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             perm = None
         w = self.held.operand(layer.qweight, layer.scales, getattr(layer, "zeros", None), perm)
         return gemm(x, w, bias=bias)
-
-
-def _expect_bytes(loaded_weight: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError for what another loader brings."""
-    if loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != 2:
-        raise ValueError(
-            f"qweight: expected uint8 [N, K * bits / 8], got {loaded_weight.dtype} {list(loaded_weight.shape)}; "
-            "the method weightonly reads a folder with --load-format weightonly"
-        )
-    return loaded_weight
 
 
 def _padded(
