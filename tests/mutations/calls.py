@@ -81,11 +81,6 @@ MUTATIONS = [
                 "(zeros.shape, zeros.dtype)",
             ),
             (
-                "the kind from before",
-                "        self._kind = None\n        self._kind = kind",
-                "        self._kind = kind = self._kind",
-            ),
-            (
                 "each expert in the order of the first",
                 "self.expert(expert)._dense(dtype)",
                 "self.expert(0)._dense(dtype)",
@@ -94,6 +89,17 @@ MUTATIONS = [
                 "another dtype in that of the scales",
                 "w = self if dtype == self.dtype else self.with_dtype(torch.float32)",
                 "w = self",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/plan/base.py",
+        "quantized_weight",
+        [
+            (
+                "a tensor that is set anew",
+                "if w._kind is not None and w._kind is not w.look_again():",
+                "if w._kind is not None and w._kind is None:",
             ),
         ],
     ),
