@@ -185,7 +185,7 @@ def experts_of(
         qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout)
     given = zeros.to(dtype).cuda() if types.scale_mode == "group_zeros" else None
     scales = torch.full((5, groups, n), scale, dtype=dtype, device="cuda")
-    return Product(qweight.to("cuda"), scales, given), w * scale
+    return Product(wo.QuantizedWeight(qweight.to("cuda"), scales, given)), w * scale
 
 
 def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
@@ -219,8 +219,7 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
         expected[begin : begin + count] = x[begin : begin + count] @ w[expert]
         begin += count
     offs = torch.tensor(counts).cumsum(0).int().cuda()
-    args = GroupedArgs(x.to(dtype).cuda(), product.qweight, product.scales, offs, product.zeros, config=one.config)
-    args.has_rest = True
+    args = GroupedArgs(x.to(dtype).cuda(), product.operand, offs, config=one.config, has_rest=True)
     torch.cuda.synchronize()
     return torch.equal(grouped(args).cpu(), expected.to(dtype))
 

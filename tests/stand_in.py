@@ -77,16 +77,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Module:
     return stand_in
 
 
-def problem_of(args: GemmArgs) -> Problem:
-    w, has_zeros = args.qweight, args.zeros is not None
-    return Problem(args.m, w.n, w.k, w.format, args.group_size, ARCH, SM_COUNT, w.layout, has_zeros)
-
-
 def choice(p: Problem) -> KernelConfig:
     return select(p.m, p.n, p.k, p.format, p.group_size, p.arch, p.sm_count, p.layout, p.zeros)
 
 
 def plan_of_an_h200(args: GemmArgs) -> KernelPlan:
-    p = problem_of(args)
+    p = choose.problem_of(args, ARCH, SM_COUNT)
     types = TypeConfig(choose.DTYPE_NAMES[args.x.dtype], p.format, choose.scale_mode(p.group_size, p.zeros))
     return KernelPlan(args, p, types, args.config or choice(p))

@@ -187,7 +187,8 @@ def test_no_rows_take_no_kernel() -> None:
     with FakeTensorMode():
         data = torch.empty(64 * 64 // 2, dtype=torch.uint8, device="cuda")
         x, scales = (torch.empty(rows, 64, dtype=torch.float16, device="cuda") for rows in (0, 1))
-        plan = PLAN.make_plan(GemmArgs(x, wo.PackedWeight(data, 64, 64, "int4", "tiled"), scales))
+        w = wo.QuantizedWeight(wo.PackedWeight(data, 64, 64, "int4", "tiled"), scales)
+        plan = PLAN.make_plan(GemmArgs(x, w))
     assert type(plan) is Plan and plan.shape == (0, 64)
 
 

@@ -12,7 +12,7 @@ import torch
 import weightonly as wo
 from tools.fuzz import TARGETS, State, fuzz, guided
 from tools.fuzz.__main__ import main
-from weightonly import args
+from weightonly import weight
 from weightonly.formats import shards
 from weightonly.plain import has_memory
 
@@ -33,7 +33,7 @@ def failures(name: str, cases: int) -> str:
 
 
 def test_an_accepted_argument_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(args, "check_perm", lambda perm, k: None)
+    monkeypatch.setattr(weight, "check_perm", lambda perm, packed: None)
     assert "gemm(perm:" in failures("invalid", 20)
 
 

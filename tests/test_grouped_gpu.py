@@ -164,7 +164,13 @@ def test_exact(config: KernelConfig, types: TypeConfig) -> None:
         whole = torch.full((len(case.x), n + 10), torch.nan, dtype=case.x.dtype, device="cuda")
         offs = ends(case.counts).cuda()
         args = GroupedArgs(
-            case.x, w.qweight, w.scales, offs, w.zeros, case.bias, None, whole[:, :n], has_rest=True, config=config
+            case.x,
+            wo.QuantizedWeight(w.qweight, w.scales, w.zeros),
+            offs,
+            case.bias,
+            out=whole[:, :n],
+            config=config,
+            has_rest=True,
         )
         y = grouped(args)
         assert torch.equal(y, case.y), f"{case.counts} of {w.qweight}, groups of {case.group_size}"
@@ -325,7 +331,7 @@ def test_each_expert_by_gemm_agrees(layout: str) -> None:
     x = torch.randn(50, 512, generator=g).half().cuda()
     offs = ends([10, 0, 20, 1, 1, 18]).cuda()
     y = wo.grouped_gemm(x, w.qweight, w.scales, offs, config=config)
-    args = GroupedArgs(x, w.qweight, w.scales, offs)
+    args = GroupedArgs(x, wo.QuantizedWeight(w.qweight, w.scales), offs)
     one_by_one = ExpertsPlan(args).run(args)
     assert (y - one_by_one).float().norm() <= 2e-3 * y.float().norm()
 
@@ -362,7 +368,10 @@ def test_a_layer_is_its_products(config: KernelConfig, types: TypeConfig, monkey
             ids[1] = -1  # a row that pads a batch
         probabilities = torch.rand(tokens, top_k, generator=g).cuda()
         first, second = (
-            Product(w.qweight, w.scales, w.zeros, (torch.randn(experts, n, generator=g) / 8).to(dtype).cuda())
+            Product(
+                wo.QuantizedWeight(w.qweight, w.scales, w.zeros),
+                (torch.randn(experts, n, generator=g) / 8).to(dtype).cuda(),
+            )
             for w, n in ((w13, columns), (w2, hidden))
         )
         found = [layer_plans.layer(x, kind, probabilities, first, gate, second) for kind in (ids, ids.long(), ids)]

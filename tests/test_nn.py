@@ -124,8 +124,8 @@ WEIGHT = wo.preprocess(torch.ones(64, 40, dtype=torch.int8))
 SCALES = torch.ones(2, 40)
 GOOD_QUANTIZED: dict[str, Any] = {"weight": WEIGHT, "scales": SCALES}
 BAD_QUANTIZED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "weight": ({"weight": SCALES}, TypeError, "weight: expected a PackedWeight"),
-    "scales columns": ({"scales": SCALES[:, :39]}, ValueError, r"scales: expected .*got shape \[2, 39\]"),
+    "weight": ({"weight": SCALES}, TypeError, "weight: expected the PackedWeight"),
+    "scales columns": ({"scales": SCALES[:, :39]}, ValueError, r"scales: expected .*got \[2, 39\]"),
     "scales rows": ({"scales": torch.ones(3, 40)}, ValueError, r"scales: expected .*got shape \[3, 40\]"),
     "zeros": ({"zeros": SCALES[:1]}, ValueError, r"zeros: expected shape \[2, 40\] as scales, got \[1, 40\]"),
     "bias": ({"bias": torch.ones(41)}, ValueError, r"bias: expected \[40\], got \[41\]"),

@@ -97,12 +97,16 @@ def test_no_parts_are_refused() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
-    "one weight": (lambda a: {"weight": a["weight"][0]}, ValueError, "qweight: expected stacked experts"),
-    "bytes": (lambda a: {"weight": a["weight"].data}, TypeError, "qweight: expected the PackedWeight"),
-    "scales of two": (lambda a: {"scales": a["scales"][:2]}, ValueError, r"scales: expected shape \[E = 3, K / g, N\]"),
+    "one weight": (lambda a: {"weight": a["weight"][0]}, ValueError, "weight: expected stacked experts"),
+    "bytes": (lambda a: {"weight": a["weight"].data}, TypeError, "weight: expected the PackedWeight"),
+    "scales of two": (
+        lambda a: {"scales": a["scales"][:2]},
+        ValueError,
+        r"scales: expected shape \[E = 3, K / group_size, N",
+    ),
     "groups of zeros": (lambda a: {"zeros": a["zeros"][:, :1]}, ValueError, "zeros: expected shape"),
     "dtype of bias": (lambda a: {"bias": a["bias"].half()}, TypeError, "bias: expected dtype torch.float32"),
-    "K of perm": (lambda a: {"perm": a["perm"][:, 1:]}, ValueError, r"perm: expected shape \[K\] = \[128\]"),
+    "K of perm": (lambda a: {"perm": a["perm"][:, 1:]}, ValueError, r"perm: expected shape \[E, K\] = \[3, 128\]"),
 }
 
 

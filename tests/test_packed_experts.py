@@ -120,11 +120,11 @@ def test_dequantize_checks_the_stack() -> None:
     weight = wo.preprocess(torch.ones(3, 64, 64, dtype=torch.int8))
     scales = torch.ones(3, 1, 64)
     for bad in (scales[0], scales[:2], scales[:, :0], scales[..., :63], scales[None], torch.ones(3, 7, 64)):
-        with pytest.raises(ValueError, match=r"scales: expected \[E = 3, K / g, N\] for K=64, N=64, got shape"):
+        with pytest.raises(ValueError, match=r"scales: expected (shape \[E = 3, )?K / group_size"):
             wo.dequantize(weight, bad)
     with pytest.raises(ValueError, match=r"zeros: expected shape \[3, 1, 64\] as scales, got \[3, 2, 64\]"):
         wo.dequantize(weight, scales, torch.ones(3, 2, 64))
-    with pytest.raises(ValueError, match=r"scales: expected \[K / g, N\] for K=64, N=64, got shape \[3, 1, 64\]"):
+    with pytest.raises(ValueError, match=r"scales: expected shape \[K / group_size, N = 64\], got \[3, 1, 64\]"):
         wo.dequantize(weight[0], scales)
 
 

@@ -95,8 +95,8 @@ def test_a_compiled_function_launches_kernels_by_one_plan(made: list[Plan], modu
 def test_the_operator_is_what_its_schema_says() -> None:
     """PyTorch's own test of an operator: nothing is mutated, and shapes and dtypes are those of the fake."""
     a = good()
-    del a["out"]
-    torch.library.opcheck(torch.ops.weightonly.gemm.default, GemmArgs(**a, perm=torch.arange(K)).to_op())
+    w = wo.QuantizedWeight(a["qweight"], a["scales"], a["zeros"], torch.arange(K))
+    torch.library.opcheck(torch.ops.weightonly.gemm.default, GemmArgs(a["x"], w, a["bias"], "relu").to_op())
 
 
 def test_checks_run_once(made: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:

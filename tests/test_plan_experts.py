@@ -181,8 +181,9 @@ def make(
             scales = torch.full((EXPERTS, GROUPS, n), 2.0**-6).half()
             zeros = torch.randint(-2, 3, (EXPERTS, GROUPS, n), generator=generator).half()
             given = torch.randn(EXPERTS, n, generator=generator).half() if bias else None
-            products.append(Product(wo.preprocess(q, bits=4, layout="tiled"), scales, zeros, given))
-            packed[products[-1].qweight.data.data_ptr()] = q.float()
+            w = wo.QuantizedWeight(wo.preprocess(q, bits=4, layout="tiled"), scales, zeros)
+            products.append(Product(w, given))
+            packed[w.packed.data.data_ptr()] = q.float()
         kernels = Kernels(packed)
 
         def select(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice:
@@ -224,7 +225,7 @@ def choices(
 
 
 def of_cpu(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: Layer, gate: Gate) -> torch.Tensor:
-    w13, w2 = ((p.qweight, p.scales, p.zeros, p.bias) for p in layer[:2])
+    w13, w2 = ((p.operand.packed, p.operand.scales, p.operand.zeros, p.bias) for p in layer[:2])
     return wo.fused_experts(x, w13, w2, ids, weights, gate)
 
 
@@ -297,6 +298,11 @@ def test_what_takes_other_launches(
     first, second, kernels = make()
     x, ids, weights = choices(16, 8, torch.int64, generator)
 
+    def other(product: Product, **operands: Any) -> Product:
+        w = product.operand
+        given: dict[str, Any] = {"packed": w.packed, "scales": w.scales, "zeros": w.zeros}
+        return Product(wo.QuantizedWeight(**given | operands))
+
     def takes(x: torch.Tensor = x, ids: torch.Tensor = ids, first: Product = first, second: Product = second) -> bool:
         return layer_plans.layer(x, ids, weights[: len(ids)], first, Gate("silu"), second) is not None
 
@@ -306,16 +312,17 @@ def test_what_takes_other_launches(
     shifted = torch.randn(16 * HIDDEN + 1, generator=generator).half()[1:].view(16, HIDDEN)
     assert not takes(x[:0], ids[:0]), "no choices"
     assert not takes(ids=torch.zeros(1, 1, dtype=torch.int64).expand(MAX_CHOICES + 1, 1)), "more than are sorted"
-    assert not takes(first=Product(first.qweight, first.scales, first.zeros, perm=perm)), "act-order"
+    assert not takes(first=other(first, perm=perm)), "act-order"
     assert not takes(x=strided) and not takes(x=shifted), "rows that vectors do not read"
     assert not takes(x=x.float()), "dtypes without kernels"
-    assert not takes(second=Product(second.qweight, second.scales.bfloat16())), "scales of another dtype"
-    sparse = second.scales.repeat_interleave(2, 2)[:, :, ::2]
-    between = torch.cat([second.scales.flatten(), second.scales.flatten()])[1 : 1 + second.scales.numel()]
-    assert not takes(second=Product(second.qweight, sparse, second.zeros))
-    assert not takes(second=Product(second.qweight, between.view_as(second.scales), second.zeros)), (
-        "no vector's address"
+    assert not takes(second=other(second, scales=second.operand.scales.bfloat16(), zeros=None)), (
+        "scales of another dtype"
     )
+    scales = second.operand.scales
+    sparse = scales.repeat_interleave(2, 2)[:, :, ::2]
+    between = torch.cat([scales.flatten(), scales.flatten()])[1 : 1 + scales.numel()].view_as(scales)
+    assert not takes(second=other(second, scales=sparse))
+    assert not takes(second=other(second, scales=between)), "no vector's address"
     assert takes() and len(kernels.launches) == 2 * len(THREE)
     cache.clear()
     monkeypatch.setattr(layer_plans, "select_layer", lambda *arguments: None)

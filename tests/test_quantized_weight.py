@@ -87,6 +87,11 @@ def test_fused_experts_take_one_object_for_each_product() -> None:
         x, (first.packed, first.scales, first.zeros), (second.packed, second.scales), ids, weights
     )
     assert torch.equal(wo.fused_experts(x, first, second, ids, weights), expected)
+    bias = torch.randn(E, N)
+    expected = wo.fused_experts(
+        x, (first.packed, first.scales, first.zeros, bias), (second.packed, second.scales), ids, weights
+    )
+    assert torch.equal(wo.fused_experts(x, (first, bias), (second, None), ids, weights), expected)
     with pytest.raises(ValueError, match="w13: expected rows in order, got a QuantizedWeight with perm"):
         wo.fused_experts(x, stack(perm=True), second, ids, weights)
 
@@ -101,6 +106,29 @@ def test_layers_are_made_of_one_object() -> None:
         wo.nn.Linear.from_quantized(experts)
     with pytest.raises(TypeError, match="scales: expected None beside a QuantizedWeight"):
         wo.nn.Linear.from_quantized(w, w.scales)
+
+
+def test_a_layer_holds_one_until_a_tensor_of_it_is_another() -> None:
+    layer, x = wo.nn.Linear.from_quantized(make(zeros=True, perm=True)), torch.randn(2, K)
+    w = layer.operand
+    assert layer.operand is w and torch.equal(layer(x), wo.gemm(x, w))
+    layer.scales = torch.nn.Parameter(2 * layer.scales, requires_grad=False)
+    assert layer.operand is not w and torch.equal(layer(x), wo.gemm(x, layer.operand))
+    assert layer.half().operand.dtype == torch.float16
+
+
+def test_a_weight_is_checked_where_it_is_made_and_not_in_warm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, experts, x = make(zeros=True), stack(), torch.randn(2, K)
+    offs = torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    def call() -> None:
+        wo.gemm(x, w)
+        wo.gemm(x, w.packed, w.scales, zeros=w.zeros)
+        wo.grouped_gemm(x, experts, offs=offs)
+
+    call()
+    monkeypatch.setattr(wo.QuantizedWeight, "check", lambda *_: pytest.fail("checked again"))
+    call()
 
 
 def test_it_says_what_it_is() -> None:
@@ -165,11 +193,11 @@ def test_operands_beside_it_are_errors(name: str) -> None:
 
 
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "no PackedWeight": (TypeError, "packed: expected a PackedWeight", {"packed": torch.zeros(K, N)}),
+    "no PackedWeight": (TypeError, "packed: expected the PackedWeight", {"packed": torch.zeros(K, N)}),
     "no scales": (TypeError, "scales: expected a", {"scales": None}),
     "scales of whole numbers": (TypeError, "scales: expected dtype", {"scales": torch.ones(2, N, dtype=torch.int8)}),
-    "groups that do not divide K": (ValueError, r"scales: expected \[K / g, N\]", {"scales": torch.ones(3, N)}),
-    "other columns": (ValueError, r"scales: expected \[K / g, N\]", {"scales": torch.ones(2, N + 1)}),
+    "groups that do not divide K": (ValueError, "scales: expected K / group_size rows", {"scales": torch.ones(3, N)}),
+    "other columns": (ValueError, r"scales: expected shape \[K / group_size, N", {"scales": torch.ones(2, N + 1)}),
     "scales elsewhere": (ValueError, "scales: expected on cpu", {"scales": torch.ones(2, N, device="meta")}),
     "zeros of other groups": (ValueError, "zeros: expected shape", {"zeros": torch.ones(4, N)}),
     "zeros of another dtype": (TypeError, "zeros: expected dtype", {"zeros": torch.ones(2, N).half()}),

@@ -175,7 +175,7 @@ BAD_DEQUANTIZE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "plain tensor": (
         {"qweight": torch.ones(64, 48)},
         TypeError,
-        r"qweight: expected a PackedWeight \(see preprocess",
+        r"qweight: expected the PackedWeight that weightonly\.preprocess",
     ),
     "integer scales": (
         {"scales": GROUPS.int()},
@@ -183,10 +183,10 @@ BAD_DEQUANTIZE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "scales: expected dtype .*, got torch.int32",
     ),
     "no scales": ({"scales": None}, TypeError, "scales: expected a tensor, got NoneType"),
-    "columns": ({"scales": GROUPS[:, :47]}, ValueError, r"scales: .*K=64, N=48, got shape \[2, 47\]"),
+    "columns": ({"scales": GROUPS[:, :47]}, ValueError, r"scales: .*N = 48\], got \[2, 47\]"),
     "rows": ({"scales": torch.ones(3, 48)}, ValueError, r"got shape \[3, 48\]"),
     "no rows": ({"scales": torch.ones(0, 48)}, ValueError, r"got shape \[0, 48\]"),
-    "rank": ({"scales": torch.ones(48)}, ValueError, r"got shape \[48\]"),
+    "rank": ({"scales": torch.ones(48)}, ValueError, r"got \[48\]"),
     "device": (
         {"scales": GROUPS.to("meta")},
         ValueError,

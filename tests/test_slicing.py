@@ -9,23 +9,19 @@ import torch
 from expert_cases import kinds, pack, random_stack
 
 import weightonly as wo
+from weightonly.grouped import Product
 from weightonly.layout import Range
-from weightonly.slicing import Operands, cut_weight, rows_of_a_group
+from weightonly.slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
 
 K, N, GROUP = 256, 200, 64
 
 
-def layer(format: str, layout: str, generator: torch.Generator, group_size: int = GROUP) -> Operands:
+def layer(format: str, layout: str, generator: torch.Generator, group_size: int = GROUP) -> Product:
     q = random_stack(1, K, N, format, generator)[0]
     shape = (K // group_size, N)
     zeros = torch.randint(-4, 4, shape, generator=generator).float() if format.startswith("int") else None
     scales = torch.exp2(torch.randint(-2, 2, shape, generator=generator).float())
-    return Operands(pack(q, format, layout), scales, zeros, torch.randn(N, generator=generator))
-
-
-def numbers(operands: Operands) -> torch.Tensor:
-    """The weight [K, N]."""
-    return wo.dequantize(operands.weight, operands.scales, operands.zeros)
+    return Product(wo.QuantizedWeight(pack(q, format, layout), scales, zeros), torch.randn(N, generator=generator))
 
 
 COLUMNS: dict[str, list[Range]] = {
@@ -44,13 +40,13 @@ COLUMNS: dict[str, list[Range]] = {
 @pytest.mark.parametrize("case", COLUMNS)
 def test_columns(case: str, format: str, layout: str, generator: torch.Generator) -> None:
     whole, ranges = layer(format, layout, generator), COLUMNS[case]
-    part = whole.columns(ranges)
+    part = cut_columns(whole, ranges)
     index = torch.cat([torch.arange(begin, end) for begin, end in ranges])
-    assert torch.equal(numbers(part), numbers(whole)[:, index])
+    assert torch.equal(part.operand.dequantize(), whole.operand.dequantize()[:, index])
     assert part.bias is not None and whole.bias is not None and torch.equal(part.bias, whole.bias[index])
-    alone = pack(wo.unpack(whole.weight)[:, index], format, layout)
-    assert part.weight.fields == alone.fields
-    assert torch.equal(part.weight.data, alone.data)
+    alone = pack(wo.unpack(whole.operand.packed)[:, index], format, layout)
+    assert part.operand.packed.fields == alone.fields
+    assert torch.equal(part.operand.packed.data, alone.data)
 
 
 # bounds -> rows that share a scale in the part
@@ -73,14 +69,13 @@ ROWS: dict[Range, int] = {
 @pytest.mark.parametrize("bounds", ROWS, ids=str)
 def test_rows(bounds: Range, format: str, layout: str, generator: torch.Generator) -> None:
     """No value changes, and groups that the cut splits become smaller ones."""
-    whole = layer(format, layout, generator)
+    whole = layer(format, layout, generator).operand
     begin, end = bounds
-    part = whole.rows(begin, end)
+    part = cut_rows(whole, begin, end)
     assert part.scales.shape == ((end - begin) // ROWS[bounds], N)
-    assert torch.equal(numbers(part), numbers(whole)[begin:end])
-    alone = pack(wo.unpack(whole.weight)[begin:end], format, layout)
-    assert torch.equal(part.weight.data, alone.data)  # with zeros where K is padded
-    assert part.bias is whole.bias
+    assert torch.equal(part.dequantize(), whole.dequantize()[begin:end])
+    alone = pack(wo.unpack(whole.packed)[begin:end], format, layout)
+    assert torch.equal(part.packed.data, alone.data)  # with zeros where K is padded
 
 
 @pytest.mark.parametrize(
@@ -101,10 +96,10 @@ def test_groups_that_no_kernel_computes_become_smaller() -> None:
 
 def test_groups_of_16_stay(generator: torch.Generator) -> None:
     """A CPU computes them, so a part has them, too."""
-    whole = layer("int4", "cpu", generator, 16)
-    part = whole.rows(48, 112)
+    whole = layer("int4", "cpu", generator, 16).operand
+    part = cut_rows(whole, 48, 112)
     assert part.scales.shape == (4, N)
-    assert torch.equal(numbers(part), numbers(whole)[48:112])
+    assert torch.equal(part.dequantize(), whole.dequantize()[48:112])
 
 
 def test_a_part_knows_what_it_is_to_be_multiplied_with(generator: torch.Generator) -> None:

@@ -289,7 +289,7 @@ def test_products_are_exact_on_the_grid(
     qweight, scales, z = operands(generator, zeros)
     x = torch.randint(-3, 4, (*lead, K), generator=generator).half()
     bias = torch.nn.Parameter(torch.randint(-8, 9, (N,), generator=generator).half()) if with_bias else None
-    args = GemmArgs(x, qweight, scales, z, bias, activation)
+    args = GemmArgs(x, wo.QuantizedWeight(qweight, scales, z), bias, activation)
     plan = UnfusedPlan(args, UNFUSED["tiled"])
     expected = x.double() @ reference.dequantize(qweight, scales, z).double()
     expected = EXACT[activation](expected + (0 if bias is None else bias.detach().double())).half()
@@ -310,7 +310,7 @@ def test_products_are_exact_on_the_grid(
 def test_activations(activation: str, dequantized: list[torch.Tensor], generator: torch.Generator) -> None:
     qweight, scales, z = operands(generator)
     x = torch.randn(5, K, generator=generator).half() / 64
-    args = GemmArgs(x, qweight, scales, z, activation=activation)
+    args = GemmArgs(x, wo.QuantizedWeight(qweight, scales, z), activation=activation)
     y = UnfusedPlan(args, UNFUSED["tiled"]).run(args)
     assert len(dequantized) == 4
     torch.testing.assert_close(y, reference.gemm(x, qweight, scales, z, None, activation), rtol=2e-3, atol=2e-3)
@@ -321,7 +321,7 @@ def test_strided_x_and_scales_that_are_views(dequantized: list[torch.Tensor], ge
     wide = torch.randint(-3, 4, (6, 300), generator=generator).half()
     columns = scales.t().contiguous().t()
     for x in (wide[:, :K], wide[::2, 3 : K + 3], wide[:K, :5].expand(6, 5).repeat(K // 6, 1).t()):
-        args = GemmArgs(x, qweight, columns, z)
+        args = GemmArgs(x, wo.QuantizedWeight(qweight, columns, z))
         expected = (x.double() @ reference.dequantize(qweight, scales, z).double()).half()
         assert torch.equal(UnfusedPlan(args, UNFUSED["tiled"]).run(args), expected)
     assert len(dequantized) == 12

@@ -96,7 +96,6 @@ def _calls() -> list[Case]:
             wo.PackedWeight,
             {"data": weight.data, "k": K, "n": N, "format": "int4", "layout": "cpu", "group_size": GROUP},
         ),
-        ("expecting", weight.expecting, {"group_size": GROUP, "has_zeros": True, "has_perm": False}),
         ("slice_n", weight.slice_n, {"begin": 0, "end": 64}),
         ("slice_k", weight.slice_k, {"begin": 0, "end": 64}),
         ("to", weight.to, {"device": "cpu"}),
@@ -141,7 +140,7 @@ _RIGHT = {
     ),
     *(f"quantize_4bit-w-{kind}" for kind in ("a scalar", "five dimensions", "no rows", "no columns")),
     "dequantize_4bit-packed-five dimensions",
-    *(f"{name}-group_size-None" for name in ("preprocess", "PackedWeight", "quantize", "Linear", "expecting")),
+    *(f"{name}-group_size-None" for name in ("preprocess", "PackedWeight", "quantize", "Linear")),
     *(f"{name}-bits-None" for name in ("quantize", "Linear")),
 }
 """What is no mistake of this argument."""

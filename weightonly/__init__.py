@@ -31,12 +31,11 @@ from .kernels import cuda_built, grouped_kernels, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
 from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
-from .ops.dequantize import dequantize
 from .packed import PackedWeight
 from .packing import preprocess, repack, unpack
 from .quantize import quantize
 from .version import VERSION as __version__  # noqa: F401  (the name that others ask for)
-from .weight import QuantizedWeight
+from .weight import QuantizedWeight, dequantize
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,8 +5,7 @@ Every check runs before anything is computed or launched. An error names the arg
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from .heuristics.problem import check_group_size
 from .packed import PackedWeight
 from .plain import PLAIN, span_bytes
 from .require import require_plain, require_tensor
+from .weight import LooseWeight, QuantizedWeight, check_device, check_dtype, check_packed
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,34 +35,13 @@ GRADIENT_SCHEMA = f"(Tensor grad, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros
 """The operator `weightonly::gemm_gradient`: see autograd.py."""
 
 
-class HasKind(Protocol):
-    """What a plan asks of a QuantizedWeight."""
-
-    _kind: object | None
-
-    def look_again(self) -> object: ...
-
-
 class GemmArgs:
     """The arguments of one call, as the caller of `gemm` gave them; `gemm` says what each of them is.
 
     One object travels from the call to the plan that computes it, so that they are listed once.
     """
 
-    __slots__ = (
-        "activation",
-        "addresses",
-        "bias",
-        "config",
-        "out",
-        "perm",
-        "qweight",
-        "scales",
-        "weight",
-        "x",
-        "x_address",
-        "zeros",
-    )
+    __slots__ = ("activation", "addresses", "bias", "config", "out", "weight", "x", "x_address")
 
     x_address: int
     addresses: tuple[int, int, int, int, object]
@@ -71,71 +50,79 @@ class GemmArgs:
     def __init__(
         self,
         x: torch.Tensor,
-        qweight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
+        weight: QuantizedWeight,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
         out: torch.Tensor | None = None,
         config: KernelConfig | None = None,
-        perm: torch.Tensor | None = None,
-        weight: HasKind | None = None,
     ) -> None:
-        self.weight = weight  # the QuantizedWeight that qweight, scales, zeros and perm are of
         self.x = x
-        self.qweight = qweight
-        self.scales = scales
-        self.zeros = zeros
+        self.weight = weight
         self.bias = bias
         self.activation = activation
         self.out = out
         self.config = config
-        self.perm = perm
 
     @property
     def m(self) -> int:
         """Rows of x: the product of its leading dimensions."""
-        return self.x.numel() // self.qweight.k
-
-    @property
-    def group_size(self) -> int:
-        """Rows of the weight that share a scale; -1 where all of them do."""
-        groups = self.scales.shape[0]
-        return -1 if groups == 1 else self.qweight.k // groups
+        return self.x.numel() // self.weight.k
 
     def result_shape(self) -> tuple[int, ...]:
         """[..., N]"""
-        return (*self.x.shape[:-1], self.qweight.n)
+        return (*self.x.shape[:-1], self.weight.n)
+
+    def key(self) -> tuple[object, ...]:
+        """All that the checks and the plan of a call depend on.
+
+        Raises AttributeError, TypeError or RuntimeError where an argument is not of its type; the checks say which.
+        """
+        x, w, bias = self.x, self.weight, self.bias
+        if type(x) not in PLAIN or x.is_neg() or (bias is not None and (type(bias) not in PLAIN or bias.is_neg())):
+            raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+        return (
+            w._kind or w.look_again(),
+            x.shape,
+            x.is_contiguous() or x.stride(),
+            x.dtype,
+            x.device,
+            None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
+            self.activation,
+            self.config,
+        )
 
     def to_op(self) -> tuple[Any, ...]:
         """The arguments of OP_SCHEMA: all but `out` and `config`, which the operator does not take."""
-        w = self.qweight
-        code = w.code if w.format == "code4" else None  # the format says which codebook others have
-        weight = (w.data, w.k, w.n, w.format, w.layout, code, w.group_size, w.has_zeros, w.has_perm)
-        return self.x, *weight, self.scales, self.zeros, self.bias, self.activation, self.perm
+        w = self.weight
+        packed = w._packed
+        code = packed.code if packed.format == "code4" else None  # the format says which codebook others have
+        fields = (packed.k, packed.n, packed.format, packed.layout, code)
+        expected = (packed.group_size, packed.has_zeros, packed.has_perm)
+        return self.x, packed.data, *fields, *expected, w._scales, w._zeros, self.bias, self.activation, w._perm
 
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> GemmArgs:
         """The inverse of `to_op`."""
         *weight, scales, zeros, bias, activation, perm = rest
-        return cls(x, PackedWeight(*weight), scales, zeros, bias, activation, perm=perm)
+        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), bias, activation)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that the call reads, by the arguments that they belong to."""
-        data = getattr(self.qweight, "data", None)
-        tensors = {"x": self.x, "scales": self.scales, "zeros": self.zeros, "bias": self.bias, "perm": self.perm}
-        return {name: tensor for name, tensor in (tensors | {"qweight": data}).items() if tensor is not None}
+        w = self.weight
+        data = getattr(w._packed, "data", None)
+        named = {"x": self.x, "scales": w._scales, "zeros": w._zeros, "bias": self.bias, "perm": w._perm}
+        return {name: tensor for name, tensor in (named | {"qweight": data}).items() if tensor is not None}
 
     def is_plain(self) -> bool:
         """Whether no operand is of a subclass of torch.Tensor, which PyTorch's dispatcher has to see."""
-        zeros, bias, perm = self.zeros, self.bias, self.perm
+        w = self.weight
         return (
             type(self.x) in PLAIN
-            and type(self.scales) in PLAIN
-            and type(self.qweight._data) in PLAIN
-            and (zeros is None or type(zeros) in PLAIN)
-            and (bias is None or type(bias) in PLAIN)
-            and (perm is None or type(perm) in PLAIN)
+            and type(w._scales) in PLAIN
+            and type(w._packed._data) in PLAIN
+            and (w._zeros is None or type(w._zeros) in PLAIN)
+            and (self.bias is None or type(self.bias) in PLAIN)
+            and (w._perm is None or type(w._perm) in PLAIN)
         )
 
     def check_memory(self) -> None:
@@ -148,13 +135,10 @@ class GemmArgs:
 
         Raises TypeError for wrong types and dtypes, ValueError for wrong shapes, devices, group sizes and activations.
         """
-        x, qweight = self.x, self.qweight
-        if not isinstance(qweight, PackedWeight):
-            raise TypeError(
-                f"qweight: expected the PackedWeight that weightonly.preprocess(q, bits) returns, "
-                f"got {type(qweight).__name__}; call preprocess once, before deployment"
-            )
-        check_single("qweight", qweight)
+        x, w, bias = self.x, self.weight, self.bias
+        packed = w._packed
+        check_packed("qweight", packed)
+        self.check_stack(packed)
         require_tensor("x", x)
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x: expected a CPU or CUDA tensor, got one on {x.device}")
@@ -164,37 +148,32 @@ class GemmArgs:
             raise TypeError(f"x: expected dtype {expected} on {x.device.type}, got {x.dtype}")
         if x.dim() < 1:
             raise ValueError("x: expected shape [..., K], got a scalar")
-        if x.shape[-1] != qweight.k:
-            raise ValueError(f"x: expected [..., K] with K = {qweight.k} as in qweight, got shape {list(x.shape)}")
-        check_device("qweight", qweight.data, x)
-        require_tensor("qweight", qweight.data)
-
+        if x.shape[-1] != packed.k:
+            raise ValueError(f"x: expected [..., K] with K = {packed.k} as in qweight, got shape {list(x.shape)}")
+        w.check("qweight", x)
         # A configuration says itself which groups it computes.
         check_groups = check_kernel_group_size if x.is_cuda and self.config is None else check_group_size
-        check_scales("scales", self.scales, x, qweight, check_groups)
-        if self.zeros is not None:
-            check_zeros_fit(self.zeros, qweight)
-            check_scales("zeros", self.zeros, x, qweight, check_groups)
-            if self.zeros.shape != self.scales.shape:
-                raise ValueError(
-                    f"zeros: expected shape {list(self.scales.shape)} as scales, got {list(self.zeros.shape)}"
-                )
-        if self.bias is not None:
-            require_tensor("bias", self.bias)
-            check_like("bias", self.bias, x)
-            if tuple(self.bias.shape) != (qweight.n,):
-                raise ValueError(f"bias: expected shape [N] = [{qweight.n}], got {list(self.bias.shape)}")
+        try:
+            check_groups(w.group_rows, packed.k)
+        except ValueError as error:
+            raise ValueError(
+                f"scales: shape {list(w._scales.shape)} means a group size that is not supported: {error}; "
+                "dequantize the weight, or quantize it again with groups of 32, 64 or 128"
+            ) from None
+        if bias is not None:
+            check_like("bias", bias, x)
+            names, sizes = ("[N]", [packed.n]) if packed.experts is None else ("[E, N]", [packed.experts, packed.n])
+            if list(bias.shape) != sizes:
+                raise ValueError(f"bias: expected shape {names} = {sizes}, got {list(bias.shape)}")
         check_activation(self.activation)
-        if self.perm is not None:
-            check_perm(self.perm, qweight.k)
-            check_device("perm", self.perm, x)
-        check_expected(qweight, self.scales, self.zeros)
-        check_perm_expected(qweight, self.perm)
+
+    def check_stack(self, packed: PackedWeight) -> None:
+        """Raises ValueError for stacked experts, of which `grouped_gemm` has rows."""
+        check_single("qweight", packed)
 
     def check_result(self) -> None:
         """Checks what `out` must be for any way of writing the result to it: type, dtype, device, shape."""
         out = self.out
-        require_tensor("out", out)
         assert out is not None
         check_like("out", out, self.x)
         if tuple(out.shape) != self.result_shape():
@@ -225,14 +204,8 @@ class GemmArgs:
 
 
 def check_like(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    if tensor.dtype != x.dtype:
-        raise TypeError(f"{name}: expected dtype {x.dtype} as x has, got {tensor.dtype}")
-    check_device(name, tensor, x)
-
-
-def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    if tensor.device != x.device:
-        raise ValueError(f"{name}: expected on {x.device} as x is, got {tensor.device}")
+    check_dtype(name, tensor, x.dtype, "x has")
+    check_device(name, tensor, "x", x)
 
 
 def check_one_device(**tensors: torch.Tensor) -> None:
@@ -245,31 +218,6 @@ def check_one_device(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: expected on {where} as {first} is, got {device}")
 
 
-def check_scales(
-    name: str, scales: torch.Tensor, x: torch.Tensor, qweight: PackedWeight, check_groups: Callable[[int, int], None]
-) -> None:
-    """Checks scales or zeros, [K / group_size, N] in the dtype of x, on its device.
-
-    check_groups: raises ValueError for a group size and a K that are not computed there.
-    """
-    require_tensor(name, scales)
-    check_like(name, scales, x)
-    if scales.dim() != 2 or scales.shape[1] != qweight.n:
-        raise ValueError(f"{name}: expected shape [K / group_size, N = {qweight.n}], got {list(scales.shape)}")
-    groups = scales.shape[0]
-    if groups < 1 or qweight.k % groups != 0:
-        raise ValueError(
-            f"{name}: expected K / group_size rows, a divisor of K = {qweight.k}, got shape {list(scales.shape)}"
-        )
-    try:
-        check_groups(qweight.k // groups, qweight.k)
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: shape {list(scales.shape)} means a group size that is not supported: {error}; "
-            "dequantize the weight, or quantize it again with groups of 32, 64 or 128"
-        ) from None
-
-
 def check_single(name: str, qweight: PackedWeight) -> None:
     """Raises ValueError for stacked experts."""
     if qweight.experts is not None:
@@ -277,44 +225,6 @@ def check_single(name: str, qweight: PackedWeight) -> None:
             f"{name}: expected one weight [K, N], got {qweight.experts} stacked experts; "
             f"weightonly.grouped_gemm multiplies by them, {name}[e] is one of them"
         )
-
-
-def check_zeros_fit(zeros: torch.Tensor, qweight: PackedWeight) -> None:
-    """Raises ValueError for zeros of codes: a codebook has no zero points."""
-    if qweight.code is not None:
-        raise ValueError(f"zeros: expected None for a weight of format {qweight.format}, got {type(zeros).__name__}")
-
-
-def check_expected(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-    """Raises ValueError for scales of other groups than the weight was packed for, and forgotten or needless zeros."""
-    if qweight.group_size is not None:
-        rows = qweight.k if qweight.group_size == -1 else qweight.group_size
-        if scales.shape[-2] != qweight.k // rows:
-            raise ValueError(
-                f"scales: expected {qweight.k // rows} rows for groups of {rows}, as qweight was packed for, "
-                f"got shape {list(scales.shape)}"
-            )
-    if qweight.has_zeros is not None and qweight.has_zeros != (zeros is not None):
-        expected = f"shape {list(scales.shape)}" if qweight.has_zeros else "None"
-        got = "None" if zeros is None else f"shape {list(zeros.shape)}"
-        raise ValueError(f"zeros: expected {expected}, as qweight was packed for, got {got}")
-
-
-def check_perm_expected(qweight: PackedWeight, perm: torch.Tensor | None) -> None:
-    """Raises ValueError for a forgotten or a needless permutation."""
-    if qweight.has_perm is not None and qweight.has_perm != (perm is not None):
-        expected = "the act-order permutation" if qweight.has_perm else "None"
-        got = "None" if perm is None else "a permutation"
-        raise ValueError(f"perm: expected {expected}, as qweight was packed for, got {got}")
-
-
-def check_perm(perm: torch.Tensor, k: int) -> None:
-    """Checks dtype and shape of a permutation of K, not its numbers."""
-    require_tensor("perm", perm)
-    if perm.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"perm: expected dtype torch.int32 or torch.int64, got {perm.dtype}")
-    if tuple(perm.shape) != (k,):
-        raise ValueError(f"perm: expected shape [K] = [{k}], got {list(perm.shape)}")
 
 
 def check_perm_range(perm: torch.Tensor) -> None:

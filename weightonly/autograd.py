@@ -26,7 +26,7 @@ from .plain import are_plain
 
 def check_differentiable(args: GemmArgs) -> None:
     """Raises ValueError, naming the argument, for gradients that there are none of; x or another requires one."""
-    for name, tensor in (("scales", args.scales), ("zeros", args.zeros)):
+    for name, tensor in (("scales", args.weight.scales), ("zeros", args.weight.zeros)):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # PyTorch 2.4 traces no getattr
             raise ValueError(
                 f"{name}: expected a tensor that requires no gradient, as gemm has those of x and bias alone, "
@@ -38,7 +38,8 @@ def check_differentiable(args: GemmArgs) -> None:
 
 def check_no_transform(args: GemmArgs) -> None:
     """Raises RuntimeError inside of torch.func and of forward-mode differentiation, which see no rule of `gemm`."""
-    tensors = {"x": args.x, "scales": args.scales, "zeros": args.zeros, "bias": args.bias, "out": args.out}
+    w = args.weight
+    tensors = {"x": args.x, "scales": w.scales, "zeros": w.zeros, "bias": args.bias, "out": args.out}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             continue

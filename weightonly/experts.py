@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .args import CPU_DTYPES, check_device
+from .args import CPU_DTYPES
 from .gate import Gate
 from .gemm import autocast
 from .grouped import Product
@@ -18,10 +18,7 @@ from .plain import is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
-from .weight import QuantizedWeight
-
-Weight = QuantizedWeight | tuple[Any, ...]
-"""Stacked experts: one object, or (qweight, scales), (qweight, scales, zeros), (qweight, scales, zeros, bias)."""
+from .weight import LooseWeight, QuantizedWeight, check_device
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, K] sorted by expert, offs) -> [T, N], zeros in rows after the last expert's."""
@@ -29,8 +26,8 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def fused_experts(
     x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
+    w13: QuantizedWeight | tuple[Any, ...],
+    w2: QuantizedWeight | tuple[Any, ...],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     activation: str | Gate | None = "silu",
@@ -38,10 +35,10 @@ def fused_experts(
     """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
 
     x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
-    w13           a QuantizedWeight of stacked experts, without perm; or (qweight, scales, zeros) or (qweight, scales,
-                  zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or left out. Packed from q [E,
-                  H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H, I] the experts have no gate:
-                  act(x[m] @ up[e]) @ w2[e].
+    w13           a QuantizedWeight of stacked experts, without perm, or (w, bias) with its bias; or (qweight, scales,
+                  zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or
+                  left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H,
+                  I] the experts have no gate: act(x[m] @ up[e]) @ w2[e].
     w2            the same, packed from q [E, I, H].
     topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
                   another rank of expert parallelism are. A row without an expert gives zeros.
@@ -61,31 +58,35 @@ def fused_experts(
     require_dtype("x", x, CPU_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
-    first, second = Product(*_stack("w13", w13)), Product(*_stack("w2", w2))
-    x = autocast(x, first.scales)
-    gate = Gate.of(activation, has_gate=first.qweight.n != second.qweight.k)
+    first, second = _product("w13", w13), _product("w2", w2)
+    x = autocast(x, first.operand.scales)
+    gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
     # What is checked depends on shapes, dtypes and devices alone: a layer is checked once.
-    key = (x.shape[1], x.dtype, x.device, first.kind(), second.kind()) if not is_watched() else None
+    try:
+        key = None if is_watched() else (x.shape[1], x.dtype, x.device, first.kind, second.kind)
+    except TypeError:  # of a subclass of torch.Tensor
+        key = None
     if key is None or key not in cache.checked_layers:
         _check_weights(x, first, gate, second)
         if key is not None:
             cache.checked_layers.add(key)
-    return run_experts(x, topk_ids, topk_weights, first.qweight.experts or 0, first, gate, second)
+    return run_experts(x, topk_ids, topk_weights, first.operand.experts or 0, first, gate, second)
 
 
 def _check_weights(x: torch.Tensor, first: Product, gate: Gate, second: Product) -> None:
-    columns, inner, experts = first.qweight.n, second.qweight.k, first.qweight.experts
-    if first.qweight.k != x.shape[1]:
-        raise ValueError(f"w13: expected K = {x.shape[1]}, the columns of x, got {first.qweight.k}")
+    w13, w2 = first.operand, second.operand
+    columns, inner, experts = w13.n, w2.k, w13.experts
+    if w13.k != x.shape[1]:
+        raise ValueError(f"w13: expected K = {x.shape[1]}, the columns of x, got {w13.k}")
     if gate.has_gate and columns != 2 * inner:
         raise ValueError(f"w13: expected N = {2 * inner}, gate and up for K = {inner} of w2, got {columns}")
-    if second.qweight.n != x.shape[1] or experts != second.qweight.experts:
+    if w2.n != x.shape[1] or experts != w2.experts:
         expected = f"{experts} experts with N = {x.shape[1]}, the columns of x"
-        raise ValueError(f"w2: expected {expected}, got {second.qweight.experts} with N = {second.qweight.n}")
+        raise ValueError(f"w2: expected {expected}, got {w2.experts} with N = {w2.n}")
     for name, rows, product in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
         offs = torch.zeros(experts or 0, dtype=torch.int32, device=x.device)
         try:
-            GroupedArgs(rows, product.qweight, product.scales, offs, product.zeros, product.bias).check()
+            GroupedArgs(rows, product.operand, offs, product.bias).check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
 
@@ -118,23 +119,30 @@ def run_experts(
     return combine(y, weights, ids, offs, places, x.dtype)
 
 
-def _stack(name: str, weight: Weight) -> tuple[Any, ...]:
-    """(qweight, scales, zeros, bias), None where left out."""
-    if isinstance(weight, QuantizedWeight):
-        if weight.perm is not None:
-            raise ValueError(f"{name}: expected rows in order, got a QuantizedWeight with perm")
-        weight = (weight.packed, weight.scales, weight.zeros)
-    if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
-        got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
-        expected = "a QuantizedWeight, (qweight, scales, zeros) or (qweight, scales, zeros, bias)"
-        raise TypeError(f"{name}: expected {expected}, got {got}")
-    if not isinstance(weight[0], PackedWeight) or weight[0].experts is None:
-        got = repr(weight[0]) if isinstance(weight[0], PackedWeight) else type(weight[0]).__name__
-        raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {got}")
-    for field, tensor in zip(("scales", "zeros", "bias"), weight[1:], strict=False):
-        if tensor is not None or field == "scales":
-            require_tensor(f"{name}: {field}", tensor)
-    return tuple(weight)
+def _product(name: str, weight: QuantizedWeight | tuple[Any, ...]) -> Product:
+    bias = None
+    if isinstance(weight, (tuple, list)) and len(weight) == 2 and isinstance(weight[0], QuantizedWeight):
+        weight, bias = weight
+    if not isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, (tuple, list)) or not 2 <= len(weight) <= 4:  # PyTorch 2.8 traces no union
+            got = f"{len(weight)} of them" if isinstance(weight, (tuple, list)) else type(weight).__name__
+            expected = "a QuantizedWeight, (qweight, scales, zeros) or (qweight, scales, zeros, bias)"
+            raise TypeError(f"{name}: expected {expected}, got {got}")
+        if not isinstance(weight[0], PackedWeight):
+            got = type(weight[0]).__name__
+            raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {got}")
+        require_tensor(f"{name}: scales", weight[1])
+        if len(weight) > 2 and weight[2] is not None:
+            require_tensor(f"{name}: zeros", weight[2])
+        bias = weight[3] if len(weight) == 4 else None
+        weight = LooseWeight(*weight[:3])
+    if bias is not None:
+        require_tensor(f"{name}: bias", bias)
+    if weight.experts is None:
+        raise TypeError(f"{name}: expected stacked experts, packed from q [E, K, N], first, got {weight.packed!r}")
+    if weight.perm is not None:
+        raise ValueError(f"{name}: expected rows in order, got a QuantizedWeight with perm")
+    return Product(weight, bias)
 
 
 def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -147,5 +155,5 @@ def _check_choice(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> 
         raise TypeError(f"topk_weights: expected a float dtype, got {weights.dtype}")
     if weights.shape != ids.shape:
         raise ValueError(f"topk_weights: expected shape {list(ids.shape)} as topk_ids, got {list(weights.shape)}")
-    check_device("topk_ids", ids, x)
-    check_device("topk_weights", weights, x)
+    check_device("topk_ids", ids, "x", x)
+    check_device("topk_weights", weights, "x", x)

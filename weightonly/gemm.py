@@ -19,7 +19,7 @@ from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untra
 from .plan import cache
 from .plan.base import Plan
 from .plan.choose import make_plan
-from .weight import QuantizedWeight, check_alone
+from .weight import QuantizedWeight, weight_of
 
 
 def gemm(
@@ -70,17 +70,9 @@ def gemm(
     scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for the device, and inside of
     torch.func and of forward-mode differentiation.
     """
-    if type(qweight) is QuantizedWeight:
-        if scales is not None or zeros is not None or perm is not None:
-            check_alone(scales=scales, zeros=zeros, perm=perm)
-        w, perm = qweight, qweight._perm
-        args = GemmArgs(x, w._packed, w._scales, w._zeros, bias, activation, out, config, perm, w)
-    else:  # what is no PackedWeight, and scales that are None, are found by the checks
-        args = GemmArgs(x, qweight, scales, zeros, bias, activation, out, config, perm)  # type: ignore[arg-type]
+    args = GemmArgs(x, weight_of(qweight, scales, zeros, perm), bias, activation, out, config)
     plan = None if is_dynamo_compiling() else _find(args)
-    if plan is None:
-        return _general(args)
-    return plan.run(args) if out is None and perm is None else _run(plan, args)
+    return _general(args) if plan is None else _run(plan, args)
 
 
 def _find(args: GemmArgs) -> Plan | None:
@@ -93,7 +85,7 @@ def _find(args: GemmArgs) -> Plan | None:
             return None
         if torch.is_grad_enabled() and _requires_grad(args):
             return None
-        plan = cache.find(cache.key_of(args))
+        plan = cache.find(args.key())
         return plan if plan is not None and plan.holds(args) else None
     except (AttributeError, TypeError, RuntimeError):
         return None  # some argument is not what it should be: the checks say which
@@ -101,14 +93,14 @@ def _find(args: GemmArgs) -> Plan | None:
 
 def _general(args: GemmArgs) -> torch.Tensor:
     """The product of any call."""
-    args.x = autocast(args.x, args.scales)
+    args.x = autocast(args.x, args.weight._scales)
     if is_compiling():
         return dispatch(args, _gemm_op)
     if not needs_dispatch(args):
-        return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else _compute(args)
+        return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else compute(args)
     if is_watched() or current_transform() is not None or args.out is not None or args.config is not None:
         return dispatch(args, _gemm_op)
-    is_plain = isinstance(args.qweight, PackedWeight) and args.is_plain()
+    is_plain = isinstance(args.weight._packed, PackedWeight) and args.is_plain()
     return _differentiable(args) if is_plain else dispatch(args, _gemm_op)
 
 
@@ -131,9 +123,10 @@ def needs_dispatch(args: GemmArgs) -> bool:
 def _requires_grad(args: GemmArgs) -> bool:
     """Whether a gradient is asked for. With `out` none goes through the bias: nothing leads back from a buffer."""
     try:
-        if args.x.requires_grad or args.scales.requires_grad:
+        w = args.weight
+        if args.x.requires_grad or w._scales.requires_grad:
             return True
-        if args.zeros is not None and args.zeros.requires_grad:
+        if w._zeros is not None and w._zeros.requires_grad:
             return True
         return args.bias is not None and args.bias.requires_grad and args.out is None
     except AttributeError:
@@ -150,37 +143,17 @@ def autocast(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return x  # no tensor, or on a device without autocast: the checks say so
 
 
-def _compute(args: GemmArgs) -> torch.Tensor:
-    """The product by the plan of these arguments."""
-    return _run(_plan_of(args), args)
-
-
-def compute_part(args: GemmArgs) -> torch.Tensor:
-    """The product of a part of a call whose `out` was checked."""
-    return _run(_plan_of(args), args, checks_out=False)
-
-
-def _plan_of(args: GemmArgs) -> Plan:
-    """The plan of these arguments, which is made if it is not there."""
-    try:
-        key = cache.key_of(args)
-        plan = cache.find(key)
-    except (AttributeError, TypeError, RuntimeError):
-        plan = key = None  # some argument is not what it should be: the checks say which
-    if plan is None:
-        plan = make_plan(args)
-        if key is not None:
-            cache.add(key, plan)
-    plan.check_memory(args)
-    return plan
+def compute(args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
+    """The product by the plan of these arguments. checks_out: False where `out` is a part of one that was checked."""
+    return _run(cache.plan_of(args, make_plan), args, checks_out)
 
 
 def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
     """args: of a call whose memory the plan has checked."""
     if args.out is not None and checks_out:
         plan.check_out(args)
-    if args.perm is not None:
-        args.x = plan.gather(args.x, args.perm)
+    if args.weight._perm is not None:
+        args.x = plan.gather(args.x, args.weight._perm)
     return plan.run(args)
 
 
@@ -201,7 +174,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> torch.Tensor:
         *inputs, args = operands
-        y = _compute(args)
+        y = compute(args)
         autograd.setup_context(ctx, tuple(inputs), y)
         return y
 
@@ -215,7 +188,7 @@ class _Product(torch.autograd.Function):
 
 @torch.library.custom_op("weightonly::gemm", mutates_args=(), schema=OP_SCHEMA)
 def _gemm_op(*operands: Any) -> torch.Tensor:
-    return _compute(GemmArgs.from_op(*operands))
+    return compute(GemmArgs.from_op(*operands))
 
 
 @_gemm_op.register_fake

@@ -13,14 +13,15 @@ import torch
 
 from .args import GRADIENT_SCHEMA, OP_SCHEMA
 from .autograd import before_activation, kept_for
-from .gemm import autocast, compute_part, dispatch, needs_dispatch
+from .gemm import autocast, compute, dispatch, needs_dispatch
 from .grouped_args import GroupedArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
+from .plain import PLAIN, are_plain, has_memory
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
-from .weight import QuantizedWeight, parts_of
+from .weight import QuantizedWeight, weight_of
 
 
 def grouped_gemm(
@@ -70,12 +71,9 @@ def grouped_gemm(
     for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
     another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
     """
-    weight = qweight if isinstance(qweight, QuantizedWeight) else None
-    packed, of_groups, zeros, perm = parts_of(qweight, scales, zeros, perm)
+    weight = weight_of(qweight, scales, zeros, perm)
     ends: Any = offs  # the checks find that it is None
-    x = autocast(x, of_groups)
-    args = GroupedArgs(x, packed, of_groups, ends, zeros, bias, activation, out, perm, config=config, weight=weight)
-    return grouped(args)
+    return grouped(GroupedArgs(autocast(x, weight._scales), weight, ends, bias, activation, out, config))
 
 
 def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:
@@ -102,50 +100,61 @@ def grouped(args: GroupedArgs) -> torch.Tensor:
 
 @torch.no_grad()
 def _compute(args: GroupedArgs) -> torch.Tensor:
-    try:
-        offs = args.offs
-        key = cache.key_of(args), args.has_rest, offs.shape, offs.dtype, offs.device
-        plan = cache.find(key)
-    except (AttributeError, TypeError, RuntimeError):
-        plan = key = None  # some argument is not what it should be: the checks say which
-    if plan is None:
-        args.check()
-        plan = make_grouped_plan(args) or ExpertsPlan(args)
-        if key is not None:
-            cache.add(key, plan)
-    plan.check_memory(args, args.offs)
+    plan = cache.plan_of(args, _make_plan)
+    if not has_memory(args.offs):
+        args.check_memory()
     if args.out is not None:
         plan.check_out(args)
     return plan.run(args)
+
+
+def _make_plan(args: GroupedArgs) -> Plan:
+    args.check()
+    return make_grouped_plan(args) or ExpertsPlan(args)
 
 
 @dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
 class Product:
     """`grouped_gemm` with these weights, as `Multiply` has it."""
 
-    qweight: PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
+    operand: QuantizedWeight
     bias: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        args = (self.zeros, self.bias, None, None, self.perm, True)
-        return grouped(GroupedArgs(x, self.qweight, self.scales, offs, *args))
+        return grouped(GroupedArgs(x, self.operand, offs, self.bias, has_rest=True))
 
+    @property
     def kind(self) -> tuple[object, ...]:
-        """What its checks and a plan depend on."""
-        given = (self.scales, self.zeros, self.bias)
-        return cache.kind_of(self.qweight), *(
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
+        """What its checks and a plan depend on. Raises TypeError for subclasses of torch.Tensor, which have none."""
+        return self.operand.kind, None if (bias := self.bias) is None else (
+            bias.shape,
+            bias.stride(),
+            bias.dtype,
+            bias.device,
+            bias.is_neg(),
         )
 
-    def in_place(self) -> bool:
-        """Whether kernels read scales, zeros and bias where they are."""
-        rows = [self.scales] if self.zeros is None else [self.scales, self.zeros]
-        if any(not t.is_contiguous() or t.shape[2] != self.qweight.n_padded or t.data_ptr() % 16 for t in rows):
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the weight, scales, zeros and bias, 0 for None."""
+        w, bias = self.operand, self.bias
+        zeros = 0 if w._zeros is None else w._zeros.data_ptr()
+        return w._packed._data.data_ptr(), w._scales.data_ptr(), zeros, 0 if bias is None else bias.data_ptr()
+
+    def holds(self) -> bool:
+        """Whether kernels may read all of it by its addresses. Storages are looked at once for a set of addresses, and
+        `kind` is that of the tensors which are there. Raises TypeError where there is no kind."""
+        w = self.operand
+        tensors = (w._packed._data, w._scales, w._zeros, self.bias)
+        if any(t is not None and type(t) not in PLAIN for t in tensors):
             return False
-        return self.bias is None or self.bias.is_contiguous()
+        addresses = self.addresses
+        if (*addresses, w._kind) != w._packed._held:
+            if not are_plain(*tensors):
+                return False
+            w.look_again()
+            w._packed._held = (*addresses, w._kind)
+        return not (addresses[1] | addresses[2]) % 16
 
 
 class ExpertsPlan(Plan):
@@ -156,7 +165,7 @@ class ExpertsPlan(Plan):
             args.out = args.x.new_empty(self.shape)
         rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
         for expert, begin, end in rows:
-            compute_part(args.of_expert(expert, begin, end))
+            compute(args.of_expert(expert, begin, end), checks_out=False)
         args.out[rows[-1][2] if rows else 0 :] = 0
         return args.out
 

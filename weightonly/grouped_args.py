@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from .args import GemmArgs, HasKind, check_device
+from .args import GemmArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import PLAIN
 from .require import require_dtype, require_tensor
+from .weight import LooseWeight, QuantizedWeight, check_device
 
 
 class GroupedArgs(GemmArgs):
@@ -24,32 +25,32 @@ class GroupedArgs(GemmArgs):
     def __init__(
         self,
         x: torch.Tensor,
-        qweight: PackedWeight,
-        scales: torch.Tensor,
+        weight: QuantizedWeight,
         offs: torch.Tensor,
-        zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
         out: torch.Tensor | None = None,
-        perm: torch.Tensor | None = None,
-        has_rest: bool = False,
         config: KernelConfig | None = None,
-        weight: HasKind | None = None,
+        has_rest: bool = False,
     ) -> None:
-        super().__init__(x, qweight, scales, zeros, bias, activation, out, config, perm, weight)
+        super().__init__(x, weight, bias, activation, out, config)
         self.offs = offs
         self.has_rest = has_rest
 
+    def key(self) -> tuple[object, ...]:
+        offs = self.offs
+        return *super().key(), self.has_rest, offs.shape, offs.dtype, offs.device
+
     def to_op(self) -> tuple[Any, ...]:
         """The arguments of the operator `weightonly::grouped_gemm`: all but `out`."""
-        return *super().to_op(), self.qweight.experts, self.offs, self.has_rest
+        return *super().to_op(), self.weight.experts, self.offs, self.has_rest
 
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> GroupedArgs:
         """The inverse of `to_op`."""
-        *weight, scales, zeros, bias, activation, perm, experts, offs, has_rest = rest
-        qweight = PackedWeight(*weight, experts=experts)
-        return cls(x, qweight, scales, offs, zeros, bias, activation, None, perm, has_rest)
+        *fields, scales, zeros, bias, activation, perm, experts, offs, has_rest = rest
+        weight = LooseWeight(PackedWeight(*fields, experts=experts), scales, zeros, perm)
+        return cls(x, weight, offs, bias, activation, has_rest=has_rest)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return super().tensors() | {"offs": self.offs}
@@ -59,51 +60,28 @@ class GroupedArgs(GemmArgs):
 
     def check(self) -> None:
         """Checks everything but `out` and the numbers in `offs` and `perm`."""
-        x, qweight, offs = self.x, self.qweight, self.offs
-        if not isinstance(qweight, PackedWeight):
-            raise TypeError(
-                f"qweight: expected the PackedWeight that weightonly.preprocess(q) returns for q [E, K, N], "
-                f"got {type(qweight).__name__}"
-            )
-        experts = qweight.experts
-        if experts is None:
-            raise ValueError(
-                f"qweight: expected stacked experts, packed from q [E, K, N], got one weight {qweight!r}; "
-                f"gemm multiplies by it"
-            )
-        require_tensor("qweight", qweight.data)
-        require_tensor("x", x)
+        super().check()
+        x, offs, experts = self.x, self.offs, self.weight.experts
+        if x.dim() != 2:
+            raise ValueError(f"x: expected shape [T, K], rows sorted by expert, got {list(x.shape)}")
         if self.out is not None:
             require_tensor("out", self.out)
             if self.out.dim() != 2:
                 raise ValueError(f"out: expected shape [T, N], got {list(self.out.shape)}")
-        if x.dim() != 2:
-            raise ValueError(f"x: expected shape [T, K], rows sorted by expert, got {list(x.shape)}")
-        shapes = {"scales": "K / g, N", "zeros": "K / g, N", "bias": "N", "perm": "K"}
-        for name, shape in shapes.items():
-            tensor = getattr(self, name)
-            if tensor is None and name != "scales":
-                continue
-            require_tensor(name, tensor)
-            if tensor.dim() != shape.count(",") + 2 or tensor.shape[0] != experts:
-                raise ValueError(f"{name}: expected shape [E = {experts}, {shape}], got {list(tensor.shape)}")
-        self.of_expert(0, 0, x.shape[0]).check()
         require_dtype("offs", offs, (torch.int32,))
         if tuple(offs.shape) != (experts,):
             raise ValueError(f"offs: expected shape [E] = [{experts}], got {list(offs.shape)}")
-        check_device("offs", offs, x)
+        check_device("offs", offs, "x", x)
+
+    def check_stack(self, packed: PackedWeight) -> None:
+        if packed.experts is None:
+            raise ValueError(
+                f"qweight: expected stacked experts, packed from q [E, K, N], got one weight {packed!r}; "
+                f"gemm multiplies by it"
+            )
 
     def of_expert(self, expert: int, begin: int, end: int) -> GemmArgs:
         """The product of rows begin..end, which are those of one expert."""
-        zeros, bias, perm = (None if t is None else t[expert] for t in (self.zeros, self.bias, self.perm))
-        return GemmArgs(
-            self.x[begin:end],
-            self.qweight[expert],
-            self.scales[expert],
-            zeros,
-            bias,
-            self.activation,
-            None if self.out is None else self.out[begin:end],
-            None,
-            perm,
-        )
+        bias = None if self.bias is None else self.bias[expert]
+        out = None if self.out is None else self.out[begin:end]
+        return GemmArgs(self.x[begin:end], self.weight.expert(expert), bias, self.activation, out)

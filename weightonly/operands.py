@@ -12,12 +12,12 @@ def aligned(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
 
 
 def aligned_rows(rows: torch.Tensor, n_padded: int) -> torch.Tensor:
-    """Scales or zeros [groups, N] as kernels read them: [groups, n_padded], contiguous, 16-byte aligned.
+    """Scales or zeros [..., groups, N] as kernels read them: [..., groups, n_padded], contiguous, 16-byte aligned.
 
     Returns `rows` itself where it is so already, else a copy.
     """
-    if rows.shape[1] == n_padded and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+    if rows.shape[-1] == n_padded and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows
-    copy = rows.new_zeros((rows.shape[0], n_padded))
-    copy[:, : rows.shape[1]] = rows
+    copy = rows.new_zeros((*rows.shape[:-1], n_padded))
+    copy[..., : rows.shape[-1]] = rows
     return copy

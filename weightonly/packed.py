@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from .dense import WEIGHT_DTYPES, resolve_group_size
 from .device import check_visible
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
+from .plain import PLAIN
 from .require import require_bool, require_dtype, require_int, require_memory
 from .shown import shown
 from .tensor_file import publish_tensors, read
@@ -116,8 +118,8 @@ class PackedWeight:
         self.group_size = group_size
         self.has_zeros = has_zeros
         self.has_perm = has_perm
-        # Of `gemm`, never copied: this kind of weight (plan/cache.py), and the operands and the `out` that were checked
-        # last (plan/base.py).
+        # Of `gemm`, never copied: this kind of weight, and the operands and the `out` that were checked last
+        # (plan/base.py).
         self._kind: object | None = None
         self._held: tuple[object, ...] | None = None
         self._held_x: int | None = None
@@ -144,6 +146,20 @@ class PackedWeight:
         return self.data.device
 
     @property
+    def kind(self) -> object:
+        """What a plan of `gemm` depends on: weights of one kind have the same one, compared by identity; kept.
+
+        Raises TypeError for bytes in a subclass of torch.Tensor, which has none.
+        """
+        if self._kind is None:
+            if type(self._data) not in PLAIN:
+                raise TypeError("a subclass of torch.Tensor has no plan")
+            expected = (self.group_size, self.has_zeros, self.has_perm)
+            fields = (self.k, self.n, self.format, self.layout, self.code, self.experts, self.device)
+            self._kind = kind_of(*fields, *expected)
+        return self._kind
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The arguments beside `data`, as JSON can hold them: PackedWeight(data, **fields) has the same meaning."""
         fields = {"k": self.k, "n": self.n, "format": self.format, "layout": self.layout}
@@ -155,27 +171,6 @@ class PackedWeight:
             "has_perm": self.has_perm,
         }
         return fields | {name: value for name, value in optional.items() if value is not None}
-
-    def expecting(
-        self, group_size: int | None = None, has_zeros: bool | None = None, has_perm: bool | None = None
-    ) -> PackedWeight:
-        """The same bytes, told what they are to be multiplied with; None leaves what is known. `self` if that is all.
-
-        Raises ValueError for something other than what is known already.
-        """
-        require_bool("has_zeros", has_zeros, or_none=True)
-        require_bool("has_perm", has_perm, or_none=True)
-        new = {"group_size": group_size, "has_zeros": has_zeros, "has_perm": has_perm}
-        if group_size is not None and resolve_group_size(group_size, self.k) == self.k:
-            new["group_size"] = -1
-        said = {name: value for name, value in new.items() if value is not None}
-        for name, value in said.items():
-            known = getattr(self, name)
-            if known is not None and known != value:
-                raise ValueError(f"{name}: expected {known} as the weight was packed for, got {value}")
-        if all(getattr(self, name) == value for name, value in said.items()):
-            return self
-        return PackedWeight(self.data, **self.fields | said)
 
     def __getitem__(self, index: int | slice) -> PackedWeight:
         """Expert `index` of stacked weights; for a slice of step 1 these experts, stacked. Nothing is copied.
@@ -289,6 +284,12 @@ class PackedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.data, self.fields)
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def kind_of(*fields: object) -> object:
+    """The one object of these fields."""
+    return object()
 
 
 def _rebuild(data: torch.Tensor, fields: dict[str, Any]) -> PackedWeight:

@@ -16,14 +16,12 @@ from .device import device_arch
 from .formats import IntWeight, read_awq, read_compressed_tensors, read_gptq
 from .gemm import gemm
 from .kernels import arch_runs_on, built_archs
-from .packed import PackedWeight
+from .nn.linear import Linear
 from .packing import preprocess
 from .vllm.support import why_not
 
 _KERNELS = "sglang.srt.hardware_backend.gpu.quantization"
 _SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
-_PARTS = ("packed", "scales", "zeros", "perm")
-"""Parameters of a packed layer, after "weightonly_"."""
 
 
 def register() -> None:
@@ -58,13 +56,10 @@ def _packing(read: Callable[[Any, Any], IntWeight]) -> Callable[..., None]:
             logging.getLogger(__name__).info("A layer is left to SGLang's kernels: %s", reason)
             original(kernel, layer)
             return
-        packed = preprocess(weight.q, weight.bits)
+        packed = Linear.from_quantized(preprocess(weight.q, weight.bits), weight.scales, weight.zeros, perm=weight.perm)
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
             delattr(layer, name)  # what was loaded: the packed weight takes its place
-        for name, tensor in zip(_PARTS, (packed.data, weight.scales, weight.zeros, weight.perm), strict=True):
-            parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
-            layer.register_parameter(f"weightonly_{name}", parameter)
-        layer.weightonly = packed.fields
+        layer.weightonly = packed
 
     return pack
 
@@ -73,11 +68,10 @@ def _multiply(
     original: Callable[..., torch.Tensor], kernel: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] -> [..., N]"""
-    fields = getattr(layer, "weightonly", None)
-    if fields is None:
+    packed = getattr(layer, "weightonly", None)
+    if packed is None:
         return original(kernel, layer, x, bias)
-    data, scales, zeros, perm = (getattr(layer, f"weightonly_{name}") for name in _PARTS)
-    return gemm(x, PackedWeight(data.data, **fields), scales, zeros=zeros, bias=bias, perm=perm)
+    return gemm(x, packed.operand, bias=bias)
 
 
 def _gptq(kernel: Any, layer: Any) -> IntWeight:

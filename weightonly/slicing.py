@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
+from .grouped import Product
 from .heuristics.problem import check_group_size
 from .layout import Range, can_cut, column_step, cut_bytes, padded_shape
 from .packed import PackedWeight
 from .packing import preprocess, unpack, unpack_columns
 from .require import require_memory
+from .weight import LooseWeight, QuantizedWeight
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """What `gemm` multiplies x with; of stacked experts what `grouped_gemm` does, each with a dimension E in front.
+def cut_columns(product: Product, ranges: Sequence[Range]) -> Product:
+    """The layer that computes these columns of y, side by side; of stacked experts, of each."""
+    w = product.operand
+    packed = cut_weight(w.packed, columns=ranges)
+    scales, zeros, bias = (
+        None if t is None else torch.cat([t[..., begin:end] for begin, end in ranges], -1)
+        for t in (w.scales, w.zeros, product.bias)
+    )
+    assert scales is not None
+    return Product(LooseWeight(packed, scales, zeros, w.perm), bias)
 
-    weight [K, N]; scales, zeros [K / g, N]; bias [N]; perm [K].
+
+def cut_rows(w: QuantizedWeight, begin: int, end: int) -> QuantizedWeight:
+    """w[begin:end], in the order of the weight's rows, for x[..., begin:end] or x[..., perm[begin:end]]; without perm.
+
+    Groups that the cut splits become smaller ones, without a change of value. Raises ValueError for bounds that leave
+    no groups that `gemm` takes.
     """
-
-    weight: PackedWeight
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
-
-    def columns(self, ranges: Sequence[Range]) -> Operands:
-        """The layer that computes these columns of y, side by side."""
-        weight = cut_weight(self.weight, columns=ranges)
-        scales, zeros, bias = (_columns(t, ranges) for t in (self.scales, self.zeros, self.bias))
-        assert scales is not None
-        return Operands(weight, scales, zeros, bias, self.perm)
-
-    def rows(self, begin: int, end: int) -> Operands:
-        """w[begin:end], in the order of the weight's rows: the layer for x[..., begin:end], or x[..., perm[begin:end]].
-
-        Groups that the cut splits become smaller ones, without a change of value. The result has the bias, but no perm.
-        Raises ValueError for bounds that leave no groups that `gemm` takes.
-        """
-        group_size = self.weight.k // self.scales.shape[-2]
-        size = rows_of_a_group(self.weight.k, group_size, begin, end)
-        index = torch.arange(begin, end, size, device=self.scales.device) // group_size
-        weight = cut_weight(self.weight, rows=(begin, end))
-        scales = self.scales.index_select(-2, index)
-        zeros = None if self.zeros is None else self.zeros.index_select(-2, index)
-        return replace(self, weight=weight, scales=scales, zeros=zeros, perm=None)
+    size = rows_of_a_group(w.k, w.group_rows, begin, end)
+    index = torch.arange(begin, end, size, device=w.device) // w.group_rows
+    zeros = None if w.zeros is None else w.zeros.index_select(-2, index)
+    return LooseWeight(cut_weight(w.packed, rows=(begin, end)), w.scales.index_select(-2, index), zeros)
 
 
 def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
@@ -114,9 +104,3 @@ def _unpacked(weight: PackedWeight, begin: int, end: int) -> torch.Tensor:
     step = column_step(weight.bits, weight.layout)
     first = begin // step * step
     return unpack_columns(weight, first, end)[:, begin - first :]
-
-
-def _columns(tensor: torch.Tensor | None, ranges: Sequence[Range]) -> torch.Tensor | None:
-    if tensor is None:
-        return None
-    return torch.cat([tensor[..., begin:end] for begin, end in ranges], -1)

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from .args import check_perm, check_perm_expected
-from .dense import check_weight_dtype
+from .dense import WEIGHT_DTYPES, check_weight_dtype
 from .formats.plain import unsort_rows
-from .ops.dequantize import check_operands, dequantize
-from .packed import PackedWeight
-from .plan.cache import kind_of_operands
-from .require import require_tensor
+from .ops.dequantize import dense
+from .packed import PackedWeight, kind_of
+from .plain import PLAIN
+from .require import require_dtype, require_tensor
 
 
 class QuantizedWeight:
@@ -27,7 +26,7 @@ class QuantizedWeight:
 
     All are on one device and stay the caller's tensors, without a copy. What they have to be is checked here, once.
     Attributes: packed, scales, zeros, perm, which cannot be replaced, and what is read of them: format, group_size (-1:
-    all of K), k, n, experts (None: a single weight), dtype (of the scales), device.
+    all of K), group_rows (g), groups (K / g), k, n, experts (None: a single weight), dtype (of the scales), device.
 
     Raises TypeError for a `packed` that is none and for wrong types and dtypes; ValueError for shapes that do not fit,
     tensors on different devices, zeros of codes, and what `packed` was not packed for.
@@ -42,20 +41,12 @@ class QuantizedWeight:
         zeros: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
     ) -> None:
-        check_operands(packed, scales, zeros, "packed")
-        if perm is not None:
-            require_tensor("perm", perm)
-            if packed.experts is not None and (perm.dim() != 2 or len(perm) != packed.experts):
-                raise ValueError(f"perm: expected shape [E, K] = {[packed.experts, packed.k]}, got {list(perm.shape)}")
-            check_perm(perm if packed.experts is None else perm[0], packed.k)
-            if perm.device != packed.device:
-                raise ValueError(f"perm: expected on {packed.device} as packed is, got {perm.device}")
-        check_perm_expected(packed, perm)
         self._packed = packed
         self._scales = scales
         self._zeros = zeros
         self._perm = perm
         self._kind: object | None = None
+        self.check("packed")
 
     @property
     def packed(self) -> PackedWeight:
@@ -79,8 +70,15 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
-        groups = self._scales.shape[-2]
-        return -1 if groups == 1 else self.k // groups
+        return -1 if self.groups == 1 else self.group_rows
+
+    @property
+    def groups(self) -> int:
+        return self._scales.shape[-2]
+
+    @property
+    def group_rows(self) -> int:
+        return self.k // self.groups
 
     @property
     def k(self) -> int:
@@ -113,8 +111,91 @@ class QuantizedWeight:
         Raises TypeError for subclasses of torch.Tensor and negated views, which have none.
         """
         self._kind = None
-        self._kind = kind = kind_of_operands(self._packed, self._scales, self._zeros, self._perm)
+        self._kind = kind = kind_of(*self._description())
         return kind
+
+    def _description(self) -> tuple[object, ...]:
+        packed, scales, zeros, perm = self._packed, self._scales, self._zeros, self._perm
+        if (
+            type(scales) not in PLAIN
+            or scales.is_neg()
+            or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
+            or (perm is not None and type(perm) not in PLAIN)
+        ):
+            raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+        return (
+            packed._kind or packed.kind,
+            scales.shape,
+            scales.is_contiguous() or scales.stride(),
+            scales.dtype,
+            scales.device,
+            None
+            if zeros is None
+            else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
+            None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
+        )
+
+    def check(self, name: str, x: torch.Tensor | None = None) -> None:
+        """Checks all but the numbers. name: what errors call `packed`; x: whose dtype and device all must have.
+
+        Raises what `QuantizedWeight` raises.
+        """
+        self.check_groups(name, x)
+        packed, perm = self._packed, self._perm
+        if packed.has_perm is not None and packed.has_perm != (perm is not None):
+            expected = "the act-order permutation" if packed.has_perm else "None"
+            got = "None" if perm is None else "a permutation"
+            raise ValueError(f"perm: expected {expected}, as qweight was packed for, got {got}")
+        if perm is not None:
+            check_perm(perm, packed)
+            of, like = (name, packed.data) if x is None else ("x", x)
+            check_device("perm", perm, of, like)
+
+    def check_groups(self, name: str, x: torch.Tensor | None = None) -> None:
+        """`check` of all but the permutation."""
+        packed, scales, zeros = self._packed, self._scales, self._zeros
+        check_packed(name, packed)
+        require_tensor(name, packed.data)
+        of, like = (name, packed.data) if x is None else ("x", x)
+        check_device(name, packed.data, of, like)
+        if x is None:
+            require_dtype("scales", scales, WEIGHT_DTYPES)
+        else:
+            check_dtype("scales", scales, x.dtype, "x has")
+        self._check_rows("scales", scales, of, like)
+        if zeros is not None:
+            if packed.code is not None:
+                raise ValueError(
+                    f"zeros: expected None for a weight of format {packed.format}, got {type(zeros).__name__}"
+                )
+            check_dtype("zeros", zeros, scales.dtype, "scales have" if x is None else "x has")
+            self._check_rows("zeros", zeros, of, like)
+            if zeros.shape != scales.shape:
+                raise ValueError(f"zeros: expected shape {list(scales.shape)} as scales, got {list(zeros.shape)}")
+        if packed.group_size is not None:
+            rows = packed.k if packed.group_size == -1 else packed.group_size
+            if self.groups != packed.k // rows:
+                raise ValueError(
+                    f"scales: expected {packed.k // rows} rows for groups of {rows}, as qweight was packed for, "
+                    f"got shape {list(scales.shape)}"
+                )
+        if packed.has_zeros is not None and packed.has_zeros != (zeros is not None):
+            expected = f"shape {list(scales.shape)}" if packed.has_zeros else "None"
+            got = "None" if zeros is None else f"shape {list(zeros.shape)}"
+            raise ValueError(f"zeros: expected {expected}, as qweight was packed for, got {got}")
+
+    def _check_rows(self, name: str, rows: torch.Tensor, of: str, like: torch.Tensor) -> None:
+        """Device and shape of scales or zeros."""
+        w = self._packed
+        check_device(name, rows, of, like)
+        stack = [] if w.experts is None else [w.experts]
+        if rows.dim() != len(stack) + 2 or rows.shape[-1] != w.n or list(rows.shape[:-2]) != stack:
+            experts = "" if w.experts is None else f"E = {w.experts}, "
+            raise ValueError(f"{name}: expected shape [{experts}K / group_size, N = {w.n}], got {list(rows.shape)}")
+        if rows.shape[-2] < 1 or w.k % rows.shape[-2]:
+            raise ValueError(
+                f"{name}: expected K / group_size rows, a divisor of K = {w.k}, got shape {list(rows.shape)}"
+            )
 
     def to(self, device: torch.device | str | int) -> QuantizedWeight:
         """The same numbers on `device`; `self` if all are there already."""
@@ -130,23 +211,37 @@ class QuantizedWeight:
 
         dtype: float16, bfloat16 or float32; None: that of the scales. Raises TypeError for another one.
         """
-        scales, zeros, perm = self._scales, self._zeros, self._perm
-        dtype = scales.dtype if dtype is None else dtype
+        dtype = self.dtype if dtype is None else dtype
         check_weight_dtype(dtype)
-        if dtype != scales.dtype:
-            scales, zeros = scales.float(), None if zeros is None else zeros.float()
-        w = dequantize(self._packed, scales, zeros)
-        if perm is not None and perm.dim() == 2:
-            w = torch.stack([unsort_rows(*of_expert) for of_expert in zip(w, perm, strict=True)])
-        else:
-            w = unsort_rows(w, perm)
-        return w.to(dtype)
+        return self._dense(dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> QuantizedWeight:
+        """The same bytes with scales and zeros in `dtype`, unchecked; `self` if they have it."""
+        zeros = self._zeros
+        if dtype == self.dtype and (zeros is None or zeros.dtype == dtype):
+            return self
+        zeros = None if zeros is None else zeros.to(dtype)
+        return LooseWeight(self._packed, self._scales.to(dtype), zeros, self._perm)
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.experts is not None:  # one at a time is in fp32
+            stack = self._scales.new_empty(self.experts, self.k, self.n, dtype=dtype)
+            for expert in range(self.experts):
+                stack[expert] = self.expert(expert)._dense(dtype)
+            return stack
+        w = self if dtype == self.dtype else self.with_dtype(torch.float32)
+        return unsort_rows(dense(w._packed, w._scales, w._zeros), w._perm).to(dtype)
 
     def __getitem__(self, expert: int) -> QuantizedWeight:
         """One of stacked experts, on the same memory. Raises what `PackedWeight` does for its index."""
+        w = self.expert(expert)
+        return QuantizedWeight(w._packed, w._scales, w._zeros, w._perm)
+
+    def expert(self, expert: int) -> LooseWeight:
+        """The same, which is not checked again."""
         packed = self._packed[expert]
         zeros, perm = (None if t is None else t[expert] for t in (self._zeros, self._perm))
-        return QuantizedWeight(packed, self._scales[expert], zeros, perm)
+        return LooseWeight(packed, self._scales[expert], zeros, perm)
 
     def __iter__(self) -> Iterator[QuantizedWeight]:
         if self.experts is None:
@@ -164,25 +259,90 @@ class QuantizedWeight:
         return QuantizedWeight, (self._packed, self._scales, self._zeros, self._perm)
 
 
-def parts_of(
+class LooseWeight(QuantizedWeight):
+    """The tensors that a caller of `gemm` gave one by one, for this call: unchecked until a plan of it is made."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        packed: PackedWeight,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        perm: torch.Tensor | None = None,
+    ) -> None:
+        self._packed = packed
+        self._scales = scales
+        self._zeros = zeros
+        self._perm = perm
+        self._kind = None
+
+    look_again = QuantizedWeight._description  # looked up once, in the key of a plan
+
+
+def weight_of(
     weight: PackedWeight | QuantizedWeight,
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     perm: torch.Tensor | None,
-) -> tuple[Any, Any, torch.Tensor | None, torch.Tensor | None]:
-    """(packed, scales, zeros, perm) of a QuantizedWeight, or as they are given: unchecked then.
-
-    Raises what `check_alone` raises.
-    """
+) -> QuantizedWeight:
+    """The weight, or the one of these tensors, unchecked. Raises TypeError for operands beside a QuantizedWeight."""
     if not isinstance(weight, QuantizedWeight):
-        return weight, scales, zeros, perm
-    check_alone(scales=scales, zeros=zeros, perm=perm)
-    return weight.packed, weight.scales, weight.zeros, weight.perm
+        return LooseWeight(weight, scales, zeros, perm)  # type: ignore[arg-type]
+    if scales is not None or zeros is not None or perm is not None:
+        named = {"scales": scales, "zeros": zeros, "perm": perm}
+        name, got = next((name, type(operand).__name__) for name, operand in named.items() if operand is not None)
+        raise TypeError(f"{name}: expected None beside a QuantizedWeight, which has its own, got {got}")
+    return weight
 
 
-def check_alone(**operands: torch.Tensor | None) -> None:
-    """Raises TypeError for operands beside a QuantizedWeight."""
-    for name, operand in operands.items():
-        if operand is not None:
-            got = type(operand).__name__
-            raise TypeError(f"{name}: expected None beside a QuantizedWeight, which has its own, got {got}")
+def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
+    """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]); for codes scales[k // g, n] * codebook[q[k, n]].
+
+    qweight: a packed [K, N] weight, or E of them, stacked.
+    scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32; g is any divisor of K.
+    zeros: None, or like scales, in units of q; fractions are allowed. None for codes.
+
+    All are on one device. Returns [K, N], of stacked experts [E, K, N], in the dtype of scales: computed in fp32 and
+    rounded once.
+
+    On a GPU a kernel does it. PyTorch's operators do it more slowly, with the same bits, where there is no kernel
+    (layout "row_major", fp32, groups that `gemm` does not take, a GPU that the build leaves out), under torch.compile,
+    torch.jit.trace and modes, for subclasses of torch.Tensor, and where a gradient is asked for.
+
+    Raises TypeError for a qweight that is not packed or a wrong dtype. Raises ValueError for shapes that do not fit,
+    tensors on different devices, and zeros of codes.
+    """
+    w = LooseWeight(qweight, scales, zeros)
+    w.check_groups("qweight")
+    return w._dense(scales.dtype)
+
+
+def check_perm(perm: torch.Tensor, packed: PackedWeight) -> None:
+    """Checks dtype and shape of a permutation of K, not its numbers."""
+    require_dtype("perm", perm, (torch.int32, torch.int64))
+    shape, sizes = ("[K]", [packed.k]) if packed.experts is None else ("[E, K]", [packed.experts, packed.k])
+    if list(perm.shape) != sizes:
+        raise ValueError(f"perm: expected shape {shape} = {sizes}, got {list(perm.shape)}")
+
+
+def check_packed(name: str, packed: object) -> None:
+    """Raises TypeError for anything but a PackedWeight."""
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(
+            f"{name}: expected the PackedWeight that weightonly.preprocess(q, bits) returns, "
+            f"got {type(packed).__name__}; call preprocess once, before deployment"
+        )
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype, as_what: str) -> None:
+    """Raises TypeError for no tensor and one of another dtype, which the text names "as x has"."""
+    require_tensor(name, tensor)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype} as {as_what}, got {tensor.dtype}")
+
+
+def check_device(name: str, tensor: torch.Tensor, of: str, other: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is not where the other is, which the text calls `of`."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: expected on {other.device} as {of} is, got {tensor.device}")

@@ -9,50 +9,10 @@ MUTATIONS = [
         "weightonly/args.py",
         "arguments expected_operands kernel_plan packed_experts act_order",
         [
-            (
-                "one group counts as one row",
-                "return -1 if groups == 1 else",
-                "return -1 if groups == 0 else",
-            ),
-            ("x of another K", "if x.shape[-1] != qweight.k:", "if x.shape[-1] < qweight.k:"),
+            ("x of another K", "if x.shape[-1] != packed.k:", "if x.shape[-1] < packed.k:"),
             ("x as a scalar", "if x.dim() < 1:", "if x.dim() < 0:"),
-            ("x elsewhere", 'check_device("qweight", qweight.data, x)', "pass"),
-            (
-                "zeros of another shape",
-                "if self.zeros.shape != self.scales.shape:",
-                "if self.zeros.dim() != self.scales.dim():",
-            ),
-            ("a bias of another length", "if tuple(self.bias.shape) != (qweight.n,):", "if self.bias.dim() != 1:"),
-            (
-                "scales of more columns",
-                "scales.dim() != 2 or scales.shape[1] != qweight.n",
-                "scales.dim() != 2 or scales.shape[1] < qweight.n",
-            ),
-            ("scales of a group that does not divide K", "if groups < 1 or qweight.k % groups != 0:", "if groups < 1:"),
-            (
-                "scales without rows",
-                "if groups < 1 or qweight.k % groups != 0:",
-                "if groups and qweight.k % groups != 0:",
-            ),
-            (
-                "other scales than the weight was packed for",
-                "if scales.shape[-2] != qweight.k // rows:",
-                "if scales.shape[-2] > qweight.k // rows:",
-            ),
-            ("forgotten zeros", "qweight.has_zeros != (zeros is not None)", "qweight.has_zeros < (zeros is not None)"),
-            (
-                "a forgotten permutation",
-                "qweight.has_perm != (perm is not None)",
-                "qweight.has_perm < (perm is not None)",
-            ),
+            ("a bias of another length", "if list(bias.shape) != sizes:", "if bias.dim() != len(sizes):"),
             ("stacked experts", "if qweight.experts is not None:", "if qweight.experts == 0:"),
-            (
-                "zeros of codes",
-                '    if qweight.code is not None:\n        raise ValueError(f"zeros',
-                '    if qweight.code == ():\n        raise ValueError(f"zeros',
-            ),
-            ("a permutation of floats", "if perm.dtype not in (torch.int32, torch.int64):", "if perm.is_complex():"),
-            ("a permutation of another length", "if tuple(perm.shape) != (k,):", "if perm.dim() != 1:"),
             ("K in a permutation", "high >= len(perm)", "high > len(perm)"),
             ("negative numbers in a permutation", "if low < 0 or high >= len(perm)", "if high >= len(perm)"),
             (
@@ -79,6 +39,76 @@ MUTATIONS = [
             ("out that begins in an input", "begin + span_bytes(a) <= other or", "begin < other or"),
             ("columns that meet", "offset < span_bytes(a[0]) or", "offset == 0 or"),
             ("columns that meet from the left", "or offset + span_bytes(b[0]) > pitch", "or offset > pitch"),
+        ],
+    ),
+    *of(
+        "weightonly/weight.py",
+        "quantized_weight arguments expected_operands packed_experts act_order plan_cache",
+        [
+            ("one group counts as one row", "return -1 if self.groups == 1 else", "return -1 if self.groups == 0 else"),
+            ("bytes elsewhere", "check_device(name, packed.data, of, like)", "pass"),
+            ("scales elsewhere", "        check_device(name, rows, of, like)\n", ""),
+            ("a permutation elsewhere", 'check_device("perm", perm, of, like)', "pass"),
+            ("zeros of another shape", "if zeros.shape != scales.shape:", "if zeros.dim() != scales.dim():"),
+            ("scales of more columns", "rows.shape[-1] != w.n", "rows.shape[-1] < w.n"),
+            ("scales of fewer experts", "list(rows.shape[:-2]) != stack", "len(rows.shape[:-2]) != len(stack)"),
+            (
+                "scales of a group that does not divide K",
+                "if rows.shape[-2] < 1 or w.k % rows.shape[-2]:",
+                "if rows.shape[-2] < 1:",
+            ),
+            (
+                "other scales than the weight was packed for",
+                "if self.groups != packed.k // rows:",
+                "if self.groups > packed.k // rows:",
+            ),
+            ("forgotten zeros", "packed.has_zeros != (zeros is not None)", "packed.has_zeros < (zeros is not None)"),
+            (
+                "a forgotten permutation",
+                "packed.has_perm != (perm is not None)",
+                "packed.has_perm < (perm is not None)",
+            ),
+            ("zeros of codes", "            if packed.code is not None:", "            if packed.code == ():"),
+            (
+                "a permutation of floats",
+                'require_dtype("perm", perm, (torch.int32, torch.int64))',
+                'require_tensor("perm", perm)',
+            ),
+            ("a permutation of another length", "if list(perm.shape) != sizes:", "if perm.dim() != len(sizes):"),
+            (
+                "zeros are not in the key",
+                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device)",
+                "(zeros.shape, zeros.dtype)",
+            ),
+            (
+                "each expert in the order of the first",
+                "self.expert(expert)._dense(dtype)",
+                "self.expert(0)._dense(dtype)",
+            ),
+            (
+                "another dtype in that of the scales",
+                "w = self if dtype == self.dtype else self.with_dtype(torch.float32)",
+                "w = self",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/plan/base.py",
+        "quantized_weight",
+        [
+            (
+                "a tensor that is set anew",
+                "if w._kind is not None and w._kind is not w.look_again():",
+                "if w._kind is not None and w._kind is None:",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/packed.py",
+        "plan_cache expected_operands",
+        [
+            ("codebooks are not in the key", "self.layout, self.code, self.experts", "self.layout, self.experts"),
+            ("what is expected is not in the key", "kind_of(*fields, *expected)", "kind_of(*fields)"),
         ],
     ),
     *of(
@@ -120,7 +150,7 @@ MUTATIONS = [
         "tensor_kinds arguments",
         [
             ("a freed weight", "if not is_same:", "if w._held is None:"),
-            ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
+            ("a freed perm", "return w._perm is None or has_memory(w._perm)", "return True"),
             ("autograd is not told", "increment_version(out)", "out.is_neg()"),
             ("a gradient of the second out", "out.requires_grad,  # type", "None,  # type"),
             ("an out that became shorter", "0 if self.device >= 0 else out", "0 if self.m else out"),
@@ -136,7 +166,7 @@ MUTATIONS = [
             ("scales that became shorter", "scales.untyped_storage().nbytes(),", "0,"),
             ("zeros that became shorter", "(zeros.data_ptr(), zeros.untyped_storage().nbytes())", "zeros.data_ptr()"),
             ("a bias that became shorter", "(bias.data_ptr(), bias.untyped_storage().nbytes())", "bias.data_ptr()"),
-            ("a freed perm", "return args.perm is None or has_memory(args.perm)", "return True"),
+            ("a freed perm", "return w._perm is None or has_memory(w._perm)", "return True"),
         ],
     ),
     *of(
@@ -187,14 +217,7 @@ MUTATIONS = [
         "weightonly/plan/cache.py",
         "plan_cache expected_operands",
         [
-            (
-                "zeros are not in the key",
-                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.get_device())",
-                "(zeros.shape, zeros.dtype)",
-            ),
             ("no plan goes", "if len(_plans) >= MAX_PLANS:", "if len(_plans) > MAX_PLANS + 1:"),
-            ("codebooks are not in the key", "w.layout, w.code, w.experts", "w.layout, w.experts"),
-            ("what is expected is not in the key", "w.experts, expected, w.device", "w.experts, w.device"),
         ],
     ),
     *of(
@@ -203,8 +226,8 @@ MUTATIONS = [
         [
             (
                 "out is checked once for all",
-                "if where is None or where != args.qweight._checked_out:",
-                "if where is None or args.qweight._checked_out is None:",
+                "if where is None or where != packed._checked_out:",
+                "if where is None or packed._checked_out is None:",
             ),
             ("x is not among the addresses", "                args.x_address,\n", ""),
         ],
@@ -244,8 +267,8 @@ MUTATIONS = [
             ),
             (
                 "groups of K without padding",
-                "qweight.k_padded if args.group_size == -1",
-                "qweight.k if args.group_size == -1",
+                "qweight.k_padded if w.group_size == -1",
+                "qweight.k if w.group_size == -1",
             ),
             ("zeros of the tail", "row, 0 if zeros is None else row, 0", "row, 0, 0"),
             ("columns beyond K are what was there", "            copy[:, k:] = 0\n", "            pass\n"),

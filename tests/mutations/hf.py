@@ -116,11 +116,7 @@ MUTATIONS = [
                 "elif module is None:",
             ),
             ("blocks in another order", "gates_first(read(tensor), 1))", "read(tensor))"),
-            (
-                "packed layers in another order",
-                "dataclasses.replace(record, **vars(in_order(record, gates_first)))",
-                "record",
-            ),
+            ("packed layers in another order", "QuantizedLayer.of(layer, in_order(record, gates_first))", "record"),
             ("fewer experts than the model has", "if shape.experts != count:", "if shape.experts > count:"),
             ("experts of several columns", "or shape.n != like.n:", "or shape.n < 0:"),
             (

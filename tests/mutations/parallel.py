@@ -82,9 +82,13 @@ MUTATIONS = [
                 "return exchange.leave(y, Replicate(), self.hidden)",
             ),
             ("experts that are cut already", "if isinstance(module, ParallelExperts):", "if module is None:"),
-            ("experts of the first rank", "weight = whole.weight[begin:end]", "weight = whole.weight[: end - begin]"),
-            ("rows in act-order", "if down.perm is not None:", "if down.perm is None and module is None:"),
-            ("groups that a cut splits", "        check_rows(inner, inner // down.scales.shape[-2], ranks)\n", ""),
+            ("experts of the first rank", "packed = w.packed[begin:end]", "packed = w.packed[: end - begin]"),
+            (
+                "rows in act-order",
+                "if down.operand.perm is not None:",
+                "if down.operand.perm is None and module is None:",
+            ),
+            ("groups that a cut splits", "        check_rows(inner, down.operand.group_rows, ranks)\n", ""),
             (
                 "gate and up are not cut alike",
                 "columns = columns_of(2 * inner, (inner, inner), ranks, rank)",

@@ -8,6 +8,18 @@ _REFUSED = "vLLM from 0.30 on refuses such a config itself; its tests run with o
 
 MUTATIONS = [
     *of(
+        "weightonly/vllm/support.py",
+        "plugins",
+        [
+            ("a weight for each call", "if self._made is None or self._made[0] != places:", "if places:"),
+            (
+                "the weight before a reload",
+                "if self._made is None or self._made[0] != places:",
+                "if self._made is None:",
+            ),
+        ],
+    ),
+    *of(
         "weightonly/vllm/__init__.py",
         "vllm_kernel vllm_experts",
         [
@@ -36,6 +48,11 @@ MUTATIONS = [
             ),
             ("nibbles beside each other", "(rows & 15, rows >> 4), dim=2)", "(rows & 15, rows >> 4), dim=1)"),
             ("codes are signed", "columns if format in CODE_FORMATS else", 'columns if format == "nf4" else'),
+            (
+                "what another loader brings",
+                "qweight.dtype != torch.uint8 or qweight.dim() != 2",
+                "qweight.dtype != torch.uint8 and qweight.dim() != 2",
+            ),
         ],
     ),
     *of(
@@ -104,14 +121,9 @@ MUTATIONS = [
                 "repeat_interleave(chunks), perm",
                 "repeat_interleave(counts)[:len(chunks)], perm",
             ),
-            ("the order of x", "perm=None if perm is None else perm.data,", "perm=None,"),
-            ("the bias", "            bias=bias,\n", "            bias=None,\n"),
-            ("the zeros", "zeros=None if zeros is None else zeros.data,", "zeros=None,"),
-            (
-                "what another loader brings",
-                "loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != 2",
-                "loaded_weight.dtype != torch.uint8 and loaded_weight.dim() != 2",
-            ),
+            ("the order of x", 'getattr(layer, "zeros", None), perm)', 'getattr(layer, "zeros", None), None)'),
+            ("the bias", "gemm(x, w, bias=bias)", "gemm(x, w)"),
+            ("the zeros", 'getattr(layer, "zeros", None), perm)', "None, perm)"),
         ],
     ),
     *of(
@@ -142,8 +154,8 @@ MUTATIONS = [
                 "getattr(layer, self.w_s_name)).float()",
             ),
             ("no scales", "if len(scales) == 0:", "if len(scales) < 0:"),
-            ("the bias", "            bias=bias,\n", "            bias=None,\n"),
-            ("the zeros", "zeros=_data(layer, self.w_zp_name),", "zeros=None,"),
+            ("the bias", "perm), bias=bias)", "perm))"),
+            ("the zeros", "scales, zeros, perm), bias", "scales, None, perm), bias"),
             ("zeros stay words", "        _replace(layer, self.w_zp_name, zeros)\n", ""),
             ("a parameter that is dropped stays", "        layer.register_parameter(name, None)\n", "        return\n"),
         ],
@@ -269,7 +281,6 @@ MUTATIONS = [
                 'zeros = None if weights.symmetric else "weight_zero_point"',
                 "zeros = None",
             ),
-            ("what another loader brings", "if qweight.dtype != torch.uint8 or", "if"),
         ],
     ),
     *of(

@@ -168,13 +168,13 @@ MUTATIONS = [
             ("other groups become none", "(size, math.gcd(size, 32))", "(size,)"),
             (
                 "scales of the first groups",
-                "torch.arange(begin, end, size, device=self.scales.device)",
-                "torch.arange(0, end - begin, size, device=self.scales.device)",
+                "torch.arange(begin, end, size, device=w.device)",
+                "torch.arange(0, end - begin, size, device=w.device)",
             ),
             (
                 "zeros of the first groups",
-                "self.zeros.index_select(-2, index)",
-                "self.zeros.index_select(-2, index - index[0])",
+                "w.zeros.index_select(-2, index)",
+                "w.zeros.index_select(-2, index - index[0])",
             ),
             ("rows beyond the end", "if not 0 <= begin < end <= size:", "if not 0 <= begin < end:"),
             ("no rows", "if not 0 <= begin < end <= size:", "if not 0 <= begin <= end <= size:"),
@@ -182,11 +182,7 @@ MUTATIONS = [
             ("rows keep the permutation", 'fields["has_perm"] = False', "pass"),
             ("columns inside of a word", "first = begin // step * step", "first = begin"),
             ("experts on meta", "(w.experts or 1) * k * n * w.bits // 8", "k * n * w.bits // 8"),
-            (
-                "bias of the whole",
-                "bias = (_columns(t, ranges) for t in (self.scales, self.zeros, self.bias))",
-                "bias = (*(_columns(t, ranges) for t in (self.scales, self.zeros)), self.bias)",
-            ),
+            ("bias of the whole", "for t in (w.scales, w.zeros, product.bias)", "for t in (w.scales, w.zeros, None)"),
         ],
     ),
     *of(

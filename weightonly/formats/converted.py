@@ -24,6 +24,7 @@ from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
 from ..tensor_file import DIGEST_KEY, PACKED_KEY
+from ..weight import QuantizedWeight
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors
 from .packed_config import METHOD, READ_VERSIONS, fields_of
@@ -81,7 +82,12 @@ def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping
         order = torch.arange(weight.k, device=scales.device)
         if perm is not None and not torch.equal(perm.sort().values, order.expand_as(perm)):
             raise TensorError("perm", f"expected a permutation of 0..{weight.k - 1}, got another set of numbers")
-        weight = weight.expecting(weight.k // scales.shape[-2], zeros is not None, perm is not None)
+        told = {
+            "group_size": weight.k // scales.shape[-2],
+            "has_zeros": zeros is not None,
+            "has_perm": perm is not None,
+        }
+        weight = PackedWeight(weight.data, **weight.fields | told)
         return QuantizedLayer(layer, weight, scales, zeros, tensors.get("bias"), perm)
 
     return LayerFormat(
@@ -192,7 +198,7 @@ def _check(weight: PackedWeight, tensors: Tensors) -> int:
     if "bias" in tensors:
         expect("bias", tensors["bias"], FLOATS, [*stack, weight.n])
     try:
-        weight.expecting(weight.k // groups, "zeros" in tensors, "perm" in tensors)
+        QuantizedWeight(weight, tensors["scales"], tensors.get("zeros"), tensors.get("perm"))
     except ValueError as error:
         raise TensorError("qweight", str(error)) from error
     return groups

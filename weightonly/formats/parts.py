@@ -7,16 +7,16 @@ of it after packing. Layers in act-order are read as a whole where rows are aske
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..grouped import Product
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..layout import Range
-from ..slicing import Operands
+from ..slicing import cut_columns, cut_rows
 from .checkpoint import Checkpoint, Part
 from .layers import Axis, Layer, LayerShape
 from .records import QuantizedLayer
@@ -33,15 +33,16 @@ def read_part(
     outer = _wider(layer, shape, rows, (columns[0][0], columns[-1][1]))
     record = checkpoint.read_layer(name, arch, part=None if outer is None else _reader(layer, shape, *outer))
     (top, bottom), (left, right) = outer or ((0, shape.k), (0, shape.n))
-    operands = Operands(record.weight, record.scales, record.zeros, record.bias, record.perm)
+    product = Product(record.operand, record.bias)
     inner = [(begin - left, end - left) for begin, end in columns]
     if inner != [(0, right - left)]:
-        operands = operands.columns(inner)
+        product = cut_columns(product, inner)
     if rows not in ((0, shape.k), (top, bottom)):
-        perm = None if operands.perm is None else operands.perm[rows[0] - top : rows[1] - top]
-        operands = dataclasses.replace(operands.rows(rows[0] - top, rows[1] - top), perm=perm)
-    fields = {field.name: getattr(operands, field.name) for field in dataclasses.fields(Operands)}
-    return dataclasses.replace(record, **fields)
+        perm = product.operand.perm
+        w = cut_rows(product.operand, rows[0] - top, rows[1] - top)
+        perm = None if perm is None else perm[rows[0] - top : rows[1] - top]
+        return QuantizedLayer(name, w.packed, w.scales, w.zeros, product.bias, perm)
+    return QuantizedLayer.of(name, product)
 
 
 def _wider(layer: Layer, shape: LayerShape, rows: Range, columns: Range) -> tuple[Range, Range] | None:

@@ -8,17 +8,17 @@ from typing import TypeAlias
 import torch
 
 from .. import packing
-from ..args import check_single
 from ..gemm import gemm
+from ..grouped import Product
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..nn.linear import Linear
-from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import preprocess
 from ..quantize_codes import check_scales_as
+from ..weight import LooseWeight, QuantizedWeight
 from .expect import FLOATS, dtype_name
-from .plain import CodeWeight, IntWeight, unsort_rows
+from .plain import CodeWeight, IntWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,18 @@ class QuantizedLayer:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [K, N], or [E, K, N], its rows in the order of x: computed in fp32 and rounded once."""
-        zeros = None if self.zeros is None else self.zeros.float()
-        return unsort_rows(dequantize(self.weight, self.scales.float(), zeros), self.perm).to(dtype)
+        return self.operand.dequantize(torch.float32).to(dtype)
+
+    @property
+    def operand(self) -> QuantizedWeight:
+        """What x is multiplied by, unchecked; zeros may have another dtype than scales, as in the file."""
+        return LooseWeight(self.weight, self.scales, self.zeros, self.perm)
+
+    @classmethod
+    def of(cls, name: str, product: Product) -> QuantizedLayer:
+        """The layer of a weight and a bias."""
+        w = product.operand
+        return cls(name, w.packed, w.scales, w.zeros, product.bias, w.perm)
 
     def to_linear(self, dtype: torch.dtype | None = None, arch: Arch | None = None) -> Linear:
         """This layer as a `weightonly.nn.Linear`, on the same memory where nothing is converted.
@@ -62,8 +72,9 @@ class QuantizedLayer:
             if arch not in (None, "cpu"):
                 check_kernel_group_size(weight.k // self.scales.shape[-2], weight.k, arch)
             weight = weight if arch is None else packing.repack(weight, arch)
-            check_single("weight", weight)
-            layer = Linear.from_quantized(weight, *self.operands(dtype or self.scales.dtype), perm=self.perm)
+            product = self.product(dtype or self.scales.dtype)
+            w = product.operand
+            layer = Linear.from_quantized(weight, w.scales, w.zeros, product.bias, perm=w.perm)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         layer.layer_name = self.name
@@ -71,14 +82,13 @@ class QuantizedLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> y [..., N], scales and bias rounded to the dtype of x. Raises what `gemm` raises."""
-        scales, zeros, bias = self.operands(x.dtype)
-        return gemm(x, self.weight, scales, zeros=zeros, bias=bias, perm=self.perm)
+        product = self.product(x.dtype)
+        return gemm(x, product.operand, bias=product.bias)
 
-    def operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(scales, zeros, bias) in `dtype`. Raises ValueError for scales that do not fit into it."""
+    def product(self, dtype: torch.dtype) -> Product:
+        """Weight and bias, with scales, zeros and bias in `dtype`. Raises ValueError for scales that do not fit."""
         check_scales_as(self.scales, dtype, self.weight.format)
-        zeros, bias = (None if t is None else t.to(dtype) for t in (self.zeros, self.bias))
-        return self.scales.to(dtype), zeros, bias
+        return Product(self.operand.with_dtype(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -154,11 +154,11 @@ class Quantize(ConversionOps):
         if not weight.numel():  # this rank has no part of it
             return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
         try:
-            packed, scales, zeros = recipe.quantize(weight.t())
+            w = recipe.quantize(weight.t())
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-        rows = stored_shape(packed.k_padded, packed.n_padded, packed.bits, packed.layout)
-        inside = {"qweight": packed.data.view(rows), "scales": scales, "zeros": zeros}
+        rows = stored_shape(w.packed.k_padded, w.packed.n_padded, w.packed.bits, w.packed.layout)
+        inside = {"qweight": w.packed.data.view(rows), "scales": w.scales, "zeros": w.zeros}
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return {f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None}

@@ -189,7 +189,7 @@ def read_gates_first(
     ):  # of its tensors, none of which is packed, N is the second dimension
         return checkpoint.record_of(layer, arch, lambda tensor: gates_first(read(tensor), 1))
     record = checkpoint.record_of(layer, arch, read)
-    return dataclasses.replace(record, **vars(in_order(record, gates_first)))
+    return QuantizedLayer.of(layer, in_order(record, gates_first))
 
 
 def stacked(
@@ -202,7 +202,8 @@ def stacked(
     first = records[0][0]
     if first.weight.experts is not None:
         try:
-            return GroupedLinear.from_quantized(first.weight, *first.operands(dtype), perm=first.perm)
+            product = first.product(dtype)
+            return GroupedLinear.from_quantized(product.operand, bias=product.bias)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
     filled = [tuple(_filled(record, stack.shape) for record in expert) for expert in records]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,8 @@ from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..packing import code_layout, default_layout, repack
 from ..quantize_codes import check_scales_as
-from ..require import require_bool, require_int
+from ..require import require_bool, require_dtype, require_int
+from ..weight import LooseWeight, QuantizedWeight
 
 Layer = TypeVar("Layer", bound="PackedLayer")
 
@@ -48,36 +49,28 @@ class PackedLayer(torch.nn.Module):
         """What errors begin with."""
         return type(self).__name__
 
-    def _set_operands(
-        self,
-        weight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        perm: torch.Tensor | None,
-    ) -> None:
-        """Another weight, in place of the one that the layer has."""
-        group_size = weight.k // scales.shape[-2]
-        check_group_size(group_size, weight.k)
-        weight = weight.expecting(group_size, zeros is not None, perm is not None)
-        self.in_features = weight.k
-        self.out_features = weight.n
-        self.format = weight.format
-        self.group_size = -1 if group_size == weight.k else group_size
-        self.symmetric = zeros is None
-        self.scales = frozen(scales)
-        self.register_parameter("zeros", None if zeros is None else frozen(zeros))
+    def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        """Another weight and bias, in place of those that the layer has."""
+        check_group_size(w.group_rows, w.k)
+        self.in_features = w.k
+        self.out_features = w.n
+        self.format = w.format
+        self.group_size = w.group_size
+        self.symmetric = w.zeros is None
+        self.scales = frozen(w.scales)
+        self.register_parameter("zeros", None if w.zeros is None else frozen(w.zeros))
         self.register_parameter("bias", None if bias is None else frozen(bias))
-        self.register_buffer("perm", perm)
-        self.register_buffer("codebook", codebook_bits(weight) if self.format == "code4" else None)
-        self._hold(weight)
+        self.register_buffer("perm", w.perm)
+        self.register_buffer("codebook", codebook_bits(w.packed) if self.format == "code4" else None)
+        self._hold(w.packed)
 
     def _hold(self, weight: PackedWeight) -> None:
         """The bytes of a weight of the same shape and format, and their layout."""
         self.layout = weight.layout
         self.qweight = frozen(weight.data.view(self._stored_shape(self.layout)))
-        self._packed: PackedWeight | None = weight
+        self._packed: PackedWeight | None = self._pack(weight.data, weight.code)
         self._packed_from = (self.qweight, self.codebook)
+        self._operand: QuantizedWeight | None = None
 
     @property
     def packed(self) -> PackedWeight:
@@ -86,24 +79,40 @@ class PackedLayer(torch.nn.Module):
         packed = self._packed
         if packed is None or qweight is not self.qweight or codebook is not self.codebook:
             # Replaced, by .to(), load_state_dict(assign=True), or hooks that bring weights to a device.
-            packed = self._pack()
+            code = None
+            if self.codebook is not None:
+                code = (0.0,) * 16 if self.codebook.is_meta else self.codebook.view(torch.float32).tolist()
+            packed = self._pack(self.qweight.detach().view(-1), code)
             if not is_compiling():
                 self._packed = packed
                 self._packed_from = (self.qweight, self.codebook)
         return packed
 
-    def _pack(self) -> PackedWeight:
-        code = None
-        if self.codebook is not None:
-            is_meta = self.codebook.is_meta
-            code = (0.0,) * 16 if is_meta else self.codebook.view(torch.float32).tolist()
+    @property
+    def operand(self) -> QuantizedWeight:
+        """What the layer multiplies by: its tensors as one object, checked where one of them is another."""
+        packed, scales, zeros, perm = self.packed, self.scales, self.zeros, self._order
+        w = self._operand
+        if (
+            w is None
+            or w._packed is not packed
+            or w._scales is not scales
+            or w._zeros is not zeros
+            or w._perm is not perm
+        ):
+            if is_compiling():  # the operator checks it
+                return LooseWeight(packed, scales, zeros, perm)
+            self._operand = w = QuantizedWeight(packed, scales, zeros, perm)
+        return w
+
+    def _pack(self, data: torch.Tensor, code: Sequence[float] | None) -> PackedWeight:
         return PackedWeight(
-            self.qweight.detach().view(-1),
+            data,
             self.in_features,
             self.out_features,
             self.format,
             self.layout,
-            code,
+            code if self.format == "code4" else None,
             self.group_size,
             self.zeros is not None,
             self._order is not None,
@@ -120,12 +129,13 @@ class PackedLayer(torch.nn.Module):
             self._hold(weight)
         return self
 
-    def _operands_in(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scales and zeros to dequantize with: in fp32 where the result is rounded to another dtype than theirs."""
-        scales, zeros = self.scales.detach(), None if self.zeros is None else self.zeros.detach()
-        if dtype == scales.dtype:
-            return scales, zeros
-        return scales.float(), None if zeros is None else zeros.float()
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """w [K, N], of experts [E, K, N], its rows in the order of x: computed in fp32 and rounded once to `dtype`.
+
+        dtype: None: that of the scales.
+        """
+        return self.operand.dequantize(dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -163,15 +173,15 @@ class PackedLayer(torch.nn.Module):
         except ValueError as error:
             raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
-        self._packed = None  # its bytes are those from before: they would stay alive, and stay in use
+        self._packed = self._operand = None  # of the bytes from before: they would stay alive, and stay in use
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles hold the bytes once: as a Parameter.
-        return self.__dict__ | {"_packed": None, "_packed_from": (None, None)}
+        return self.__dict__ | {"_packed": None, "_packed_from": (None, None), "_operand": None}
 
 
-def zero_operands(
+def zero_weight(
     format: str,
     k: int,
     n: int,
@@ -180,13 +190,15 @@ def zero_operands(
     dtype: torch.dtype,
     device: torch.device | str | None,
     arch: Arch | None,
+    act_order: bool,
     experts: int | None = None,
-) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
-    """(weight, scales, zeros or None) of zeros, for a layer to load a state dict into; its arguments are those of
-    `Linear`, and it raises what that raises."""
+) -> QuantizedWeight:
+    """A weight of zeros, its rows in order, for a layer to load a state dict into; its arguments are those of `Linear`,
+    and it raises what that raises."""
     require_int("in_features", k, least=1)
     require_int("out_features", n, least=1)
     require_bool("symmetric", symmetric)
+    require_bool("act_order", act_order)
     check_weight_dtype(dtype)
     device = None if device is None else check_visible(device)
     bits, is_code = format_bits(format), format in CODE_FORMATS
@@ -201,9 +213,21 @@ def zero_operands(
     count = 1 if experts is None else experts
     data = torch.zeros(count * k_padded * n_padded * bits // 8, dtype=torch.uint8, device=device)
     code = (0.0,) * 16 if format == "code4" else None
-    weight = PackedWeight(data, k, n, format, layout, code, experts=experts)
+    packed = PackedWeight(data, k, n, format, layout, code, experts=experts)
     scales = torch.zeros(*lead, groups, n, dtype=dtype, device=device)
-    return weight, scales, None if symmetric else torch.zeros_like(scales)
+    order = torch.arange(k, dtype=torch.int32, device=device) if act_order else None
+    perm = order if order is None or experts is None else order.repeat(experts, 1)
+    return LooseWeight(packed, scales, None if symmetric else torch.zeros_like(scales), perm)
+
+
+def check_bias(bias: torch.Tensor | None, w: QuantizedWeight) -> None:
+    """Raises TypeError or ValueError unless it is [N], of stacked experts [E, N], in the dtype of the scales."""
+    if bias is None:
+        return
+    require_dtype("bias", bias, (w.dtype,))
+    expected = [w.n] if w.experts is None else [w.experts, w.n]
+    if list(bias.shape) != expected:
+        raise ValueError(f"bias: expected {expected}, got {list(bias.shape)}")
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

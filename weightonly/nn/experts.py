@@ -14,10 +14,11 @@ from torch.compiler import is_compiling
 from ..experts import run_experts
 from ..gate import Gate
 from ..gemm import autocast
+from ..grouped import Product
 from ..packed import PackedWeight
 from ..packing import preprocess, unpack
-from ..slicing import Operands
-from .grouped import GroupedLinear, Part
+from ..weight import LooseWeight
+from .grouped import GroupedLinear, OneLayer
 from .recipe import Recipe
 
 Columns = Callable[[torch.Tensor], torch.Tensor]
@@ -78,8 +79,8 @@ class Experts(torch.nn.Module):
     @classmethod
     def from_quantized(
         cls,
-        gate_up: Sequence[Part] | Sequence[tuple[Part, Part]],
-        down: Sequence[Part],
+        gate_up: Sequence[OneLayer] | Sequence[tuple[OneLayer, OneLayer]],
+        down: Sequence[OneLayer],
         activation: str | Gate | None = "silu",
         *,
         module: torch.nn.Module | None = None,
@@ -242,10 +243,12 @@ def in_turns(columns: torch.Tensor) -> torch.Tensor:
     return columns.index_select(-1, order)
 
 
-def in_order(layer: Part, columns: Columns) -> Operands:
+def in_order(layer: OneLayer, columns: Columns) -> Product:
     """A layer, or all of stacked experts, with its columns in another order."""
-    zeros, bias = (None if t is None else columns(t) for t in (layer.zeros, layer.bias))
-    return Operands(repacked(layer.weight, columns), columns(layer.scales), zeros, bias, layer.perm)
+    w, bias = layer.operand, layer.bias
+    zeros = None if w.zeros is None else columns(w.zeros)
+    operand = LooseWeight(repacked(w.packed, columns), columns(w.scales), zeros, w.perm)
+    return Product(operand, None if bias is None else columns(bias))
 
 
 def repacked(weight: PackedWeight, columns: Columns) -> PackedWeight:
@@ -341,50 +344,50 @@ def quantize_stack(
     parts = []
     for expert, w in enumerate(weights):
         try:
-            weight, scales, zeros = recipe.quantize(w if columns is None else columns(w))
+            operand = recipe.quantize(w if columns is None else columns(w))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}, expert {expert}: {error}") from error
-        parts.append(Operands(weight, scales, zeros, None if bias is None else bias[expert]))
+        parts.append(Product(operand, None if bias is None else bias[expert]))
     return GroupedLinear.from_parts(parts, dtype)
 
 
 def stack_parts(
-    argument: str, parts: Sequence[Part] | Sequence[tuple[Part, ...]], dtype: torch.dtype | None
+    argument: str, parts: Sequence[OneLayer] | Sequence[tuple[OneLayer, ...]], dtype: torch.dtype | None
 ) -> GroupedLinear:
     """The layers of all experts, stacked; of a tuple of two, such as gate and up, their columns side by side.
 
     dtype: of scales, zeros and bias; None: that of the scales. Raises TypeError and ValueError that begin with
     `argument` and name the expert, for layers that do not fit each other.
     """
-    whole: list[Part] = []
+    whole: list[OneLayer] = []
     for expert, part in enumerate(parts):
         if isinstance(part, tuple):
             whole.append(_side_by_side(argument, expert, *part) if len(part) == 2 else part[0])
         else:
-            whole.append(cast(Part, part))
+            whole.append(cast(OneLayer, part))
     try:
         return GroupedLinear.from_parts(whole, dtype)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {error}") from error
 
 
-def _side_by_side(argument: str, expert: int, gate: Part, up: Part) -> Part:
+def _side_by_side(argument: str, expert: int, gate: OneLayer, up: OneLayer) -> Product:
     """One layer with the columns of both."""
-    w, fields = gate.weight, gate.weight.fields
-    if fields != up.weight.fields or (gate.zeros is None, gate.bias is None) != (up.zeros is None, up.bias is None):
+    a, b = gate.operand, up.operand
+    if a.packed.fields != b.packed.fields or (a.zeros is None, gate.bias is None) != (b.zeros is None, up.bias is None):
         raise ValueError(
-            f"{argument}: expert {expert}: expected gate and up of one kind, got {gate.weight} and {up.weight}"
+            f"{argument}: expert {expert}: expected gate and up of one kind, got {a.packed} and {b.packed}"
         )
-    if gate.scales.shape != up.scales.shape:
-        shapes = f"{list(gate.scales.shape)} and {list(up.scales.shape)}"
+    if a.scales.shape != b.scales.shape:
+        shapes = f"{list(a.scales.shape)} and {list(b.scales.shape)}"
         raise ValueError(f"{argument}: expert {expert}: expected gate and up of one group size, got scales {shapes}")
-    perms = [perm for perm in (gate.perm, up.perm) if perm is not None]
+    perms = [perm for perm in (a.perm, b.perm) if perm is not None]
     if len(perms) == 1 or (perms and not torch.equal(*perms)):
         raise ValueError(f"{argument}: expert {expert}: expected one act-order for gate and up, got different ones")
-    weight = packed_like(w, torch.cat([unpack(w), unpack(up.weight)], dim=1))
-    both = [
-        None if a is None or b is None else torch.cat([a, b], dim=-1)
-        for a, b in ((gate.scales, up.scales), (gate.zeros, up.zeros), (gate.bias, up.bias))
-    ]
-    assert both[0] is not None
-    return Operands(weight, both[0], both[1], both[2], gate.perm)
+
+    def both(of_gate: torch.Tensor | None, of_up: torch.Tensor | None) -> Any:
+        return None if of_gate is None or of_up is None else torch.cat([of_gate, of_up], dim=-1)
+
+    packed = packed_like(a.packed, both(unpack(a.packed), unpack(b.packed)))
+    operand = LooseWeight(packed, both(a.scales, b.scales), both(a.zeros, b.zeros), a.perm)
+    return Product(operand, both(gate.bias, up.bias))

@@ -8,31 +8,22 @@ from typing import Any, Protocol
 import torch
 
 from ..experts import Multiply
-from ..formats.plain import unsort_rows
 from ..grouped import Product
-from ..grouped_args import GroupedArgs
 from ..heuristics.arch import Arch
-from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize_codes import check_scales_as
-from ..weight import QuantizedWeight, parts_of
-from .base import PackedLayer, zero_operands
+from ..weight import LooseWeight, QuantizedWeight, check_packed, weight_of
+from .base import PackedLayer, check_bias, zero_weight
 
 
-class Part(Protocol):
-    """The layer of one expert, as `weightonly.formats.QuantizedLayer` is one."""
+class OneLayer(Protocol):
+    """The layer of one expert: a `Product`, or a `weightonly.formats.QuantizedLayer`."""
 
     @property
-    def weight(self) -> PackedWeight: ...
-    @property
-    def scales(self) -> torch.Tensor: ...
-    @property
-    def zeros(self) -> torch.Tensor | None: ...
+    def operand(self) -> QuantizedWeight: ...
     @property
     def bias(self) -> torch.Tensor | None: ...
-    @property
-    def perm(self) -> torch.Tensor | None: ...
 
 
 class GroupedLinear(PackedLayer):
@@ -72,29 +63,24 @@ class GroupedLinear(PackedLayer):
 
         Raises what `Linear` raises.
         """
-        weight, scales, zeros = zero_operands(
-            format_of(None, format), in_features, out_features, group_size, symmetric, dtype, device, arch, num_experts
+        w = zero_weight(
+            format_of(None, format),
+            in_features,
+            out_features,
+            group_size,
+            symmetric,
+            dtype,
+            device,
+            arch,
+            act_order,
+            num_experts,
         )
-        order = torch.arange(in_features, dtype=torch.int32, device=device)
-        self._adopt(
-            weight,
-            scales,
-            zeros,
-            torch.zeros(num_experts, out_features, dtype=dtype, device=device) if bias else None,
-            order.repeat(num_experts, 1) if act_order else None,
-        )
+        self._adopt(w, torch.zeros(num_experts, out_features, dtype=dtype, device=device) if bias else None)
 
-    def _adopt(
-        self,
-        weight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        perm: torch.Tensor | None,
-    ) -> None:
+    def _adopt(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.num_experts = weight.experts or 0
-        self._set_operands(weight, scales, zeros, bias, perm)
+        self.num_experts = w.experts or 0
+        self._set_operand(w, bias)
 
     @property
     def _experts(self) -> int:
@@ -113,48 +99,43 @@ class GroupedLinear(PackedLayer):
 
         Raises what `grouped_gemm` raises for them.
         """
-        packed, of_groups, zeros, perm = parts_of(weight, scales, zeros, perm)
-        device = getattr(of_groups, "device", None)
-        offs = torch.zeros(getattr(packed, "experts", None) or 0, dtype=torch.int32, device=device)
-        x = torch.empty(0, getattr(packed, "k", 0), dtype=getattr(of_groups, "dtype", None), device=device)
-        GroupedArgs(x, packed, of_groups, offs, zeros, bias, perm=perm).check()
+        w = weight_of(weight, scales, zeros, perm)
+        check_packed("weight", w.packed)
+        if w.experts is None:
+            raise ValueError(f"weight: expected stacked experts, packed from q [E, K, N], got one weight {w.packed!r}")
+        w.check("weight")
+        check_bias(bias, w)
         layer = cls.__new__(cls)
-        layer._adopt(packed, of_groups, zeros, bias, perm)
+        layer._adopt(w, bias)
         return layer
 
     @classmethod
-    def from_parts(cls, parts: Sequence[Part], dtype: torch.dtype | None = None) -> GroupedLinear:
+    def from_parts(cls, parts: Sequence[OneLayer], dtype: torch.dtype | None = None) -> GroupedLinear:
         """The layers of all experts, one after another, stacked: a copy.
 
-        parts: one `QuantizedLayer` for each expert: weight, scales, zeros, bias, perm. dtype: of scales, zeros and
-        bias; None: that of the scales.
+        parts: one `QuantizedLayer` for each expert. dtype: of scales, zeros and bias; None: that of the scales.
 
         Raises ValueError, naming the expert, unless all are of one shape, format, layout and group size, with the same
         of zeros, bias and perm; and what `from_quantized` raises.
         """
         if not parts:
             raise ValueError("parts: expected at least one expert, got none")
-        first = parts[0]
-        dtype = first.scales.dtype if dtype is None else dtype
-        expected = _description(first)
-        for expert, part in enumerate(parts):
-            got = _description(part)
+        operands = [part.operand for part in parts]
+        first = operands[0]
+        dtype = first.dtype if dtype is None else dtype
+        expected = _description(first, parts[0].bias)
+        for expert, (w, part) in enumerate(zip(operands, parts, strict=True)):
+            got = _description(w, part.bias)
             if got != expected:
                 name = next(name for name in expected if got[name] != expected[name])
                 raise ValueError(f"expert {expert}: {name}: expected {expected[name]} as expert 0 has, got {got[name]}")
-        weight = PackedWeight(
-            torch.cat([part.weight.data for part in parts]), **first.weight.fields | {"experts": len(parts)}
-        )
-        stacked: dict[str, torch.Tensor | None] = {}
-        for name in ("scales", "zeros", "bias", "perm"):
-            tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
-            stack = torch.stack(tensors) if tensors else None
-            if name == "scales" and stack is not None:
-                check_scales_as(stack, dtype, first.weight.format)
-            stacked[name] = stack.to(dtype) if stack is not None and name != "perm" else stack
-        scales = stacked.pop("scales")
-        assert scales is not None
-        return cls.from_quantized(weight, scales, **stacked)
+        data = torch.cat([w.packed.data for w in operands])
+        packed = PackedWeight(data, **first.packed.fields | {"experts": len(parts)})
+        zeros, perm = _stack([w.zeros for w in operands]), _stack([w.perm for w in operands])
+        stacked = LooseWeight(packed, torch.stack([w.scales for w in operands]), zeros, perm)
+        check_scales_as(stacked.scales, dtype, first.format)
+        bias = _stack([part.bias for part in parts])
+        return cls.from_quantized(stacked.with_dtype(dtype), bias=None if bias is None else bias.to(dtype))
 
     @property
     def multiply(self) -> Multiply:
@@ -167,7 +148,7 @@ class GroupedLinear(PackedLayer):
 
     @property
     def _product(self) -> Product:
-        return Product(self.packed, self.scales, self.zeros, self.bias, self.perm)
+        return Product(self.operand, self.bias)
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """x [T, K] sorted by expert, offs int32 [E] -> y [T, N]. Rows after those of the last expert give zeros.
@@ -176,31 +157,22 @@ class GroupedLinear(PackedLayer):
         """
         return self._product(x, offs)
 
-    @torch.no_grad()
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weights w [E, K, N], their rows in the order of x: computed in fp32 and rounded once to `dtype`.
-
-        dtype: None: that of the scales.
-        """
-        dtype = self.scales.dtype if dtype is None else dtype
-        scales, zeros = self._operands_in(dtype)
-        w = torch.empty(self.num_experts, self.in_features, self.out_features, dtype=dtype, device=scales.device)
-        for expert, weight in enumerate(self.packed):
-            matrix = dequantize(weight, scales[expert], None if zeros is None else zeros[expert])
-            w[expert] = unsort_rows(matrix, None if self.perm is None else self.perm[expert])
-        return w
-
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, {super().extra_repr()}"
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._packed = None
+        self._packed = self._operand = None
 
 
-def _description(part: Part) -> dict[str, Any]:
+def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(given) if given else None
+
+
+def _description(w: QuantizedWeight, bias: torch.Tensor | None) -> dict[str, Any]:
     """What the layers of all experts have in common: name -> value."""
-    tensors = {name: getattr(part, name) for name in ("scales", "zeros", "bias", "perm")}
+    tensors = {"scales": w.scales, "zeros": w.zeros, "bias": bias, "perm": w.perm}
     shapes = {name: None if tensor is None else list(tensor.shape) for name, tensor in tensors.items()}
-    return {"weight": part.weight.fields} | shapes
+    return {"weight": w.packed.fields} | shapes

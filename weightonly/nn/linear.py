@@ -10,17 +10,15 @@ from torch.compiler import is_compiling
 
 from ..activations import check_activation
 from ..args import check_single
-from ..dense import check_weight, check_weight_dtype
-from ..formats.plain import unsort_rows
+from ..dense import check_weight
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..ops.dequantize import dequantize
 from ..packed import PackedWeight
 from ..packing import format_of
-from ..require import require_bool, require_dtype
+from ..require import require_bool
 from ..storage import parse_json
-from ..weight import QuantizedWeight, parts_of
-from .base import PackedLayer, codebook_bits, frozen, zero_operands
+from ..weight import QuantizedWeight, check_packed, weight_of
+from .base import PackedLayer, check_bias, codebook_bits, frozen, zero_weight
 from .recipe import Recipe
 
 METADATA = "weightonly.packed"
@@ -81,44 +79,21 @@ class Linear(PackedLayer):
         points of a code format, and an arch whose GPU does not read code formats.
         """
         require_bool("bias", bias)
-        require_bool("act_order", act_order)
-        weight, scales, zeros = zero_operands(
-            format_of(bits, format), in_features, out_features, group_size, symmetric, dtype, device, arch
+        w = zero_weight(
+            format_of(bits, format), in_features, out_features, group_size, symmetric, dtype, device, arch, act_order
         )
-        self._adopt(
-            weight,
-            scales,
-            zeros,
-            torch.zeros(out_features, dtype=dtype, device=device) if bias else None,
-            activation,
-            torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None,
-        )
+        self._adopt(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, activation)
 
-    def _adopt(
-        self,
-        weight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        perm: torch.Tensor | None,
-    ) -> None:
+    def _adopt(self, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None) -> None:
         super().__init__()
         check_activation(activation)
         self.activation = activation
         self.layer_name: str | None = None
         self.reads: str | None = None
-        self._set_operands(weight, scales, zeros, bias, perm)
+        self._set_operand(w, bias)
 
-    def _set_operands(
-        self,
-        weight: PackedWeight,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        perm: torch.Tensor | None,
-    ) -> None:
-        super()._set_operands(weight, scales, zeros, bias, perm)
+    def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        super()._set_operand(w, bias)
         self._scales_from = (self.scales, self.scales.dtype)
 
     @classmethod
@@ -140,17 +115,13 @@ class Linear(PackedLayer):
         do not fit, zeros of a code format, a group size that `gemm` does not take, and for what the weight was not
         packed for.
         """
-        if not isinstance(weight, QuantizedWeight | PackedWeight):
-            raise TypeError(f"weight: expected a PackedWeight (see preprocess), got {type(weight).__name__}")
-        packed, scales, zeros, perm = parts_of(weight, scales, zeros, perm)
-        check_single("weight", packed)
-        w = weight if isinstance(weight, QuantizedWeight) else QuantizedWeight(packed, scales, zeros, perm)
-        if bias is not None:
-            require_dtype("bias", bias, (w.dtype,))
-            if bias.shape != (w.n,):
-                raise ValueError(f"bias: expected [{w.n}], got {list(bias.shape)}")
+        w = weight_of(weight, scales, zeros, perm)
+        check_packed("weight", w.packed)
+        check_single("weight", w.packed)
+        w.check("weight")
+        check_bias(bias, w)
         layer = cls.__new__(cls)
-        layer._adopt(w.packed, w.scales, w.zeros, bias, activation, w.perm)
+        layer._adopt(w, bias, activation)
         return layer
 
     @classmethod
@@ -207,8 +178,7 @@ class Linear(PackedLayer):
             )
         # A copy, so that training the original on does not change this layer.
         bias = None if bias is None else bias.detach().to(dtype, copy=True)
-        weight, scales, zeros = recipe.quantize(w)
-        return cls.from_quantized(weight, scales, zeros, bias, activation)
+        return cls.from_quantized(recipe.quantize(w), bias=bias, activation=activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> y [..., out_features], both in the dtype of scales.
@@ -228,16 +198,12 @@ class Linear(PackedLayer):
         return self._product(x, self.bias, self.activation)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-        scales, zeros = self.scales, self.zeros
-        dtype = self._dtype()
-        if dtype == scales.dtype or not isinstance(x, torch.Tensor):
-            return gemm(x, self.packed, scales, zeros=zeros, bias=bias, activation=activation, perm=self._order)
+        w, dtype = self.operand, self._dtype()
+        if dtype == w.dtype or not isinstance(x, torch.Tensor):
+            return gemm(x, w, bias=bias, activation=activation)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
-        cast: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(dtype) for name, tensor in (("zeros", zeros), ("bias", bias))
-        }
-        y = gemm(x.to(dtype), self.packed, scales.to(dtype), **cast, activation=activation, perm=self._order)
-        return y.to(x.dtype)
+        bias = None if bias is None else bias.to(dtype)
+        return gemm(x.to(dtype), w.with_dtype(dtype), bias=bias, activation=activation).to(x.dtype)
 
     def _dtype(self) -> torch.dtype:
         """That of the scales, unless something casts them in place: then that from before."""
@@ -247,17 +213,6 @@ class Linear(PackedLayer):
     def _title(self) -> str:
         name = "without a name" if self.layer_name is None else repr(self.layer_name)
         return f"layer {name} (weightonly.nn.Linear {self.in_features} -> {self.out_features})"
-
-    @torch.no_grad()
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight w [K, N], its rows in the order of x: computed in fp32 and rounded once to `dtype`.
-
-        dtype: None: that of the scales.
-        """
-        dtype = self.scales.dtype if dtype is None else dtype
-        check_weight_dtype(dtype)
-        scales, zeros = self._operands_in(dtype)
-        return unsort_rows(dequantize(self.packed, scales, zeros), self._order).to(dtype)
 
     @torch.no_grad()
     def requantize(self, w: torch.Tensor) -> None:
@@ -270,11 +225,11 @@ class Linear(PackedLayer):
         if w.shape != (self.in_features, self.out_features):
             raise ValueError(f"w: expected shape {[self.in_features, self.out_features]}, got {list(w.shape)}")
         recipe = Recipe(self.format, self.group_size, self.symmetric, self._dtype(), layout=self.layout)
-        weight, scales, zeros = recipe.quantize(w.to(self.qweight.device), self.perm)
-        self.qweight.copy_(weight.data.view(self.qweight.shape))
-        self.scales.copy_(scales)
-        if self.zeros is not None and zeros is not None:
-            self.zeros.copy_(zeros)
+        new = recipe.quantize(w.to(self.qweight.device), self.perm)
+        self.qweight.copy_(new.packed.data.view(self.qweight.shape))
+        self.scales.copy_(new.scales)
+        if self.zeros is not None and new.zeros is not None:
+            self.zeros.copy_(new.zeros)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
@@ -301,7 +256,7 @@ class Linear(PackedLayer):
         else:
             self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._packed = None
+        self._packed = self._operand = None
 
     def _adopt_layout(self, fields: Mapping[str, Any], state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Takes over the layout of the bytes that are being loaded. Returns the state with bytes as a matrix.

@@ -10,11 +10,12 @@ from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, resolve_group_size
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
-from ..packed import PackedWeight, format_bits
+from ..packed import format_bits
 from ..packing import code_layout, format_of, layout_for_arch, preprocess
 from ..quantize import quantize_for
 from ..quantize_codes import check_code_groups
 from ..require import require_bool, require_int
+from ..weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,8 @@ class Recipe:
         else:
             (check_kernel_group_size if on_gpu else check_group_size)(rows, k)
 
-    def quantize(
-        self, w: torch.Tensor, perm: torch.Tensor | None = None
-    ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
-        """A weight [K, N] of floats -> (packed weight, scales [K / g, N], zeros like them or None).
+    def quantize(self, w: torch.Tensor, perm: torch.Tensor | None = None) -> QuantizedWeight:
+        """A weight [K, N] of floats, quantized and packed.
 
         What `weightonly.quantize` makes. perm: the order of the rows to quantize, w[perm]; see `gemm`. Raises what that
         and `preprocess` raise.
@@ -109,4 +108,4 @@ class Recipe:
             zeros=not self.symmetric,
             perm=perm is not None,
         )
-        return packed, scales, zeros
+        return QuantizedWeight(packed, scales, zeros, perm)

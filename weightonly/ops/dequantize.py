@@ -1,4 +1,4 @@
-"""dequantize: a packed weight as a dense matrix, by kernels/convert/dequantize.cu where that kernel can."""
+"""A packed weight as a dense matrix, by kernels/convert/dequantize.cu where that kernel can."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import reference
-from ..args import check_expected, check_zeros_fit
 from ..codebooks import codebook_on
-from ..dense import WEIGHT_DTYPES
 from ..device import device_arch
 from ..heuristics.legal import computes_groups_of_16
 from ..heuristics.slices import slice_columns
@@ -18,7 +16,6 @@ from ..layout import INTERLEAVED, TILE, TILED
 from ..operands import aligned_rows
 from ..packed import PackedWeight
 from ..plain import are_plain
-from ..require import require_dtype, require_memory
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
 """Layout -> enum PackedLayout of kernels/convert/dequantize.h."""
@@ -26,29 +23,8 @@ _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
-    """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]); for codes scales[k // g, n] * codebook[q[k, n]].
-
-    qweight: a packed [K, N] weight, or E of them, stacked.
-    scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32; g is any divisor of K.
-    zeros: None, or like scales, in units of q; fractions are allowed. None for codes.
-
-    All are on one device. Returns [K, N], of stacked experts [E, K, N], in the dtype of scales: computed in fp32 and
-    rounded once.
-
-    On a GPU a kernel does it. PyTorch's operators do it more slowly, with the same bits, where there is no kernel
-    (layout "row_major", fp32, groups that `gemm` does not take, a GPU that the build leaves out), under torch.compile,
-    torch.jit.trace and modes, for subclasses of torch.Tensor, and where a gradient is asked for.
-
-    Raises TypeError for a qweight that is not packed or a wrong dtype. Raises ValueError for shapes that do not fit,
-    tensors on different devices, and zeros of codes.
-    """
-    check_operands(qweight, scales, zeros)
-    if qweight.experts is not None:
-        w = scales.new_empty(qweight.experts, qweight.k, qweight.n)
-        for expert, weight in enumerate(qweight):
-            w[expert] = dequantize(weight, scales[expert], None if zeros is None else zeros[expert])
-        return w
+def dense(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """`weightonly.dequantize` of one weight; the arguments are checked."""
     if not _has_kernel(qweight, scales, zeros):
         return reference.dequantize(qweight, scales, zeros)
     w = torch.empty(qweight.k, qweight.n, dtype=scales.dtype, device=qweight.device)
@@ -81,37 +57,6 @@ def dequantized_slices(
         w = workspace[:, : end - begin]
         dequantize_columns(qweight, scales, zeros, begin, end, w)
         yield begin, end, w
-
-
-def check_operands(
-    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, name: str = "qweight"
-) -> None:
-    """Raises TypeError or ValueError for arguments that do not fit together. name: what errors call `qweight`."""
-    if not isinstance(qweight, PackedWeight):
-        raise TypeError(f"{name}: expected a PackedWeight (see preprocess), got {type(qweight).__name__}")
-    require_memory(name, qweight.data)
-    _check_group_tensor("scales", scales, qweight)
-    if zeros is not None:
-        check_zeros_fit(zeros, qweight)
-        _check_group_tensor("zeros", zeros, qweight)
-        if zeros.dtype != scales.dtype:
-            raise TypeError(f"zeros: expected dtype {scales.dtype} as scales have, got {zeros.dtype}")
-        if zeros.shape != scales.shape:
-            raise ValueError(f"zeros: expected shape {list(scales.shape)} as scales, got {list(zeros.shape)}")
-    check_expected(qweight, scales, zeros)
-
-
-def _check_group_tensor(name: str, tensor: torch.Tensor, qweight: PackedWeight) -> None:
-    require_dtype(name, tensor, WEIGHT_DTYPES)
-    stack = [] if qweight.experts is None else [qweight.experts]
-    *outer, groups, n = tensor.shape if tensor.dim() > 1 else (0, 0)
-    if outer != stack or n != qweight.n or not groups or qweight.k % groups:
-        expected = "[K / g, N]" if qweight.experts is None else f"[E = {qweight.experts}, K / g, N]"
-        raise ValueError(
-            f"{name}: expected {expected} for K={qweight.k}, N={qweight.n}, got shape {list(tensor.shape)}"
-        )
-    if tensor.device != qweight.device:
-        raise ValueError(f"{name}: expected on {qweight.device} as qweight is, got {tensor.device}")
 
 
 def dequantize_columns(

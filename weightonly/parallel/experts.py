@@ -10,10 +10,14 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from ..grouped import Product
 from ..nn.experts import Experts
 from ..nn.grouped import GroupedLinear
-from ..slicing import Operands
+from ..packed import PackedWeight
+from ..slicing import cut_columns, cut_rows
+from ..weight import LooseWeight
 from .exchange import Exchange
+from .linear import product_of
 from .ranges import check_rows, chunk, columns_of
 from .styles import same_on_all
 
@@ -84,7 +88,7 @@ class ExpertParallel(ParallelStyle):
         for layer in layers.values():
             same_on_all(layer, device_mesh, self.src_data_rank)
         ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
-        cut = self._cut(module, {name: operands_of(layer) for name, layer in layers.items()}, ranks, rank)
+        cut = self._cut(module, {name: product_of(layer) for name, layer in layers.items()}, ranks, rank)
         experts: Any = module
         experts.__class__ = ParallelExperts
         experts.hidden = module.down_proj.out_features
@@ -96,7 +100,7 @@ class ExpertParallel(ParallelStyle):
                 setattr(experts, name, None)
                 continue
             part = cut[name]
-            new = GroupedLinear.from_quantized(part.weight, part.scales, part.zeros, part.bias, part.perm)
+            new = GroupedLinear.from_quantized(part.operand, bias=part.bias)
             setattr(experts, name, new.train(module.training))
         experts.num_experts = 0 if cut is None else experts.down_proj.num_experts
         return module
@@ -104,11 +108,11 @@ class ExpertParallel(ParallelStyle):
     def _first(self, module: Experts, ranks: int, rank: int) -> int:
         return chunk(module.num_experts, ranks, rank)[0]
 
-    def _cut(self, module: Experts, layers: dict[str, Operands], ranks: int, rank: int) -> dict[str, Operands] | None:
+    def _cut(self, module: Experts, layers: dict[str, Product], ranks: int, rank: int) -> dict[str, Product] | None:
         begin, end = chunk(module.num_experts, ranks, rank)
         if begin == end:
             return None
-        return {name: _experts(operands, begin, end) for name, operands in layers.items()}
+        return {name: _experts(product, begin, end) for name, product in layers.items()}
 
 
 class ExpertTensorParallel(ExpertParallel):
@@ -123,11 +127,11 @@ class ExpertTensorParallel(ExpertParallel):
     def _first(self, module: Experts, ranks: int, rank: int) -> int:
         return 0
 
-    def _cut(self, module: Experts, layers: dict[str, Operands], ranks: int, rank: int) -> dict[str, Operands] | None:
+    def _cut(self, module: Experts, layers: dict[str, Product], ranks: int, rank: int) -> dict[str, Product] | None:
         down, inner = layers["down_proj"], module.down_proj.in_features
-        if down.perm is not None:
+        if down.operand.perm is not None:
             raise ValueError("module: expected down_proj without act-order, whose rows would meet columns of all ranks")
-        check_rows(inner, inner // down.scales.shape[-2], ranks)
+        check_rows(inner, down.operand.group_rows, ranks)
         begin, end = chunk(inner, ranks, rank)
         if begin == end:
             return None
@@ -136,23 +140,14 @@ class ExpertTensorParallel(ExpertParallel):
         if module.between.has_gate:
             columns = columns_of(2 * inner, (inner, inner), ranks, rank)
         bias = down.bias if rank == 0 or down.bias is None else torch.zeros_like(down.bias)
-        rows = down.rows(begin, end)
-        part = Operands(rows.weight, rows.scales, rows.zeros, bias, None)
-        return {first: layers[first].columns(columns), "down_proj": part}
+        part = Product(cut_rows(down.operand, begin, end), bias)
+        return {first: cut_columns(layers[first], columns), "down_proj": part}
 
 
-def operands_of(layer: GroupedLinear) -> Operands:
-    """The tensors of all experts, which may be cut."""
-    scales, zeros, bias = (None if t is None else t.detach() for t in (layer.scales, layer.zeros, layer.bias))
+def _experts(whole: Product, begin: int, end: int) -> Product:
+    w, bias = whole.operand, whole.bias
+    scales, zeros, perm, bias = (None if t is None else t[begin:end].clone() for t in (w.scales, w.zeros, w.perm, bias))
     assert scales is not None
-    return Operands(layer.packed, scales, zeros, bias, layer.perm)
-
-
-def _experts(whole: Operands, begin: int, end: int) -> Operands:
-    scales, zeros, bias, perm = (
-        None if t is None else t[begin:end].clone() for t in (whole.scales, whole.zeros, whole.bias, whole.perm)
-    )
-    assert scales is not None
-    weight = whole.weight[begin:end]
-    weight = type(weight)(weight.data.clone(), **weight.fields)  # not to keep the others alive
-    return Operands(weight, scales, zeros, bias, perm)
+    packed = w.packed[begin:end]
+    packed = PackedWeight(packed.data.clone(), **packed.fields)  # not to keep the others alive
+    return Product(LooseWeight(packed, scales, zeros, perm), bias)

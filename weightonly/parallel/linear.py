@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..activations import activation_of
+from ..grouped import Product
 from ..heuristics.arch import Arch
 from ..layout import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
-from ..nn.base import frozen
+from ..nn.base import PackedLayer, frozen
 from ..nn.linear import METADATA, Linear
 from ..packed import PackedWeight, format_bits
 from ..packing import preprocess, unpack
-from ..slicing import Operands, cut_weight, rows_of_a_group
+from ..slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
 
@@ -226,13 +227,13 @@ class ParallelLinear(Linear):
     def _suffix(self) -> str:
         return f".rank{self.rank}_of_{self.ranks}"
 
-    def _take(self, part: Operands | None) -> None:
+    def _take(self, part: Product | None) -> None:
         """The tensors of this rank's part, in place of those of the layer."""
         if part is None:
-            self._packed, self._packed_from = None, (self.qweight, self.codebook)
+            self._packed, self._packed_from, self._operand = None, (self.qweight, self.codebook), None
+            self._scales_from = (self.scales, self.scales.dtype)
         else:
-            self._set_operands(part.weight, part.scales, part.zeros, part.bias, part.perm)
-        self._scales_from = (self.scales, self.scales.dtype)
+            self._set_operand(part.operand, part.bias)
 
 
 class ColwiseLinear(ParallelLinear):
@@ -249,7 +250,7 @@ class ColwiseLinear(ParallelLinear):
         """
         ranks, rank = exchange.mesh.size(), exchange.mesh.get_local_rank()
         ranges = columns_of(layer.out_features, parts, ranks, rank)
-        part = operands_of(layer).columns(ranges) if ranges else None
+        part = cut_columns(product_of(layer), ranges) if ranges else None
         self = _become(layer, cls, exchange)
         self.rows, self.ranges, self.parts = (0, layer.in_features), ranges, parts
         if part is None:
@@ -320,7 +321,8 @@ class RowwiseLinear(ParallelLinear):
         k = layer.in_features
         check_rows(k, k // layer.scales.shape[0], ranks)
         begin, end = chunk(k, ranks, rank)
-        part = operands_of(layer).rows(begin, end) if begin < end else None
+        whole = product_of(layer)
+        part = Product(cut_rows(whole.operand, begin, end), whole.bias) if begin < end else None
         perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
         self.rows, self.ranges, self.slices = (begin, end), [(0, layer.out_features)], slices
@@ -408,11 +410,9 @@ class RowwiseLinear(ParallelLinear):
         return torch.stack(rows)
 
 
-def operands_of(layer: Linear) -> Operands:
-    """The tensors of a layer, which may be cut."""
-    scales, zeros, bias = (None if t is None else t.detach() for t in (layer.scales, layer.zeros, layer.bias))
-    assert scales is not None
-    return Operands(layer.packed, scales, zeros, bias, layer.perm)
+def product_of(layer: PackedLayer) -> Product:
+    """The weight and the bias of a layer, to be cut."""
+    return Product(layer.operand, None if layer.bias is None else layer.bias.detach())
 
 
 def _become(layer: Linear, kind: type[Any], exchange: Exchange) -> Any:

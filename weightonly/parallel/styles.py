@@ -124,4 +124,4 @@ def same_on_all(layer: Linear | GroupedLinear, mesh: DeviceMesh, src_data_rank: 
     source = distributed.get_global_rank(mesh.get_group(), src_data_rank)
     for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
         distributed.broadcast(tensor.data, source, group=mesh.get_group())
-    layer._packed = None
+    layer._packed = layer._operand = None

@@ -20,7 +20,7 @@ class Plan:
     def __init__(self, args: GemmArgs) -> None:
         self.device = args.x.get_device()
         self.m = args.m
-        self.n = args.qweight.n
+        self.n = args.weight.n
         self.shape = args.result_shape()
         self.x_bytes = span_bytes(args.x)
 
@@ -30,18 +30,19 @@ class Plan:
         Storages are looked at once for a set of addresses, which a decode loop repeats: memory that is freed or cut
         has another address.
         """
-        x, w, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
+        x, w, bias = args.x, args.weight, args.bias
+        packed, scales, zeros = w._packed, w._scales, w._zeros
         try:
             args.x_address = x_address = x.data_ptr()
             args.addresses = addresses = (
-                w._data.data_ptr(),
+                packed._data.data_ptr(),
                 scales.data_ptr(),
                 0 if zeros is None else zeros.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 self,
             )
-            is_same = addresses == w._held
-            if not is_same or x_address != w._held_x:
+            is_same = addresses == packed._held
+            if not is_same or x_address != packed._held_x:
                 memory = x.untyped_storage()  # as in `has_memory`, quicker
                 if memory.data_ptr() + memory.nbytes() - x_address < self.x_bytes:
                     return False
@@ -50,26 +51,21 @@ class Plan:
         if not is_same:
             if not self.holds_weight(args):
                 return False
-            w._held = addresses
-        w._held_x = x_address
-        return args.perm is None or has_memory(args.perm)
+            packed._held = addresses
+        packed._held_x = x_address
+        return w._perm is None or has_memory(w._perm)
 
     @staticmethod
     def holds_weight(args: GemmArgs) -> bool:
         """Whether the weight at new addresses is of the kind that the plan was made for, and all is in memory."""
-        weight = args.weight
-        if weight is not None and weight._kind is not None and weight._kind is not weight.look_again():
+        w = args.weight
+        if w._kind is not None and w._kind is not w.look_again():
             return False  # `tensor.data = ...` gave it another tensor
-        return all(t is None or has_memory(t) for t in (args.qweight._data, args.scales, args.zeros, args.bias))
-
-    def check_memory(self, args: GemmArgs, *others: torch.Tensor) -> None:
-        """Raises TypeError or ValueError, naming it, for an operand that kernels cannot read by its address."""
-        if not self.holds(args) or not all(map(has_memory, others)):
-            args.check_memory()
+        return all(t is None or has_memory(t) for t in (w._packed._data, w._scales, w._zeros, args.bias))
 
     def check_out(self, args: GemmArgs) -> None:
         """`GemmArgs.check_out`, once for a set of addresses, which a decode loop repeats. Autograd gets to know it."""
-        out, perm = args.out, args.perm
+        out, packed, perm = args.out, args.weight._packed, args.weight._perm
         try:
             where = (
                 out.data_ptr(),  # type: ignore[union-attr]
@@ -87,9 +83,9 @@ class Plan:
             )
         except (AttributeError, RuntimeError):
             where = None  # `out` is no dense tensor, as the check says
-        if where is None or where != args.qweight._checked_out:
+        if where is None or where != packed._checked_out:
             args.check_out()
-            args.qweight._checked_out = where
+            packed._checked_out = where
         try:  # noqa: SIM105 (0.2 us more)
             increment_version(out)  # type: ignore[arg-type]
         except RuntimeError:

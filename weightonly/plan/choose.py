@@ -27,20 +27,26 @@ def make_plan(args: GemmArgs) -> Plan:
     args.check()
     if args.x.device.type == "cpu":
         return CpuPlan(args)
-    config, w, has_zeros = args.config, args.qweight, args.zeros is not None
+    config = args.config
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.kernels(), got {type(config).__name__}")
     if args.x.numel() == 0:
         return Plan(args)
     device = args.x.get_device()
     arch = device_arch(device)
-    if w.layout == CPU:
+    if args.weight.packed.layout == CPU:
         raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
     check_kernels(arch)
-    problem = Problem(args.m, w.n, w.k, w.format, args.group_size, arch, sm_count(device), w.layout, has_zeros)
-    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+    problem = problem_of(args, arch, sm_count(device))
+    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
     config = choose(problem, types, config, table_of(device) if config is None else None)
     return UnfusedPlan(args, config) if config.unfused else KernelPlan(args, problem, types, config)
+
+
+def problem_of(args: GemmArgs, arch: int, sms: int) -> Problem:
+    """What a call computes on a GPU of `sms` multiprocessors."""
+    w = args.weight
+    return Problem(args.m, w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
 
 
 def scale_mode(group_size: int, has_zeros: bool) -> str:

@@ -26,13 +26,14 @@ class CpuPlan(Plan):
             raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {args.config}")
         self.backend = library.backend()
         if self.backend.library is not None:
-            check_sizes(self.m, self.n, args.qweight.k)
+            check_sizes(self.m, self.n, args.weight.k)
 
     def holds(self, args: GemmArgs) -> bool:
         """As of all plans. Lengths of storages are looked at in each call: freed memory may be grown again, shorter, at
         its address. Calls on a GPU take the host too little time for that."""
-        x, w, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
-        data = w._data
+        x, w, bias = args.x, args.weight, args.bias
+        packed, scales, zeros = w._packed, w._scales, w._zeros
+        data = packed._data
         try:
             args.x_address = x.data_ptr()
             args.addresses = addresses = (  # type: ignore[assignment]
@@ -49,11 +50,11 @@ class CpuPlan(Plan):
                 return False
         except RuntimeError:  # there is none: a wrapper
             return False
-        if addresses != w._held:
+        if addresses != packed._held:
             if not self.holds_weight(args):
                 return False
-            w._held = addresses
-        return args.perm is None or has_memory(args.perm)
+            packed._held = addresses
+        return w._perm is None or has_memory(w._perm)
 
     def gather(self, x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
         """Raises ValueError for numbers out of range: index_select on a CPU does not say which argument they are in."""
@@ -61,7 +62,8 @@ class CpuPlan(Plan):
         return super().gather(x, perm)
 
     def run(self, args: GemmArgs) -> torch.Tensor:
-        operands = (args.x, args.qweight, args.scales, args.zeros, args.bias, args.activation, args.out)
+        w = args.weight
+        operands = (args.x, w._packed, w._scales, w._zeros, args.bias, args.activation, args.out)
         return reference.gemm(*operands) if self.backend.library is None else native.gemm(self.backend, *operands)
 
 

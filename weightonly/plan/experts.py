@@ -26,8 +26,6 @@ from . import cache
 from .grouped import types_of
 from .kernel import _current_stream
 
-_VECTOR_BYTES = 16
-
 
 def layer(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: Product, gate: Gate, second: Product
@@ -36,24 +34,20 @@ def layer(
 
     ids, weights: [M, top_k]. All are on one GPU of compute capability 9.0, and no gradient is asked for.
     """
-    if not 1 <= ids.numel() <= MAX_CHOICES or first.perm is not None or second.perm is not None or not is_rows(x):
+    if not 1 <= ids.numel() <= MAX_CHOICES or not is_rows(x) or not are_plain(x, ids, weights):
         return None
-    key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.key, first.kind(), second.kind())
+    try:
+        if not (first.holds() and second.holds()):
+            return None
+        key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.key, first.kind, second.kind)
+    except TypeError:  # the checks of the products say what is wrong
+        return None
     plan = cache.layers.get(key)
     if plan is None:
         if len(cache.layers) >= cache.MAX_PLANS:
             cache.layers.clear()
         plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_LAYER
-    if not isinstance(plan, LayerPlan):
-        return None
-    if not are_plain(
-        x, ids, weights, *(t for p in (first, second) for t in (p.qweight.data, p.scales, p.zeros, p.bias))
-    ):
-        return None
-    vectors = (first.scales, first.zeros, second.scales, second.zeros)
-    if any(t is not None and t.data_ptr() % _VECTOR_BYTES for t in vectors):
-        return None
-    return plan.run(x, ids, weights, first, second)
+    return plan.run(x, ids, weights, first, second) if isinstance(plan, LayerPlan) else None
 
 
 NO_LAYER = object()
@@ -63,22 +57,20 @@ NO_LAYER = object()
 def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> LayerPlan | None:
     device = x.get_device()
     arch = device_arch(device)
-    experts, inner = first.qweight.experts or 0, second.qweight.k
+    experts, inner = first.operand.experts or 0, second.operand.k
     fits = (
         x.dtype in FLOAT_TYPES
-        and first.qweight.n == (2 * inner if gate.has_gate else inner)
-        and first.qweight.k == second.qweight.n
+        and first.operand.n == (2 * inner if gate.has_gate else inner)
+        and first.operand.k == second.operand.n
         and inner % GATED_COLUMNS == 0
-        and all(p.scales.dtype == x.dtype and p.in_place() for p in (first, second))
+        and all(p.operand.perm is None and p.operand.dtype == x.dtype and _in_place(p) for p in (first, second))
     )
     if not fits:
         return None
 
     def problem_of(product: Product) -> Problem:
-        w, groups = product.qweight, product.scales.shape[1]
-        group_size = w.k // groups if groups > 1 else -1
-        has_zeros = product.zeros is not None
-        return Problem(ids.numel(), w.n, w.k, w.format, group_size, arch, sm_count(device), w.layout, has_zeros)
+        w, sms = product.operand, sm_count(device)
+        return Problem(ids.numel(), w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
 
     problems = problem_of(first), problem_of(second)
     choice = select_layer(*problems, experts, gate.has_gate)
@@ -88,6 +80,15 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
     if any(not runs_on(c, arch) or not is_compiled(c, types_of(problem, x.dtype)) for problem, c in products):
         return None
     return LayerPlan(x, ids, first, gate, second, products, choice.sorts)
+
+
+def _in_place(product: Product) -> bool:
+    """Whether kernels read scales, zeros and bias where they are."""
+    w, bias = product.operand, product.bias
+    rows = [w.scales] if w.zeros is None else [w.scales, w.zeros]
+    if any(not t.is_contiguous() or t.shape[2] != w.packed.n_padded for t in rows):
+        return False
+    return bias is None or bias.is_contiguous()
 
 
 class LayerPlan:
@@ -105,8 +106,8 @@ class LayerPlan:
     ) -> None:
         self.device, self.dtype = x.get_device(), x.dtype
         self.tokens, self.top_k = ids.shape
-        self.experts = first.qweight.experts or 0
-        self.inner, self.columns = second.qweight.k, second.qweight.n
+        self.experts = first.operand.experts or 0
+        self.inner, self.columns = second.operand.k, second.operand.n
         self.sorts = sorts
         choices: dict[str, Any] = {}
         if self.sorts:
@@ -116,7 +117,7 @@ class LayerPlan:
         self._second = self._launches(second, products[1], is_in_layer=True, **choices)
 
     def _launches(self, product: Product, chosen: tuple[Problem, KernelConfig], **fields: Any) -> tuple[Any, int]:
-        w, (problem, config) = product.qweight, chosen
+        w, (problem, config) = product.operand.packed, chosen
         plan = _C.GroupedPlan(
             kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, self.dtype).name}"],
             device=self.device,
@@ -174,12 +175,13 @@ class LayerPlan:
         stream: int,
     ) -> None:
         enqueue, codebook = launch
+        weight, scales, zeros, bias = product.addresses
         enqueue(
             source.data_ptr(),
-            product.qweight.data.data_ptr(),
-            product.scales.data_ptr(),
-            codebook if product.zeros is None else product.zeros.data_ptr(),
-            0 if product.bias is None else product.bias.data_ptr(),
+            weight,
+            scales,
+            zeros or codebook,
+            bias,
             target.data_ptr(),
             *rows,
             distance,

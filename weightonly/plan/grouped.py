@@ -17,8 +17,9 @@ from ..heuristics.grouped import select_grouped, why_not_grouped
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, HOW_TO_BUILD, built_archs, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
 from ..layout import CPU
+from ..operands import aligned_rows
 from .base import Plan
-from .choose import DTYPE_NAMES, check_sizes, scale_mode
+from .choose import DTYPE_NAMES, check_sizes, problem_of, scale_mode
 from .kernel import _current_stream
 
 
@@ -27,7 +28,7 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
 
     Raises what `grouped_gemm` raises for `config`.
     """
-    config, w = args.config, args.qweight
+    config, w = args.config, args.weight.packed
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.grouped_kernels(), got {type(config).__name__}")
     if args.x.device.type == "cpu" or w.layout == CPU:
@@ -39,9 +40,7 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     device = args.x.get_device()
     arch = device_arch(device)
     check_kernels(arch)
-    one = args.of_expert(0, 0, args.x.shape[0])
-    experts, has_zeros = w.experts or 0, args.zeros is not None
-    problem = Problem(one.m, w.n, w.k, w.format, one.group_size, arch, sm_count(device), w.layout, has_zeros)
+    experts, problem = w.experts or 0, problem_of(args, arch, sm_count(device))
     types = types_of(problem, args.x.dtype)
     check_sizes(problem)
     if config is None:
@@ -73,7 +72,7 @@ class GroupedKernelPlan(Plan):
 
     def __init__(self, args: GroupedArgs, problem: Problem, types: TypeConfig, config: KernelConfig) -> None:
         super().__init__(args)
-        x, w = args.x, args.qweight
+        x, w = args.x, args.weight.packed
         self.config = config
         activation = activation_of(args.activation)
         self.activate = None if config.rules.in_layers else activation.in_place
@@ -83,10 +82,11 @@ class GroupedKernelPlan(Plan):
         self.out_has_rows = self.m > 1
         # Rows of x are read where they are if they are contiguous inside and 16-byte aligned.
         distance = x.stride(0) if self.m > 1 else w.k
-        in_place = args.perm is not None or ((x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % 8 == 0)
+        in_place = args.weight.perm is not None or (
+            (x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % 8 == 0
+        )
         self.rows_aligned = in_place and self.x_k == w.k
         self.codebook = 0 if w.code is None else codebook_on(w.code, x.device, x.dtype).data_ptr()
-        group_size = args.of_expert(0, 0, self.m).group_size
         self.launch: Any = _C.GroupedPlan(
             kernel=grouped_kernel_numbers()[f"{config.kernel}_{types.name}"],
             device=self.device,
@@ -96,29 +96,29 @@ class GroupedKernelPlan(Plan):
             k=self.x_k,
             n_padded=w.n_padded,
             k_padded=w.k_padded,
-            group_size=w.k_padded if group_size == -1 else group_size,
+            group_size=w.k_padded if problem.per_channel else problem.group_size,
             ld_scales=w.n_padded,
             clusters=resident_clusters(problem.sm_count, 1),
             gate=(activation.number if config.rules.in_layers else 0, 1.0, math.inf, 0.0),
         ).launch
 
     def run(self, args: Any) -> torch.Tensor:
-        x, bias, out = args.x, args.bias, args.out
+        x, w, bias, out = args.x, args.weight, args.bias, args.out
         if out is None:
             out = x.new_empty(self.shape)
-        if args.perm is not None:
-            x = self._gathered(x, args.perm, args.offs)
+        if w.perm is not None:
+            x = self._gathered(x, w.perm, args.offs)
         if not self.rows_aligned or x.data_ptr() % 16:
             copy = x.new_zeros((self.m, self.x_k))
             copy[:, : self.k] = x
             x = copy
-        scales = self._stacked(args.scales)
-        zeros = None if args.zeros is None else self._stacked(args.zeros)
+        scales = aligned_rows(w.scales, self.n_padded)
+        zeros = None if w.zeros is None else aligned_rows(w.zeros, self.n_padded)
         bias = None if bias is None else bias.contiguous()
         offs = args.offs.contiguous()
         self.launch(
             x.data_ptr(),
-            args.qweight.data.data_ptr(),
+            w.packed.data.data_ptr(),
             scales.data_ptr(),
             self.codebook if zeros is None else zeros.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -131,14 +131,6 @@ class GroupedKernelPlan(Plan):
         if self.activate is not None:
             self.activate(out)
         return out
-
-    def _stacked(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scales or zeros [E, groups, N] as the kernel reads them: [E, groups, n_padded], contiguous, aligned."""
-        if rows.shape[2] == self.n_padded and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
-            return rows
-        copy = rows.new_zeros((*rows.shape[:2], self.n_padded))
-        copy[:, :, : rows.shape[2]] = rows
-        return copy
 
     def _gathered(self, x: torch.Tensor, perm: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Each row of x in the order of its expert's rows of the weight."""

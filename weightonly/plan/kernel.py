@@ -53,7 +53,8 @@ class KernelPlan(Plan):
 
     def __init__(self, args: GemmArgs, problem: Problem, types: TypeConfig, config: KernelConfig) -> None:
         super().__init__(args)
-        x, qweight, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
+        x, w, bias = args.x, args.weight, args.bias
+        qweight, scales, zeros = w.packed, w.scales, w.zeros
         k, n, n_padded = qweight.k, qweight.n, qweight.n_padded
         self.config = config
         self.ldy = n
@@ -63,7 +64,7 @@ class KernelPlan(Plan):
         self.codebook = 0 if qweight.code is None else codebook_on(qweight.code, x.device, x.dtype).data_ptr()
         # A kernel reads rows of x where they are if they are at one distance, contiguous inside, and 16-byte aligned.
         self.ldx, in_place = k, True
-        if args.perm is None:  # else x is gathered first, and contiguous
+        if w.perm is None:  # else x is gathered first, and contiguous
             self.ldx = x.stride(0) if x.dim() == 2 and self.m > 1 else k
             in_place = (x.dim() <= 2 or x.is_contiguous()) and (x.stride(-1) == 1 or k == 1) and self.ldx >= k
         self.rows_aligned = in_place and self.x_k == k and self.ldx % 8 == 0
@@ -87,7 +88,7 @@ class KernelPlan(Plan):
                 k=self.x_k,
                 n_padded=columns,
                 k_padded=qweight.k_padded,
-                group_size=qweight.k_padded if args.group_size == -1 else args.group_size,
+                group_size=qweight.k_padded if w.group_size == -1 else w.group_size,
                 ld_scales=self.ld_scales,
                 split_k=config.split_k,
                 clusters=resident_clusters(problem.sm_count, config.split_k) if config.shares_cluster else 1,
@@ -107,26 +108,26 @@ class KernelPlan(Plan):
             self.tail_offsets = 0, weight, row, 0 if zeros is None else row, 0 if bias is None else row, row
 
     def run(self, args: GemmArgs) -> torch.Tensor:
-        x, scales, zeros, bias, out = args.x, args.scales, args.zeros, args.bias, args.out
+        x, w, bias, out = args.x, args.weight, args.bias, args.out
         ldy = self.ldy
         if out is None:
             out = x.new_empty(*self.shape)  # 0.3 us less than new_empty(self.shape)
         elif self.out_has_rows:
             ldy = out.stride(0)
         ldx = self.ldx
-        x_address = args.x_address if args.perm is None else x.data_ptr()
+        x_address = args.x_address if w._perm is None else x.data_ptr()
         weight_address, scales_address, zeros_address, bias_address, _ = args.addresses
         if not self.rows_aligned or x_address % 16:
-            x = self._aligned_copy(x, args.qweight.k)
+            x = self._aligned_copy(x, w.k)
             x_address = x.data_ptr()
             ldx = self.x_k
         zeros_address = zeros_address or self.codebook
         scales_in_place = self.scales_in_place and not (scales_address | zeros_address) % 16
         if not scales_in_place:
-            scales = aligned_rows(scales, self.ld_scales)
+            scales = aligned_rows(w._scales, self.ld_scales)
             scales_address = scales.data_ptr()
-            if zeros is not None:
-                zeros = aligned_rows(zeros, self.ld_scales)
+            if w._zeros is not None:
+                zeros = aligned_rows(w._zeros, self.ld_scales)
                 zeros_address = zeros.data_ptr()
         if bias is not None and not self.bias_in_place:
             bias = bias.contiguous()

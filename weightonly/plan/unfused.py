@@ -27,10 +27,11 @@ class UnfusedPlan(Plan):
         super().__init__(args)
         self.config = config
         self.activate = activation_of(args.activation).in_place
-        self.columns = slice_columns(args.qweight.n, args.qweight.k)
+        self.columns = slice_columns(args.weight.n, args.weight.k)
 
     def run(self, args: GemmArgs) -> torch.Tensor:
-        x, qweight, scales, zeros, bias = args.x, args.qweight, args.scales, args.zeros, args.bias
+        x, w, bias = args.x, args.weight, args.bias
+        qweight, scales, zeros = w.packed, w.scales, w.zeros
         out = x.new_empty(self.shape) if args.out is None else args.out
         rows = x.reshape(self.m, qweight.k)  # [M, K]
         y = out if out.dim() == 2 else out.view(self.m, self.n)  # [M, N]
@@ -41,12 +42,12 @@ class UnfusedPlan(Plan):
                 zeros = aligned_rows(zeros, qweight.n_padded)
             for begin in range(0, self.n, self.columns):
                 end = min(begin + self.columns, self.n)
-                w, part = workspace[:, : end - begin], y[:, begin:end]
-                dequantize_columns(qweight, scales, zeros, begin, end, w)
+                columns, part = workspace[:, : end - begin], y[:, begin:end]
+                dequantize_columns(qweight, scales, zeros, begin, end, columns)
                 if bias is None:
-                    torch.mm(rows, w, out=part)
+                    torch.mm(rows, columns, out=part)
                 else:
-                    torch.addmm(bias[begin:end], rows, w, out=part)
+                    torch.addmm(bias[begin:end], rows, columns, out=part)
                 if self.activate is not None:
                     self.activate(part)
         return out

@@ -23,6 +23,7 @@ from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import FORMATS
 from ..packed import PackedWeight
 from ..packing import preprocess
+from ..weight import QuantizedWeight
 from .expert_tensors import ExpertTensors, of_config
 from .rows import unpack_rows
 from .support import why_not
@@ -306,16 +307,16 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
             self._made = places, tuple(self._weight(layer, stem) for stem in self.shards)
         return self._made[1]
 
-    def _weight(self, layer: Any, stem: str) -> tuple[Any, ...]:
-        """(qweight, scales, zeros, bias), as `fused_experts` takes them."""
+    def _weight(self, layer: Any, stem: str) -> tuple[QuantizedWeight, torch.Tensor | None]:
+        """The weight and the bias of one product, checked here."""
         tensors, shard = self.tensors, self.shards[stem]
         data = getattr(layer, f"{stem}_{tensors.qweight}").data
         experts = int(layer.local_num_experts)
-        qweight = PackedWeight(data, shard.k, shard.n, tensors.format, self.layouts[stem], experts=experts)
+        packed = PackedWeight(data, shard.k, shard.n, tensors.format, self.layouts[stem], experts=experts)
         scales = getattr(layer, f"{stem}_{tensors.scales}").data
         zeros = None if tensors.zeros is None else getattr(layer, f"{stem}_{tensors.zeros}").data
         bias = getattr(layer, f"{stem}_bias", None)
-        return qweight, scales, zeros, None if bias is None else bias.data
+        return QuantizedWeight(packed, scales, zeros), None if bias is None else bias.data
 
 
 WeightOnlyExpertsMethod.load.supports_moe_loading = True  # type: ignore[attr-defined]

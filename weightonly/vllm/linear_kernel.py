@@ -27,9 +27,8 @@ from ..formats.words import to_signed, unpack_words
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
-from ..packed import PackedWeight
 from ..packing import preprocess
-from .support import why_not
+from .support import Held, why_not
 
 _TYPES: dict[tuple[ScalarType, bool], int] = {
     (scalar_types.uint4b8, False): 4,
@@ -43,7 +42,7 @@ _TYPES: dict[tuple[ScalarType, bool], int] = {
 class WeightOnlyLinearKernel(MPLinearKernel):
     """y = x @ w + bias by `weightonly.gemm`. After loading, the layer's parameters are what `gemm` reads:
 
-    weight  uint8 [bytes], the data of a PackedWeight; each call makes the PackedWeight anew, around the parameter
+    weight  uint8 [bytes], the data of the PackedWeight that `held` makes around the parameter
     scales  [groups, N]
     zeros   like scales, or None
     g_idx   int32 [K], the permutation `perm` of `gemm`, or None
@@ -52,7 +51,7 @@ class WeightOnlyLinearKernel(MPLinearKernel):
     arch: Arch | None = None
     """The GPU to pack for; None: that of the weight's device (see `preprocess`)."""
 
-    layout: str = ""
+    held: Held
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -102,7 +101,7 @@ class WeightOnlyLinearKernel(MPLinearKernel):
             # A kept identity: the model that is loaded next into this layer may have another order.
             perm = torch.arange(k, dtype=torch.int32, device=q.device) if grouping.perm is None else grouping.perm
         packed = preprocess(q, bits, arch=self.arch)
-        self.layout = packed.layout
+        self.held = Held(k, n, packed.format, packed.layout)
         _replace(layer, self.w_q_name, packed.data)
         _replace(layer, self.w_s_name, scales.contiguous())
         _replace(layer, self.w_zp_name, zeros)
@@ -110,16 +109,10 @@ class WeightOnlyLinearKernel(MPLinearKernel):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N]"""
-        k, n = self.config.partition_weight_shape
-        data = getattr(layer, self.w_q_name).data
-        return gemm(
-            x,
-            PackedWeight(data, k, n, f"int{self.config.weight_type.size_bits}", self.layout),
-            getattr(layer, self.w_s_name).data,
-            zeros=_data(layer, self.w_zp_name),
-            bias=bias,
-            perm=_data(layer, self._g_idx_name),
-        )
+        names = (self.w_q_name, self.w_s_name, self.w_zp_name, self._g_idx_name)
+        data, scales, zeros, perm = (getattr(layer, name, None) if name else None for name in names)
+        assert data is not None and scales is not None
+        return gemm(x, self.held.operand(data, scales, zeros, perm), bias=bias)
 
     @property
     def _g_idx_name(self) -> str:
@@ -141,8 +134,3 @@ def _replace(layer: torch.nn.Module, name: str | None, value: torch.Tensor | Non
         layer.register_parameter(name, None)
     else:
         replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
-
-
-def _data(layer: torch.nn.Module, name: str | None) -> torch.Tensor | None:
-    parameter = getattr(layer, name, None) if name else None
-    return None if parameter is None else parameter.data

@@ -20,10 +20,9 @@ from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMATS
-from ..packed import PackedWeight
 from ..packing import preprocess
-from .rows import LOADED_FORMATS, unpack_rows
-from .support import why_not
+from .rows import LOADED_FORMATS, expect_bytes, unpack_rows
+from .support import Held, why_not
 
 _CHUNK = 32
 """The smallest group that `gemm` takes: groups of several sizes are cut and padded to it."""
@@ -33,16 +32,16 @@ class PackedRows(ModelWeightParameter):
     """qweight [N, K * bits / 8], which only our own loader brings in this form."""
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_column_parallel_weight(_expect_bytes(loaded_weight))
+        super().load_column_parallel_weight(expect_bytes(loaded_weight))
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_row_parallel_weight(_expect_bytes(loaded_weight))
+        super().load_row_parallel_weight(expect_bytes(loaded_weight))
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_merged_column_weight(_expect_bytes(loaded_weight), **kwargs)
+        super().load_merged_column_weight(expect_bytes(loaded_weight), **kwargs)
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_qkv_weight(_expect_bytes(loaded_weight), **kwargs)
+        super().load_qkv_weight(expect_bytes(loaded_weight), **kwargs)
 
 
 class RowGroups(BasevLLMParameter):
@@ -77,11 +76,12 @@ class WeightOnlyLinearMethod(LinearMethodBase):
     arch: Arch | None = None
     """The GPU to pack for; None: that of the weight's device (see `preprocess`)."""
 
+    held: Held
+
     def __init__(self, name: str, shape: LayerShape) -> None:
         self.name = name
         self.shape = shape
         self.k = self.n = self.k_packed = 0
-        self.layout = ""
         self.is_whole = True
 
     def create_weights(
@@ -139,7 +139,7 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             rows, source, perm = self._grouped(layer, rows, len(scales))
             scales, zeros = scales[source], None if zeros is None else zeros[source]
         packed = preprocess(rows, bits, self.arch, format=shape.format)
-        self.layout, self.k_packed = packed.layout, packed.k
+        self.held, self.k_packed = Held(packed.k, self.n, shape.format, packed.layout), packed.k
         for name, value in (("qweight", packed.data), ("scales", scales), ("zeros", zeros)):
             if value is not None:
                 replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
@@ -178,25 +178,8 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             assert perm is not None
             x = torch.nn.functional.pad(x, (0, 1)).index_select(-1, perm.data)
             perm = None
-        zeros = getattr(layer, "zeros", None)
-        return gemm(
-            x,
-            PackedWeight(layer.qweight.data, self.k_packed, self.n, self.shape.format, self.layout),
-            layer.scales.data,
-            zeros=None if zeros is None else zeros.data,
-            bias=bias,
-            perm=None if perm is None else perm.data,
-        )
-
-
-def _expect_bytes(loaded_weight: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError for what another loader brings."""
-    if loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != 2:
-        raise ValueError(
-            f"qweight: expected uint8 [N, K * bits / 8], got {loaded_weight.dtype} {list(loaded_weight.shape)}; "
-            "the method weightonly reads a folder with --load-format weightonly"
-        )
-    return loaded_weight
+        w = self.held.operand(layer.qweight, layer.scales, getattr(layer, "zeros", None), perm)
+        return gemm(x, w, bias=bias)
 
 
 def _padded(

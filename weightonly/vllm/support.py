@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.compiler import is_compiling
 
 from ..args import CPU_DTYPES
 from ..device import device_arch, sm_count
 from ..heuristics import Problem
 from ..heuristics.configs import TypeConfig
 from ..heuristics.legal import check_kernel_group_size
+from ..packed import PackedWeight
 from ..plan.choose import DTYPE_NAMES, choose, scale_mode
+from ..weight import LooseWeight, QuantizedWeight
 
 VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"
 """Names the environment variable that turns our experts on."""
@@ -26,6 +29,25 @@ def experts_wanted() -> bool:
     if value not in ("on", "off"):
         raise ValueError(f"{VARIABLE}: expected on or off, got {value!r}")
     return value == "on"
+
+
+class Held:
+    """The weight in the parameters of one layer as one operand, made again where a reload brought other tensors."""
+
+    def __init__(self, k: int, n: int, format: str, layout: str) -> None:
+        self._fields = (k, n, format, layout)
+        self._made: tuple[tuple[int, ...], QuantizedWeight] | None = None
+
+    def operand(
+        self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, perm: torch.Tensor | None
+    ) -> QuantizedWeight:
+        tensors = tuple(None if t is None else t.data for t in (scales, zeros, perm))
+        if is_compiling():
+            return LooseWeight(PackedWeight(data.data, *self._fields), *tensors)  # type: ignore[arg-type]
+        places = (data.data_ptr(), *(0 if t is None else t.data_ptr() for t in tensors))
+        if self._made is None or self._made[0] != places:
+            self._made = places, QuantizedWeight(PackedWeight(data.data, *self._fields), *tensors)  # type: ignore[arg-type]
+        return self._made[1]
 
 
 def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype) -> str | None:
