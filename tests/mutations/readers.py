@@ -156,8 +156,8 @@ MUTATIONS = [
             ),
             (
                 "zero points of a symmetric layer",
-                "if weight.zeros is not None and symmetric == {True}:",
-                "if weight.zeros is not None and symmetric == {None}:",
+                "if zeros is not None and symmetric == {True}:",
+                "if zeros is not None and symmetric == {None}:",
             ),
             ("sizes of 0", "if min(n, k) < 1:", "if min(n, k) < 0:"),
             ("groups that do not divide K", "        if k % groups:\n", "        if k < groups:\n"),
@@ -286,7 +286,6 @@ MUTATIONS = [
                 '        if weight.code is not None:\n            raise TensorError("zeros"',
                 '        if weight.code == ():\n            raise TensorError("zeros"',
             ),
-            ("version 1", "if version not in READ_VERSIONS:", "if version is None:"),
         ],
     ),
     *of(

@@ -42,6 +42,8 @@ class Checkpoint:
     layers: dict[str, Layer]
     shapes: dict[str, LayerShape]
     plain: tuple[str, ...]
+    _zeros: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict, repr=False)
+    """Layer -> zero points that were read before the layer is. Where there are any, they go with the layer."""
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -59,12 +61,21 @@ class Checkpoint:
         return sum(self.shards.tensors[name].bytes for name in self.layers[layer].tensors.values())
 
     def exact_shape(self, layer: str) -> LayerShape:
-        """The shape of `layer`, with its zero points read where nothing else tells whether there are any."""
-        form, shape, tensors = self.layers[layer].format, self.shapes[layer], self.layers[layer].tensors
-        if form.has_zeros is None or form.zeros is None or form.zeros not in tensors:
-            return shape
-        has_zeros = form.has_zeros(layer, self.shards.read(tensors[form.zeros]), shape.n)
-        return dataclasses.replace(shape, symmetric=not has_zeros)
+        """The shape of `layer`, with its zero points read, and kept, where nothing else tells whether there are any."""
+        found = self.layers[layer]
+        if found.format.zeros not in found.tensors:
+            return self.shapes[layer]
+        zeros = self._zeros[layer] = self._zero_points(found, self.shards.read)
+        return dataclasses.replace(self.shapes[layer], symmetric=zeros is None)
+
+    def _zero_points(self, layer: Layer, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """int8 [groups, N]; None: all are 0."""
+        name, form = layer.name, layer.format
+        if form.zero_points is None or form.zeros not in layer.tensors:
+            return None
+        if name not in self._zeros:
+            return form.zero_points(self.shapes[name], name, read(layer.tensors[form.zeros]))
+        return None if self._zeros[name] is None else self._zeros.pop(name)
 
     def records(
         self,
@@ -125,35 +136,43 @@ class Checkpoint:
         """
         layer = self.layers[name]
         inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
+        if part is None:
+            return self._read(layer, arch, lambda tensor: self.shards.read(tensor, device))
 
         def read(tensor: str) -> torch.Tensor:
-            if part is None:
+            if inside[tensor] == layer.format.zeros:  # all of them tell whether there are any
                 return self.shards.read(tensor, device)
             index, change = part(inside[tensor], len(self.shards.tensors[tensor].shape))
             return change(self.shards.read(tensor, device, part=index))
 
-        return self._read(layer, arch, read)
+        return self._read(layer, arch, read, part)
 
     def record_of(self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
         """The record of one layer whose tensors `read` gives by their names in the files."""
         return self._read(self.layers[name], arch, read)
 
     def read(
-        self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None
+        self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None, part: Part | None = None
     ) -> tuple[IntWeight | CodeWeight | QuantizedLayer, torch.Tensor | None]:
         """The weight of one layer as its file has it, packed if that is a converted one, and its bias.
 
-        read: (name of a tensor) -> the tensor; None: on the CPU, as the file has it.
+        read: (name of a tensor) -> the tensor, or its part, but all of the zero points; None: on the CPU, as the file
+            has it. part: see `read_layer`.
         """
-        read = self.shards.read if read is None else read
-        tensors = {inside: read(name) for inside, name in layer.tensors.items()}
+        read, form = self.shards.read if read is None else read, layer.format
+        tensors = {inside: read(name) for inside, name in layer.tensors.items() if inside != form.zeros}
         try:
-            return layer.format.read(layer.name, tensors), tensors.get("bias")
+            zeros = self._zero_points(layer, read)
+            if zeros is not None and part is not None and form.zeros is not None:
+                zeros = zeros[part(form.zeros, 2)[0]]
+            return form.read(layer.name, tensors, zeros), tensors.get("bias")
         except TensorError as error:
             raise _located(error, layer, self.shards) from error
 
-    def _read(self, layer: Layer, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
-        weight, bias = self.read(layer, read)
+    def _read(
+        self, layer: Layer, arch: Arch | None, read: Callable[[str], torch.Tensor], part: Part | None = None
+    ) -> QuantizedLayer:
+        weight, bias = self.read(layer, read, part)
         if isinstance(weight, QuantizedLayer):
             return dataclasses.replace(weight, weight=repack(weight.weight, arch))
         return pack(layer.name, weight, bias, arch)
@@ -192,12 +211,12 @@ def load_checkpoint(
     return checkpoint.records(arch, device, progress, digests_of(checkpoint.shards) if verify else None)
 
 
-def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Recognize the format of a folder and check every header, without reading a weight.
+def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
+    """Recognize the format of a folder, or of one whose headers have been read, and check every header.
 
-    Raises what `load_checkpoint` raises.
+    No weight is read. Raises what `load_checkpoint` raises.
     """
-    shards = Shards(require_path("folder", folder))
+    shards = folder if isinstance(folder, Shards) else Shards(require_path("folder", folder))
     source, formats = recognize(shards)
     try:
         layers = find_layers(shards.tensors, formats)

@@ -7,15 +7,11 @@ x.perm             int32 [K]
 x.codebook         int32 [16], the bits of the fp32 numbers of a codebook; "code4" alone
 
 Of stacked experts they are what `nn.GroupedLinear` holds: all but the codebook have a dimension [E] before their own.
-
-In version 2 of the format qweight has one dimension, and the files of `weightonly.save` say in their metadata what it
-is; there is no codebook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +19,10 @@ import torch
 from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
-from ..tensor_file import DIGEST_KEY, PACKED_KEY
+from ..tensor_file import DIGEST_KEY
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors
-from .packed_config import METHOD, READ_VERSIONS, fields_of
+from .packed_config import METHOD, check_version, fields_of
 from .records import PlainTensor, QuantizedLayer, Record
 from .shards import Shards
 
@@ -34,28 +30,13 @@ INCOMPLETE = "INCOMPLETE"
 """A file that `convert` removes last: a folder that has it was not finished, and is not read."""
 
 
-def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping[str, str]]) -> LayerFormat:
-    """The format of a converted folder. metadata: file -> its safetensors metadata.
-
-    Raises ValueError for another version or damaged metadata.
-    """
-    version = option(options, "format_version", int)
-    if version not in READ_VERSIONS:
-        raise ValueError(f"format_version: expected {' or '.join(map(str, READ_VERSIONS))}, got {version}")
-    metadata_of: dict[str, Mapping[str, Any]] = {}
-    if version == 2:
-        for file, texts in metadata.items():
-            metadata_of |= _packed_fields(file, texts)
+def converted_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format of a converted folder. Raises ValueError for another version."""
+    check_version(option(options, "format_version", int))
 
     def packed(layer: str, tensors: Tensors) -> PackedWeight:
-        qweight = tensors["qweight"]
         try:
-            if version == 2:
-                name = f"{layer}.qweight"
-                if name not in metadata_of:
-                    raise TensorError("qweight", f"expected its fields in the file's {PACKED_KEY}, got none")
-                return PackedWeight(qweight, **metadata_of[name])
-            return _from_config(qweight, tensors, fields_of(options, layer))
+            return _from_config(tensors["qweight"], tensors, fields_of(options, layer))
         except TensorError:
             raise
         except (TypeError, ValueError) as error:
@@ -75,7 +56,7 @@ def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping
             experts=weight.experts,
         )
 
-    def read(layer: str, tensors: Tensors) -> QuantizedLayer:
+    def read(layer: str, tensors: Tensors, _: None) -> QuantizedLayer:
         weight = packed(layer, tensors)
         scales, zeros, perm = tensors["scales"], tensors.get("zeros"), tensors.get("perm")
         order = torch.arange(weight.k, device=scales.device)
@@ -164,16 +145,6 @@ def digests_of(shards: Shards) -> dict[str, str]:
         if not isinstance(digests.get(name), str):
             raise ValueError(f"{info.file}: {name}: expected a digest to verify, as `convert` writes them, got none")
     return digests
-
-
-def _packed_fields(file: Path, texts: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    try:
-        packed = parse_json(texts.get(PACKED_KEY, "").encode())
-        if not isinstance(packed, dict) or not all(isinstance(fields, dict) for fields in packed.values()):
-            raise ValueError("not names and fields")
-    except ValueError as error:
-        raise ValueError(f"{file}: expected metadata of weightonly.save, got damaged or none ({error})") from error
-    return packed
 
 
 def _check(weight: PackedWeight, tensors: Tensors) -> int:

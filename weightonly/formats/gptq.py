@@ -62,13 +62,19 @@ def read_gptq(
         raise ValueError(f"version: expected 1 or 2, got {version}")
     k, n, groups = _shape(qweight, scales, qzeros, g_idx, bits)
     grouping = _grouping(k, groups, g_idx, group_size, scales.device)
+    zeros = signed_zeros(_zero_points(qzeros, n, bits, version, symmetric), bits)
+    return _weight(qweight, scales, zeros, bits, k, grouping)
+
+
+def _weight(
+    qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, k: int, grouping: Grouping
+) -> IntWeight:
     q = to_signed(unpack_words(qweight, bits, dim=0)[:k], bits)
-    zeros = signed_zeros(_zero_points(qzeros, n, bits, version, symmetric), bits, scales.dtype)
     return IntWeight(
         grouping.sort(q),
         bits,
         grouping.spread(scales),
-        None if zeros is None else grouping.spread(zeros),
+        None if zeros is None else grouping.spread(zeros.to(scales)),
         grouping.perm,
     )
 
@@ -126,21 +132,15 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
             raise TensorError("g_idx", "expected the groups in order, as the config says desc_act is false, got others")
         return LayerShape(f"int{bits}", k, n, grouping.rows, symmetric, act_order=grouping.perm is not None)
 
-    def read(layer: str, tensors: Tensors) -> IntWeight:
-        return read_gptq(
-            tensors["qweight"],
-            tensors["scales"],
-            tensors["qzeros"],
-            tensors.get("g_idx"),
-            bits=bits_of(layer),
-            version=version,
-            group_size=_group_size(layer),
-            symmetric=bool(symmetric),
-        )
+    def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight:
+        qweight, scales, g_idx, bits = tensors["qweight"], tensors["scales"], tensors.get("g_idx"), bits_of(layer)
+        k = len(qweight) * 32 // bits if g_idx is None else len(g_idx)
+        grouping = _grouping(k, len(scales), g_idx, _group_size(layer), scales.device)
+        return _weight(qweight, scales, zeros, bits, k, grouping)
 
-    def has_zeros(layer: str, qzeros: torch.Tensor, n: int) -> bool:
+    def zero_points(shape: LayerShape, layer: str, qzeros: torch.Tensor) -> torch.Tensor | None:
         bits = bits_of(layer)
-        return bool(to_signed(_zero_points(qzeros, n, bits, version, bool(symmetric)), bits).any())
+        return signed_zeros(_zero_points(qzeros, shape.n, bits, version, bool(symmetric)), bits)
 
     def _group_size(layer: str) -> int | None:
         return _option(override(layer), "group_size", group_size)
@@ -157,10 +157,10 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         describe=describe,
         read=read,
         zeros="qzeros",
-        has_zeros=has_zeros,
+        zero_points=zero_points,
         axes=lambda bits: {
             "qweight": (Axis("k", 32 // bits), Axis("n")),
-            "qzeros": (Axis("g"), Axis("n", 32 // bits)),
+            "qzeros": (Axis("g"), Axis("n")),
             "scales": (Axis("g"), Axis("n")),
             "g_idx": (Axis("k"),),
             "bias": (Axis("n"),),

@@ -26,6 +26,7 @@ from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
 from ..tensor_file import digest
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -86,10 +87,18 @@ class Shards:
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self.bytes_read = 0
+        self.configs: dict[str, Mapping[str, Any] | None] = {}
+        """Name of a JSON file of the folder -> its content, once it has been read; None: it is not there."""
         if self.index is None:
             self._add_every_file()
         else:
             self._add_indexed(self.index)
+
+    def config(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object in a file of the folder, which is read once; None where it is not there."""
+        if name not in self.configs:
+            self.configs[name] = read_json(self.folder / name) if os.path.lexists(self.folder / name) else None
+        return self.configs[name]
 
     def read(
         self, name: str, device: torch.device | str = "cpu", sha256: str | None = None, part: Any = ...
