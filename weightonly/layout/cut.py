@@ -13,7 +13,7 @@ Range = tuple[int, int]
 """begin and end of neighbouring rows or columns."""
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """The bytes of a weight in three dimensions; rows, columns: of the weight in one index of these dimensions."""
 
     shape: tuple[int, int, int]
@@ -23,18 +23,18 @@ class _Blocks(NamedTuple):
     columns: int
 
 
-def _blocks(k: int, n: int, bits: int, layout: str) -> _Blocks | None:
+def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks | None:
     """k, n: padded. None for a layout whose bytes cannot be cut."""
     if layout == TILED:
-        return _Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
+        return Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
     if layout == CPU:
-        return _Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)
+        return Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)
     if layout == INTERLEAVED:
         columns = 16 // bits
-        return _Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
+        return Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
     if layout == ROW_MAJOR:
         columns = column_align(bits, layout)
-        return _Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
+        return Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
     return None
 
 
@@ -44,7 +44,7 @@ def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequen
     k, n: the shape before padding. Each range begins and ends at multiples of what the layout pads K and N to; the last
     one may also end where the weight does.
     """
-    if _blocks(K_ALIGN, column_align(bits, layout), bits, layout) is None:
+    if blocks_of(K_ALIGN, column_align(bits, layout), bits, layout) is None:
         return False
     align = column_align(bits, layout)
     *others, last = columns
@@ -67,7 +67,7 @@ def cut_bytes(
 
     Returns uint8 in one dimension: a view of `data` where its bytes are neighbours, else a copy.
     """
-    blocks = _blocks(k, n, bits, layout)
+    blocks = blocks_of(k, n, bits, layout)
     if blocks is None:
         raise ValueError(f"layout: expected one whose bytes can be cut, got {layout!r}")
     view = data.view(-1, *blocks.shape)
