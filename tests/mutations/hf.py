@@ -176,8 +176,8 @@ MUTATIONS = [
             ("the output embedding", "add_default_skips=True", "add_default_skips=False"),
             (
                 "codes have the layout of integers",
-                "        if config.format in CODE_FORMATS:\n",
-                "        if config.format is None:\n",
+                "if config.format in CODE_FORMATS else layout_for_arch(arch)",
+                "if config.format is None else layout_for_arch(arch)",
             ),
             ("experts in several shapes", "        check_stacked(self.plan, checkpoint)\n", ""),
             (

@@ -283,8 +283,8 @@ MUTATIONS = [
             ),
             (
                 "zeros of codes",
-                '        if weight.code is not None:\n            raise TensorError("zeros"',
-                '        if weight.code == ():\n            raise TensorError("zeros"',
+                '        if fields["format"] in CODE_FORMATS:\n            raise TensorError("zeros"',
+                '        if fields["format"] is None:\n            raise TensorError("zeros"',
             ),
         ],
     ),

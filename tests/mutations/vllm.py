@@ -120,8 +120,8 @@ MUTATIONS = [
         [
             (
                 "what another loader brings",
-                "loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != self.data.dim()",
-                "loaded_weight.dtype != torch.uint8 and loaded_weight.dim() != self.data.dim()",
+                "loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != dims",
+                "loaded_weight.dtype != torch.uint8 and loaded_weight.dim() != dims",
             ),
             ("columns inside of a block", "all(part % align == 0 for part in parts)", "True"),
             ("rows inside of a block", "(k == whole[0] or k % K_ALIGN == 0)", "True"),

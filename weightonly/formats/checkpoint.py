@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -96,35 +95,25 @@ class Checkpoint:
             # disable=None: on a terminal only. Without progress there is no bar, not a hidden one: that takes a lock
             # which forked processes share, and one that is killed may keep it for good.
             bar = tqdm(total=self.total_bytes, unit="B", unit_scale=True, disable=None)
+        owners = {tensor: layer.name for layer in self.layers.values() for tensor in layer.tensors.values()}
+        done: set[str] = set()
         try:
-            for name, make, size_bytes in self._records_to_make(arch, read):
+            for name, info in self.shards.tensors.items():
+                layer = owners.get(name)
+                if layer in done:
+                    continue
                 if bar is not None:
-                    bar.set_postfix_str(name, refresh=False)
-                yield make()
+                    bar.set_postfix_str(layer or name, refresh=False)
+                if layer is None:
+                    yield PlainTensor(name, read(name))
+                else:
+                    done.add(layer)
+                    yield self.record_of(layer, arch, read)
                 if bar is not None:
-                    bar.update(size_bytes)
+                    bar.update(info.bytes if layer is None else self.layer_bytes(layer))
         finally:
             if bar is not None:
                 bar.close()
-
-    def _records_to_make(
-        self, arch: Arch | None, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[tuple[str, Callable[[], Record], int]]:
-        """(name, what makes the record, bytes of its tensors), in the order of the files."""
-
-        def plain_record(name: str) -> Record:
-            return PlainTensor(name, read(name))
-
-        plain = set(self.plain)
-        owners = {name: layer for layer in self.layers.values() for name in layer.tensors.values()}
-        done: set[str] = set()
-        for name in self.shards.tensors:
-            if name in plain:
-                yield name, functools.partial(plain_record, name), self.shards.tensors[name].bytes
-            elif owners[name].name not in done:
-                layer = owners[name]
-                done.add(layer.name)
-                yield layer.name, functools.partial(self._read, layer, arch, read), self.layer_bytes(layer.name)
 
     def read_layer(
         self, name: str, arch: Arch | None, device: torch.device | str = "cpu", part: Part | None = None
@@ -137,7 +126,7 @@ class Checkpoint:
         layer = self.layers[name]
         inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
         if part is None:
-            return self._read(layer, arch, lambda tensor: self.shards.read(tensor, device))
+            return self.record_of(name, arch, lambda tensor: self.shards.read(tensor, device))
 
         def read(tensor: str) -> torch.Tensor:
             if inside[tensor] == layer.format.zeros:  # all of them tell whether there are any
@@ -145,11 +134,7 @@ class Checkpoint:
             index, change = part(inside[tensor], len(self.shards.tensors[tensor].shape))
             return change(self.shards.read(tensor, device, part=index))
 
-        return self._read(layer, arch, read, part)
-
-    def record_of(self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
-        """The record of one layer whose tensors `read` gives by their names in the files."""
-        return self._read(self.layers[name], arch, read)
+        return self.record_of(name, arch, read, part)
 
     def read(
         self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None, part: Part | None = None
@@ -169,13 +154,14 @@ class Checkpoint:
         except TensorError as error:
             raise _located(error, layer, self.shards) from error
 
-    def _read(
-        self, layer: Layer, arch: Arch | None, read: Callable[[str], torch.Tensor], part: Part | None = None
+    def record_of(
+        self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor], part: Part | None = None
     ) -> QuantizedLayer:
-        weight, bias = self.read(layer, read, part)
+        """The record of one layer; read, part: see `read`."""
+        weight, bias = self.read(self.layers[name], read, part)
         if isinstance(weight, QuantizedLayer):
             return dataclasses.replace(weight, weight=repack(weight.weight, arch))
-        return pack(layer.name, weight, bias, arch)
+        return pack(name, weight, bias, arch)
 
 
 def load_checkpoint(

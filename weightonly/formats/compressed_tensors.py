@@ -11,7 +11,7 @@ w = scale * (q - zero_point). https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
 from .layers import Axis, LayerFormat, LayerShape, MissingTensorError, Tensors, check_bias
 from .plain import CodeWeight, IntWeight
-from .words import signed_zeros, to_signed, unpack_words, words_for
+from .words import signed_zeros, unpack_words, words_for
 
 
 def read_compressed_tensors(
@@ -45,7 +45,7 @@ def read_compressed_tensors(
     k, n, groups = _shape(weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx, bits)
     grouping = _grouping(k, groups, weight_g_idx, weight_scale.device)
     zeros = None if weight_zero_point is None else _zero_points(weight_zero_point, n, bits)
-    return _weight(weight_packed, weight_scale, zeros, bits, k, n, grouping)
+    return _weight(weight_packed, weight_scale, zeros, bits, (n, k), grouping)
 
 
 def _zero_points(weight_zero_point: torch.Tensor, n: int, bits: int) -> torch.Tensor | None:
@@ -53,23 +53,11 @@ def _zero_points(weight_zero_point: torch.Tensor, n: int, bits: int) -> torch.Te
 
 
 def _weight(
-    weight_packed: torch.Tensor,
-    weight_scale: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bits: int,
-    k: int,
-    n: int,
-    grouping: Grouping,
+    packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, bits: int, size: Sequence[int], by: Grouping
 ) -> IntWeight:
-    q = to_signed(unpack_words(weight_packed, bits, dim=1)[:, :k].t().contiguous(), bits)
-    scales = weight_scale.expand(n, -1).t().contiguous()
-    return IntWeight(
-        grouping.sort(q),
-        bits,
-        grouping.spread(scales),
-        None if zeros is None else grouping.spread(zeros.to(scales)),
-        grouping.perm,
-    )
+    n, k = size
+    u = unpack_words(packed, bits, dim=1)[:, :k].t().contiguous()
+    return by.weight(u, bits, scale.expand(n, -1).t().contiguous(), zeros)
 
 
 def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
@@ -149,9 +137,9 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         symmetric = {scheme.symmetric for scheme in of_format(layer, PACK_QUANTIZED) if scheme.bits == bits}
         if zeros is not None and symmetric == {True}:
             raise TensorError("weight_zero_point", "expected zeros, as the config says symmetric, got others")
-        n, k = _sizes(tensors["weight_shape"])
-        grouping = _grouping(k, scale.shape[-1], tensors.get("weight_g_idx"), scale.device)
-        return _weight(tensors["weight_packed"], scale, zeros, bits, k, n, grouping)
+        size = _sizes(tensors["weight_shape"])
+        grouping = _grouping(size[1], scale.shape[-1], tensors.get("weight_g_idx"), scale.device)
+        return _weight(tensors["weight_packed"], scale, zeros, bits, size, grouping)
 
     return LayerFormat(
         name="compressed-tensors",

@@ -77,7 +77,8 @@ def convert(
         marker = folder / INCOMPLETE
         marker.touch()
         weight_map = _write_shards(folder, checkpoint.records(arch, device, progress), shard_bytes, shapes)
-        _write_json(folder / INDEX, {"metadata": {"total_size": _data_bytes(folder)}, "weight_map": weight_map})
+        total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for file in companions:
             shutil.copyfile(file, folder / file.name)
         _write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
@@ -119,10 +120,6 @@ def _write_shards(
     if entries:
         flush()
     return weight_map
-
-
-def _data_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerShape]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..heuristics.problem import CODE_FORMATS
 from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
@@ -36,34 +37,23 @@ def converted_format(options: Mapping[str, Any]) -> LayerFormat:
 
     def packed(layer: str, tensors: Tensors) -> PackedWeight:
         try:
-            return _from_config(tensors["qweight"], tensors, fields_of(options, layer))
+            return _packed(tensors, fields_of(options, layer))
         except TensorError:
             raise
         except (TypeError, ValueError) as error:
             raise TensorError("qweight", str(error)) from error
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        weight = packed(layer, tensors)
-        groups = _check(weight, tensors)
-        return LayerShape(
-            weight.format,
-            weight.k,
-            weight.n,
-            weight.k // groups,
-            symmetric="zeros" not in tensors,
-            act_order="perm" in tensors,
-            layout=weight.layout,
-            experts=weight.experts,
-        )
+        return shape_of(QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors)))
 
     def read(layer: str, tensors: Tensors, _: None) -> QuantizedLayer:
-        weight = packed(layer, tensors)
-        scales, zeros, perm = tensors["scales"], tensors.get("zeros"), tensors.get("perm")
-        order = torch.arange(weight.k, device=scales.device)
-        if perm is not None and not torch.equal(perm.sort().values, order.expand_as(perm)):
-            raise TensorError("perm", f"expected a permutation of 0..{weight.k - 1}, got another set of numbers")
-        weight = weight.expecting(weight.k // scales.shape[-2], zeros is not None, perm is not None)
-        return QuantizedLayer(layer, weight, scales, zeros, tensors.get("bias"), perm)
+        record = QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors))
+        k, perm = record.weight.k, record.perm
+        if perm is not None and not torch.equal(
+            perm.sort().values, torch.arange(k, device=perm.device).expand_as(perm)
+        ):
+            raise TensorError("perm", f"expected a permutation of 0..{k - 1}, got another set of numbers")
+        return record
 
     return LayerFormat(
         name=METHOD,
@@ -110,12 +100,18 @@ def shape_of(record: QuantizedLayer) -> LayerShape:
     )
 
 
-def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
-    """The weight that the config describes. Raises TensorError for tensors that contradict it."""
+def _beside(tensors: Tensors) -> dict[str, Any]:
+    """All but the weight of a `QuantizedLayer`."""
+    return {name: tensors.get(name) for name in ("scales", "zeros", "bias", "perm")}
+
+
+def _packed(tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
+    """The weight that the config describes. Raises TensorError for tensors that contradict it, or each other."""
+    qweight, scales, group_size = tensors["qweight"], tensors["scales"], fields["group_size"]
     stack = ["E"] if qweight.dim() == 3 else []
-    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", "N"])
-    *experts, groups, n = tensors["scales"].shape
-    k = groups * fields["group_size"]
+    expect("scales", scales, FLOATS, [*stack, "groups", "N"])
+    *experts, groups, n = scales.shape
+    k = groups * group_size
     for name, field, is_there in (("zeros", "symmetric", False), ("perm", "act_order", True)):
         if (name in tensors) != (fields[field] is is_there):
             there = "it" if name in tensors else "none"
@@ -123,14 +119,24 @@ def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, A
     bits = format_bits(fields["format"])
     rows = stored_shape(*padded_shape(k, n, bits, fields["layout"]), bits, fields["layout"])
     expect("qweight", qweight, torch.uint8, [*experts, *rows])
+    if "zeros" in tensors:
+        if fields["format"] in CODE_FORMATS:
+            raise TensorError("zeros", f"expected none for a weight of format {fields['format']}, got it")
+        expect("zeros", tensors["zeros"], scales.dtype, scales.shape)
+    if "perm" in tensors:
+        expect("perm", tensors["perm"], torch.int32, [*experts, k])
+    if "bias" in tensors:
+        expect("bias", tensors["bias"], FLOATS, [*experts, n])
     code = None
     if fields["format"] == "code4":
         if "codebook" not in tensors:
             raise TensorError("qweight", "expected a codebook beside it for code4, got none")
         expect("codebook", tensors["codebook"], torch.int32, [16])
         code = tensors["codebook"].view(torch.float32)
-    count = experts[0] if experts else None
-    return PackedWeight(qweight.reshape(-1), k, n, fields["format"], fields["layout"], code, experts=count)
+    weight = PackedWeight(
+        qweight.reshape(-1), k, n, fields["format"], fields["layout"], code, experts=experts[0] if experts else None
+    )
+    return weight.expecting(group_size, "zeros" in tensors, "perm" in tensors)
 
 
 def digests_of(shards: Shards) -> dict[str, str]:
@@ -145,25 +151,3 @@ def digests_of(shards: Shards) -> dict[str, str]:
         if not isinstance(digests.get(name), str):
             raise ValueError(f"{info.file}: {name}: expected a digest to verify, as `convert` writes them, got none")
     return digests
-
-
-def _check(weight: PackedWeight, tensors: Tensors) -> int:
-    """The number of groups. Raises TensorError for tensors that do not fit the weight."""
-    stack = [] if weight.experts is None else [weight.experts]
-    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", weight.n])
-    groups = tensors["scales"].shape[-2]
-    if weight.k % groups:
-        raise TensorError("scales", f"expected a number of groups that divides K = {weight.k}, got {groups}")
-    if "zeros" in tensors:
-        if weight.code is not None:
-            raise TensorError("zeros", f"expected none for a weight of format {weight.format}, got it")
-        expect("zeros", tensors["zeros"], tensors["scales"].dtype, [*stack, groups, weight.n])
-    if "perm" in tensors:
-        expect("perm", tensors["perm"], torch.int32, [*stack, weight.k])
-    if "bias" in tensors:
-        expect("bias", tensors["bias"], FLOATS, [*stack, weight.n])
-    try:
-        weight.expecting(weight.k // groups, "zeros" in tensors, "perm" in tensors)
-    except ValueError as error:
-        raise TensorError("qweight", str(error)) from error
-    return groups

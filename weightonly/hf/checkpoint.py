@@ -48,7 +48,7 @@ class CheckpointWeights:
         self.checkpoint = checkpoint
         self.arch = arch
         keeps_layout = arch is None and METHOD in checkpoint.methods
-        self.pack_arch: Arch | None = None if keeps_layout else _arch_or_visible(arch)
+        self.pack_arch: Arch | None = None if keeps_layout else arch_or_visible(arch)
         """What layers are packed for; None: they keep the layout that the folder has."""
         self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
         self.tensors: dict[str, Any] = {}
@@ -200,7 +200,8 @@ class _Lazy:
         return self._dtype.is_floating_point
 
 
-def _arch_or_visible(arch: Arch | None) -> Arch:
+def arch_or_visible(arch: Arch | None) -> Arch:
+    """`arch`; None: the visible GPU, else the CPU."""
     if arch is not None:
         return arch
     if torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:

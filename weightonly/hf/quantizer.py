@@ -21,14 +21,12 @@ from transformers.utils import logging
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
-from ..heuristics.arch import ARCHS
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
-from ..layout import CPU
 from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
-from .checkpoint import CheckpointWeights
+from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
 from .files import check_stacked, open_files
@@ -98,7 +96,9 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._is_parallel = distributed is not None and distributed.tp_size > 1
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
-            self.plan = plan_quantization(model, self._left_dense(model), config.recipe(dtype), self._layout())
+            given, in_fp32 = config.modules_to_not_convert or [], model._keep_in_fp32_modules
+            dense = self.get_modules_to_not_convert(model, given, in_fp32, add_default_skips=True)
+            self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
             if not self.plan.layers and not self.plan.stacks:
@@ -132,19 +132,11 @@ class WeightOnlyQuantizer(HfQuantizer):
             self.quantization_config = WeightOnlyConfig(**weights.options)
             forget_quantizers(model.config)
 
-    def _left_dense(self, model: PreTrainedModel) -> list[str]:
-        given = self.quantization_config.modules_to_not_convert or []
-        return self.get_modules_to_not_convert(model, given, model._keep_in_fp32_modules, add_default_skips=True)
-
     def _layout(self) -> str:
         """The layout to pack for. Raises ValueError for codes on a visible GPU that does not read them."""
         config = self.quantization_config
-        arch: Any = config.arch
-        if arch is None and torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:
-            arch = device_arch(torch.cuda.current_device())
-        if config.format in CODE_FORMATS:
-            return code_layout(config.format, arch)
-        return layout_for_arch(CPU if arch is None else arch)
+        arch = arch_or_visible(config.arch)
+        return code_layout(config.format, arch) if config.format in CODE_FORMATS else layout_for_arch(arch)
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILE, TILED, block_bytes, column_align
+from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, TILE, TILED, block_bytes, column_align
 
 Range = tuple[int, int]
 """begin and end of neighbouring rows or columns."""
@@ -23,8 +23,8 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks | None:
-    """k, n: padded. None for a layout whose bytes cannot be cut."""
+def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks:
+    """k, n: padded. Raises ValueError for an unknown layout."""
     if layout == TILED:
         return Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
     if layout == CPU:
@@ -32,10 +32,8 @@ def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks | None:
     if layout == INTERLEAVED:
         columns = 16 // bits
         return Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
-    if layout == ROW_MAJOR:
-        columns = column_align(bits, layout)
-        return Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
-    return None
+    columns = column_align(bits, layout)
+    return Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
 
 
 def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequence[Range]) -> bool:
@@ -44,8 +42,6 @@ def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequen
     k, n: the shape before padding. Each range begins and ends at multiples of what the layout pads K and N to; the last
     one may also end where the weight does.
     """
-    if blocks_of(K_ALIGN, column_align(bits, layout), bits, layout) is None:
-        return False
     align = column_align(bits, layout)
     *others, last = columns
     return (
@@ -68,8 +64,6 @@ def cut_bytes(
     Returns uint8 in one dimension: a view of `data` where its bytes are neighbours, else a copy.
     """
     blocks = blocks_of(k, n, bits, layout)
-    if blocks is None:
-        raise ValueError(f"layout: expected one whose bytes can be cut, got {layout!r}")
     view = data.view(-1, *blocks.shape)
     begin, end = rows[0] // blocks.rows, -(-rows[1] // K_ALIGN) * K_ALIGN // blocks.rows
     view = view.narrow(1 + blocks.row_dim, begin, end - begin)

@@ -30,14 +30,18 @@ class _OfOurLoader(ModelWeightParameter):
         super().load_qkv_weight(self._expected(loaded_weight), **kwargs)
 
     def _expected(self, loaded_weight: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError for what another loader brings."""
-        if loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != self.data.dim():
-            form = "[N, K * bits / 8]" if self.data.dim() == 2 else "in blocks of a packed weight"
-            raise ValueError(
-                f"qweight: expected uint8 {form}, got {loaded_weight.dtype} {list(loaded_weight.shape)}; "
-                "the method weightonly reads a folder with --load-format weightonly"
-            )
-        return loaded_weight
+        return expect_bytes(loaded_weight, self.data.dim())
+
+
+def expect_bytes(loaded_weight: torch.Tensor, dims: int = 2) -> torch.Tensor:
+    """`loaded_weight`, in rows (`dims` 2) or blocks (3). Raises ValueError for what another loader brings."""
+    if loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != dims:
+        form = "[N, K * bits / 8]" if dims == 2 else "in blocks of a packed weight"
+        raise ValueError(
+            f"qweight: expected uint8 {form}, got {loaded_weight.dtype} {list(loaded_weight.shape)}; "
+            "the method weightonly reads a folder with --load-format weightonly"
+        )
+    return loaded_weight
 
 
 class PackedRows(_OfOurLoader):
@@ -64,7 +68,6 @@ def packed_blocks(shape: LayerShape, k: int, n: int, loader: Any) -> PackedBlock
     assert shape.layout is not None
     bits = FORMATS[shape.format]
     blocks = blocks_of(*padded_shape(k, n, bits, shape.layout), bits, shape.layout)
-    assert blocks is not None
     return PackedBlocks(
         data=torch.empty(blocks.shape, dtype=torch.uint8),
         input_dim=blocks.row_dim,
@@ -77,6 +80,4 @@ def packed_blocks(shape: LayerShape, k: int, n: int, loader: Any) -> PackedBlock
 
 def in_blocks(weight: PackedWeight) -> torch.Tensor:
     """The bytes of a weight in the form of `PackedBlocks`, on the same memory."""
-    blocks = blocks_of(weight.k_padded, weight.n_padded, weight.bits, weight.layout)
-    assert blocks is not None
-    return weight.data.view(blocks.shape)
+    return weight.data.view(blocks_of(weight.k_padded, weight.n_padded, weight.bits, weight.layout).shape)

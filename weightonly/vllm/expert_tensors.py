@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 
 from ..formats.awq import unpack_awq
 from ..formats.words import to_signed, unpack_words
+from .blocks import expect_bytes
 from .rows import pack_rows
 
 Read = Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +48,7 @@ class ExpertTensors:
 def of_rows(format: str, first_group: int, down_group: int, has_zeros: bool) -> ExpertTensors:
     """As our own loader brings them (see folders.py)."""
     names = ("scales", "zeros") if has_zeros else ("scales",)
-    read = dict[str, Read]({"qweight": _expect_bytes}) | {name: lambda t: t for name in names}
+    read = dict[str, Read]({"qweight": expect_bytes}) | {name: lambda t: t for name in names}
     return ExpertTensors(format, first_group, down_group, "qweight", "scales", "zeros" if has_zeros else None, read)
 
 
@@ -117,13 +118,3 @@ def _compressed_tensors(config: CompressedTensorsConfig, layer: Any, prefix: str
     zeros = None if weights.symmetric else "weight_zero_point"
     unread = ("weight_shape", "weight_g_idx")
     return ExpertTensors(f"int{bits}", group, group, "weight_packed", "weight_scale", zeros, read, unread)
-
-
-def _expect_bytes(qweight: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError for what another loader brings."""
-    if qweight.dtype != torch.uint8 or qweight.dim() != 2:
-        raise ValueError(
-            f"qweight: expected uint8 [N, K * bits / 8], got {qweight.dtype} {list(qweight.shape)}; "
-            "the method weightonly reads a folder with --load-format weightonly"
-        )
-    return qweight
