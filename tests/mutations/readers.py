@@ -273,8 +273,8 @@ MUTATIONS = [
         [
             (
                 "a permutation with a number twice",
-                "if perm is not None and not torch.equal(perm.sort().values",
-                "if perm is not None and not torch.equal(perm.sort().values.clamp(max=-1)",
+                "torch.equal(record.perm.sort().values",
+                "torch.equal(record.perm.sort().values.clamp(max=-1)",
             ),
             (
                 "zeros that the config denies",

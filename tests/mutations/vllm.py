@@ -283,7 +283,6 @@ MUTATIONS = [
                 'zeros = None if weights.symmetric else "weight_zero_point"',
                 "zeros = None",
             ),
-            ("what another loader brings", "if qweight.dtype != torch.uint8 or", "if"),
         ],
     ),
     *of(

@@ -145,11 +145,13 @@ class Checkpoint:
             has it. part: see `read_layer`.
         """
         read, form = self.shards.read if read is None else read, layer.format
-        tensors = {inside: read(name) for inside, name in layer.tensors.items() if inside != form.zeros}
+        # The small ones first: what stays for long does not lie between the large ones that packing frees.
+        names = sorted(layer.tensors.items(), key=lambda item: self.shards.tensors[item[1]].bytes)
         try:
             zeros = self._zero_points(layer, read)
             if zeros is not None and part is not None and form.zeros is not None:
                 zeros = zeros[part(form.zeros, 2)[0]]
+            tensors = {inside: read(name) for inside, name in names if inside != form.zeros}
             return form.read(layer.name, tensors, zeros), tensors.get("bias")
         except TensorError as error:
             raise _located(error, layer, self.shards) from error

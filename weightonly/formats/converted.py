@@ -48,11 +48,9 @@ def converted_format(options: Mapping[str, Any]) -> LayerFormat:
 
     def read(layer: str, tensors: Tensors, _: None) -> QuantizedLayer:
         record = QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors))
-        k, perm = record.weight.k, record.perm
-        if perm is not None and not torch.equal(
-            perm.sort().values, torch.arange(k, device=perm.device).expand_as(perm)
-        ):
-            raise TensorError("perm", f"expected a permutation of 0..{k - 1}, got another set of numbers")
+        order = torch.arange(record.weight.k, device=record.scales.device)
+        if record.perm is not None and not torch.equal(record.perm.sort().values, order.expand_as(record.perm)):
+            raise TensorError("perm", f"expected a permutation of 0..{len(order) - 1}, got another set of numbers")
         return record
 
     return LayerFormat(

@@ -123,6 +123,7 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
 
     def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight:
         qweight, scales, g_idx, bits = tensors["qweight"], tensors["scales"], tensors.get("g_idx"), bits_of(layer)
+        zeros = None if zeros is None else zeros.to(scales)
         k = len(qweight) * 32 // bits if g_idx is None else len(g_idx)
         grouping = _grouping(k, len(scales), g_idx, _group_size(layer), scales.device)
         return grouping.weight(unpack_words(qweight, bits, dim=0)[:k], bits, scales, zeros)
