@@ -70,7 +70,7 @@ class Checkpoint:
     def _zero_points(self, layer: Layer, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
         """int8 [groups, N]; None: all are 0."""
         name, form = layer.name, layer.format
-        if form.zero_points is None or form.zeros not in layer.tensors:
+        if form.zero_points is None or form.zeros is None or form.zeros not in layer.tensors:
             return None
         if name not in self._zeros:
             return form.zero_points(self.shapes[name], name, read(layer.tensors[form.zeros]))

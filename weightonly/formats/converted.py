@@ -46,7 +46,7 @@ def converted_format(options: Mapping[str, Any]) -> LayerFormat:
     def describe(layer: str, tensors: Tensors) -> LayerShape:
         return shape_of(QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors)))
 
-    def read(layer: str, tensors: Tensors, _: None) -> QuantizedLayer:
+    def read(layer: str, tensors: Tensors, _: torch.Tensor | None) -> QuantizedLayer:
         record = QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors))
         order = torch.arange(record.weight.k, device=record.scales.device)
         if record.perm is not None and not torch.equal(record.perm.sort().values, order.expand_as(record.perm)):

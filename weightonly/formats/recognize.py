@@ -53,7 +53,7 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
                     return CONFIG, {"quant_method": method} | options
     for name, method in _SEPARATE_CONFIGS.items():
         if (separate := shards.config(name)) is not None:
-            return name, {"quant_method": method} | separate
+            return name, {"quant_method": method, **separate}
     return "", {}
 
 

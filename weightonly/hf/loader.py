@@ -62,12 +62,14 @@ def load_model(
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     shards.configs[CONFIG] = _entries(config)
     if is_dense(shards):
-        return _complete(*cls.from_pretrained(folder, config=config, **arguments), folder)
+        model, info = cls.from_pretrained(folder, config=config, **arguments)
+        return _complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
     if weights.pack_arch is None:
         _describe(config, weights, quantization_config(shards)[1])
         try:
-            return _complete(*cls.from_pretrained(folder, config=config, **arguments), folder)
+            model, info = cls.from_pretrained(folder, config=config, **arguments)
+            return _complete(model, info, folder)
         except SeparateExpertsError:
             pass  # they are put together below
     _describe(config, weights, weights.options)
