@@ -327,59 +327,7 @@ def test_what_cannot_run_is_not_converted(
     assert len(list(wo.load_checkpoint(source))) == 4  # it can still be read
 
 
-# --- version 2 ---------------------------------------------------------------------------------------------
-
-
-def version_2(source: Path, target: Path, arch: str) -> Path:
-    """What `convert` wrote before: one-dimensional bytes, described in the metadata of `weightonly.save`."""
-    entries: dict[str, Any] = {}
-    for record in wo.load_checkpoint(source, arch=arch):
-        if isinstance(record, QuantizedLayer):
-            inside = {"scales": record.scales, "zeros": record.zeros, "bias": record.bias, "perm": record.perm}
-            entries[f"{record.name}.qweight"] = record.weight
-            entries |= {f"{record.name}.{name}": tensor for name, tensor in inside.items() if tensor is not None}
-        else:
-            entries[record.name] = record.tensor
-    target.mkdir()
-    wo.save(target / "model-00001.safetensors", entries)
-    options = {"quant_method": "weightonly", "format_version": 2, "arch": arch, "source": {}}
-    (target / "config.json").write_text(json.dumps({"quantization_config": options}))
-    return target
-
-
-@pytest.mark.parametrize(
-    ("layer", "options"), [(gptq_layer, GPTQ), (codebook_layer, BNB)], ids=["gptq", "own codebook"]
-)
-def test_folders_of_version_2_are_read(
-    layer: Layer, options: dict[str, Any], tmp_path: Path, generator: torch.Generator
-) -> None:
-    old = version_2(folder_of(tmp_path, layer, options, generator), tmp_path / "old", "sm90")
-    convert(old, tmp_path / "new")
-    assert open_checkpoint(tmp_path / "new").shapes == open_checkpoint(old).shapes
-    for folder in (old, tmp_path / "new"):
-        for record, original in zip(
-            sorted(wo.load_checkpoint(folder), key=lambda r: r.name),
-            sorted(wo.load_checkpoint(tmp_path / "model"), key=lambda r: r.name),
-            strict=True,
-        ):
-            if isinstance(record, QuantizedLayer):
-                assert isinstance(original, QuantizedLayer)
-                assert torch.equal(record.dequantize(), original.dequantize())
-
-
 # --- damaged conversions -----------------------------------------------------------------------------------
-
-
-def test_metadata_of_version_2_is_needed(tmp_path: Path, generator: torch.Generator) -> None:
-    from safetensors.torch import load_file, save_file
-
-    source = folder_of(tmp_path, awq_layer, AWQ, generator)
-    file = version_2(source, tmp_path / "packed", "sm80") / "model-00001.safetensors"
-    save_file(load_file(file), file)
-    with pytest.raises(
-        ValueError, match=r"config\.json: .*model-00001.safetensors: expected metadata of weightonly.save"
-    ):
-        wo.load_checkpoint(tmp_path / "packed")
 
 
 BAD_CONVERTED: dict[str, tuple[dict[str, torch.Tensor], str]] = {

@@ -115,7 +115,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ct transforms": (CT | {"transform_config": {"config_groups": {"r": {}}}}, "transform_config: expected none, got"),
     "llm.int8": (BNB | {"load_in_8bit": True}, "load_in_8bit: expected 4-bit weights, got true"),
-    "converted": ({"quant_method": "weightonly", "format_version": 1}, "format_version: expected 2 or 3, got 1"),
+    "converted": ({"quant_method": "weightonly", "format_version": 1}, "format_version: expected 3, got 1"),
 }
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import transformers
 from formats_llama import MODELS as QUANTIZED
 from hf_models import MODELS, TOKENS, dense_tensors, llama, logits, packed_layers, qwen2, saved, seeded, write_model
 from safetensors.torch import load_file, save_file
+from spy_reads import Reads
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import weightonly as wo
@@ -134,25 +135,6 @@ def test_converted_folders_load_in_one_line(case: str, tmp_path: Path, generator
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert torch.equal(logits(again, tokens), logits(model, tokens))
-
-
-@pytest.mark.parametrize("case", ["gptq-4bit-v1-act_order", "bitsandbytes-nf4-nested"])
-def test_folders_of_version_2(case: str, tmp_path: Path, generator: torch.Generator) -> None:
-    from test_formats_convert import version_2
-
-    folder = write_model(tmp_path / "model", case, generator)
-    old = version_2(folder, tmp_path / "old", "sm90")
-    config = json.loads((folder / "config.json").read_text()) | json.loads((old / "config.json").read_text())
-    (old / "config.json").write_text(json.dumps(config))
-    (old / "model-00001.safetensors").rename(old / "model.safetensors")
-    tokens = TOKENS % config["vocab_size"]
-    expected = logits(load_model(folder, torch.float32), tokens)
-    model = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32)
-    for loaded in (model, load_model(old, torch.float32), load_model(old, torch.float32, arch="sm90")):
-        assert torch.equal(logits(loaded, tokens), expected)
-    model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert torch.equal(logits(again, tokens), expected)
 
 
 @pytest.mark.parametrize("arch", ["sm70", "sm80", "sm90"])
@@ -314,7 +296,7 @@ def test_unknown_version(method: str, checkpoint: Path) -> None:
         checkpoint,
         quantization_config={"quant_method": method, "format_version": 9, "bits": 4, "checkpoint_format": "gptq_v9"},
     )
-    fails(checkpoint, "format_version: expected 2 or 3, got 9" if method == "weightonly" else "got 'gptq_v9'")
+    fails(checkpoint, "format_version: expected 3, got 9" if method == "weightonly" else "got 'gptq_v9'")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, "float64", torch.int8])
@@ -449,3 +431,32 @@ def test_run_says_what_is_wrong(case: str, packed: Path, capsys: pytest.CaptureF
     assert command.main(["run", str(packed), *words, "--device", "cpu"]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+# --- what is read -------------------------------------------------------------------------------------------
+
+ROUTES: dict[str, Callable[[Path], Any]] = {
+    "load_model": load_model,
+    "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=WeightOnlyConfig()
+    ),
+    "convert": lambda folder: convert(folder, folder.parent / "out", progress=False),
+    "inspect": lambda folder: command.main(["inspect", str(folder)]),
+}
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-8bit-v2", "compressed_tensors-4bit", "packed"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_headers_config_and_zero_points_are_read_once(
+    route: str, case: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model", "awq" if case == "packed" else case, generator)
+    (folder / "generation_config.json").write_text("{}")  # without it transformers looks for one in config.json
+    if case == "packed":
+        convert(folder, tmp_path / "packed", shard_bytes=1 << 14, progress=False)
+        folder = tmp_path / "packed"
+    reads = Reads(folder, monkeypatch)
+    ROUTES[route](folder)
+    assert set(reads.headers.values()) == {1} and len(reads.headers) == len([*folder.glob("*.safetensors")])
+    assert reads.opened["config.json"] == 1
+    assert reads.zero_points() <= {1} and (reads.zero_points() or route == "inspect" or case == "packed")

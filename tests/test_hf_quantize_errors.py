@@ -68,7 +68,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "skip": ({"modules_to_not_convert": "lm_head"}, TypeError, "modules_to_not_convert: expected a list.*'lm_head'"),
     "unknown": ({"bits": 4}, ValueError, "quantization_config: unknown entries 'bits'"),
     "method": ({"quant_method": "gptq"}, ValueError, "quant_method: expected 'weightonly', got 'gptq'"),
-    "version": ({"format_version": 9}, ValueError, "format_version: expected 2 or 3, got 9"),
+    "version": ({"format_version": 9}, ValueError, "format_version: expected 3, got 9"),
 }
 
 
@@ -105,7 +105,7 @@ def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
 
 
 EDITS: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"format_version": 7}, "format_version: expected 2 or 3, got 7"),
+    "version": ({"format_version": 7}, "format_version: expected 3, got 7"),
     "format": ({"format": "int8"}, r"qweight: expected uint8 \[\d+, \d+\], got uint8"),
     "layout": ({"layout": "tiled"}, r"qweight: expected uint8 \[\d+, \d+\], got uint8"),
     "no layout": ({"layout": None}, r"layout of model\.layers\.0\S+: expected one of row_major.*got None"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +20,26 @@ pytest.importorskip("vllm")
 import formats_llama as llama
 import vllm_cases as cases
 from safetensors.torch import load_file, save_file
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from spy_reads import Reads
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm_models import built, check, load
 
 import weightonly as wo
-from weightonly.formats import IntWeight, open_checkpoint
+from weightonly.formats import IntWeight, QuantizedLayer, open_checkpoint
 from weightonly.formats.layers import LayerShape
 from weightonly.vllm import register
-from weightonly.vllm.folders import WeightOnlyConfig, _one_kind, loadable
+from weightonly.vllm.folders import WeightOnlyConfig, WeightOnlyLoader, _one_kind, loadable
 from weightonly.vllm.linear_method import RowGroups, WeightOnlyLinearMethod
 from weightonly.vllm.support import VARIABLE
 
@@ -300,6 +311,173 @@ def test_refused(tmp_path: Path, generator: torch.Generator, no_groups_of_16: No
     folder = write(tmp_path / "group", packer, options | {"desc_act": False}, generator)
     with pytest.raises(ValueError, match=r"qkv_proj: group_size must be .* got 16"):
         load(folder)
+
+
+# --- packed bytes of converted folders --------------------------------------------------------------------------
+
+ARCH_OF = {"row_major": "sm70", "interleaved": "sm80", "tiled": "sm90", "cpu": "cpu"}
+MERGES = {"merged": ("a", "b"), "qkv": ("q", "k", "v")}
+
+
+def converted_layers(
+    folder: Path, layout: str, format: str, sizes: dict[str, tuple[int, int]], g: torch.Generator
+) -> Path:
+    """A converted folder in `layout` of layers in groups of 64; sizes: name -> (K, N)."""
+    packer = codes("nf4", False) if format == "nf4" else integers("gptq", int(format[3:]), True, False, 64)
+    options = FOLDERS["bnb-nf4"][1]
+    if format != "nf4":
+        options = GPTQ | {"bits": int(format[3:]), "sym": False, "desc_act": False, "group_size": 64}
+    source = folder / "source"
+    source.mkdir()
+    tensors = {
+        f"{name}.{inside}": t.contiguous() for name, (k, n) in sizes.items() for inside, t in packer(k, n, g).items()
+    }
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"quantization_config": options}))
+    wo.formats.convert(source, folder / "packed", arch=ARCH_OF[layout], progress=False)
+    return folder / "packed"
+
+
+def rank_layer(kind: str, n: int, config: WeightOnlyConfig) -> LinearBase:
+    arguments: dict[str, Any] = {"bias": False, "quant_config": config, "prefix": kind}
+    if kind == "row":
+        return RowParallelLinear(256, n, reduce_results=False, **arguments)
+    if kind == "merged":
+        return MergedColumnParallelLinear(256, [n, n], **arguments)
+    if kind == "qkv":
+        return QKVParallelLinear(256, 64, n // 64, 2, **arguments)
+    return ColumnParallelLinear(256, n, **arguments)
+
+
+def loaded_part(
+    folder: Path, kind: str, n: int, arch: str, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> LinearBase:
+    """One rank's layer of the folder, by our own loader."""
+    monkeypatch.setattr(WeightOnlyLinearMethod, "arch", arch)
+    config = WeightOnlyConfig()
+    config.packed_modules_mapping = {name: list(parts) for name, parts in MERGES.items()}
+    config.maybe_update_config(str(folder))
+    cases.rank_of(monkeypatch, rank, ranks)
+    layer = rank_layer(kind, n, config)
+    parameters = dict(layer.named_parameters())
+    loader = WeightOnlyLoader(LoadConfig(load_format="weightonly"))
+    for name, tensor in loader.get_all_weights(SimpleNamespace(model=str(folder)), layer):  # type: ignore[arg-type]
+        source, _, inside = name.rpartition(".")
+        shard = {"a": (0,), "b": (1,), "q": ("q",), "k": ("k",), "v": ("v",)}.get(source, ())
+        parameters[inside].weight_loader(parameters[inside], tensor, *shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def sizes_of(kind: str, n: int) -> dict[str, tuple[int, int]]:
+    if kind == "qkv":
+        return {"q": (256, n), "k": (256, 128), "v": (256, 128)}
+    return dict.fromkeys(MERGES.get(kind, (kind,)), (256, n))
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "merged", "qkv"])
+@pytest.mark.parametrize(
+    ("layout", "format"),
+    [
+        (layout, format)
+        for layout in ARCH_OF
+        for format in ("int4", "int8", "nf4")
+        if (layout, format) != ("row_major", "nf4")
+    ],
+)
+def test_packed_bytes_are_cut_where_they_lie(
+    layout: str, format: str, kind: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of unpacked rows that are cut and packed, and nothing is unpacked or packed."""
+    register()
+    folder = converted_layers(tmp_path, layout, format, sizes_of(kind, 256), generator)
+    for ranks in (1, 2, 4):
+        for rank in range(ranks):
+            with cases.serving(), monkeypatch.context() as patch:
+                patch.setattr("weightonly.vllm.linear_method.cuts_bytes", lambda *_: False)
+                rows = loaded_part(folder, kind, 256, ARCH_OF[layout], rank, ranks, patch)
+            with cases.serving(), monkeypatch.context() as patch:
+                for name in ("pack_bytes", "unpack_bytes"):
+                    patch.setattr(f"weightonly.packing.{name}", None)
+                part = loaded_part(folder, kind, 256, ARCH_OF[layout], rank, ranks, patch)
+            assert part.quant_method.takes_blocks and not rows.quant_method.takes_blocks
+            expected = dict(rows.named_parameters())
+            for name, parameter in part.named_parameters():
+                assert torch.equal(parameter, expected.pop(name)), name
+            assert not expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "ranks", "in_blocks"),
+    [
+        ("column", 72, 1, True),
+        ("column", 144, 2, False),
+        ("merged", 72, 1, False),
+        ("row", 72, 2, True),
+        ("row", 72, 8, False),
+    ],
+)
+def test_parts_that_begin_inside_of_a_block(
+    kind: str,
+    n: int,
+    ranks: int,
+    in_blocks: bool,
+    tmp_path: Path,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are unpacked; a layer of any width that is not cut is not."""
+    register()
+    folder = converted_layers(tmp_path, "tiled", "int4", sizes_of(kind, n), generator)
+    records = [r for r in wo.load_checkpoint(folder, progress=False) if isinstance(r, QuantizedLayer)]
+    x = torch.randn(3, 256, generator=generator).half()
+    for rank in range(ranks):
+        with cases.serving(), monkeypatch.context() as patch:
+            layer = loaded_part(folder, kind, n, "sm90", rank, ranks, patch)
+            assert layer.quant_method.takes_blocks is in_blocks
+            y = layer(x.chunk(ranks, 1)[rank].contiguous() if kind == "row" else x)[0]
+        dense = torch.cat(
+            [r.dequantize().chunk(ranks, 1)[rank] if kind != "row" else r.dequantize() for r in records], 1
+        )
+        dense = dense.chunk(ranks)[rank] if kind == "row" else dense
+        x_part = x.chunk(ranks, 1)[rank] if kind == "row" else x
+        torch.testing.assert_close(y.float(), x_part.float() @ dense, rtol=2e-3, atol=2e-2 * float(dense.abs().max()))
+
+
+def test_a_layout_of_another_gpu_is_packed_again(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    folder = converted_layers(tmp_path, "interleaved", "int4", sizes_of("row", 256), generator)
+    parts = []
+    for blocks in (True, False):
+        with cases.serving(), monkeypatch.context() as patch:
+            if not blocks:
+                patch.setattr("weightonly.vllm.linear_method.cuts_bytes", lambda *_: False)
+            parts.append(loaded_part(folder, "row", 256, "sm90", 1, 2, patch))
+    assert [part.quant_method.takes_blocks for part in parts] == [True, False]
+    assert torch.equal(parts[0].qweight, parts[1].qweight) and parts[0].quant_method.layout == "tiled"
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["awq", "converted"])
+def test_headers_are_read_once(
+    converted: bool, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "source", *FOLDERS["awq-4bit"], generator)
+    if converted:
+        wo.formats.convert(folder, tmp_path / "packed", progress=False)
+        folder = tmp_path / "packed"
+    reads = Reads(folder, monkeypatch)
+    load(folder)
+    assert set(reads.headers.values()) == {1} and reads.zero_points() <= {1}
+
+
+def test_the_headers_stay_in_their_process(tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / "folder", *FOLDERS["awq-4bit"], generator)
+    config = WeightOnlyConfig()
+    config.maybe_update_config(str(folder))
+    sent = pickle.loads(pickle.dumps(config))
+    assert sent.shapes == config.shapes and sent.checkpoint(str(folder)).shapes == config.shapes
 
 
 # --- which layers are quantized, and how -----------------------------------------------------------------------

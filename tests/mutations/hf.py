@@ -9,11 +9,11 @@ MUTATIONS = [
         "weightonly/hf/config.py",
         "hf_quantize_errors hf_from_pretrained hf_quantize",
         [
-            ("another version", "if self.format_version not in READ_VERSIONS:", "if self.format_version is None:"),
+            ("another version", "        check_version(self.format_version)\n", ""),
             ("entries that nobody knows", "        if layer_options:\n", "        if layer_options is None:\n"),
             ("groups that no kernel takes", "            recipe.check_k(self.group_size * 2)", "            recipe  "),
-            ("weights come to config.json", 'hidden = ("weights", "reads_folder", *', 'hidden = ("reads_folder", *'),
-            ("a folder is quantized again", "config.reads_folder = True", "config.reads_folder = False"),
+            ("weights come to config.json", 'hidden = ("weights", "folder", *', 'hidden = ("folder", *'),
+            ("the config is read again", "            config.folder = dict(found)\n", "            pass\n"),
         ],
     ),
     *of(
@@ -30,7 +30,9 @@ MUTATIONS = [
                 'kwargs.setdefault("trust_remote_code", False)',
                 'kwargs.setdefault("trust_remote_code", True)',
             ),
-            ("arch packs nothing again", "== METHOD and arch is None):", "== METHOD):"),
+            ("arch packs nothing again", "if weights.pack_arch is None:", "if weights.pack_arch != 0:"),
+            ("headers are read again", "open_checkpoint(shards)", "open_checkpoint(folder)"),
+            ("config.json is read again", "    shards.configs[CONFIG] = _entries(config)\n", ""),
             ("the dtype of the tensors", "config.dtype or weights.plain_dtype or", "config.dtype or"),
             ("a tensor that is missing", "    if missing:\n", "    if len(missing) > 1:\n"),
             ("experts that cannot be stacked", "except SeparateExpertsError:", "except ZeroDivisionError:"),
@@ -53,8 +55,6 @@ MUTATIONS = [
                 "if weight not in plan.stacks and weight not in found and",
                 "if weight in plan.stacks and weight not in found and",
             ),
-            ("experts in several shapes", "    check_stacked(plan, checkpoint)\n    found", "    found"),
-            ("codebooks of version 2", 'if shape.format == "code4"]', 'if shape.format == "code5"]'),
         ],
     ),
     *of(
@@ -172,14 +172,10 @@ MUTATIONS = [
             ("the output embedding", "add_default_skips=True", "add_default_skips=False"),
             (
                 "codes have the layout of integers",
-                "        if config.format in CODE_FORMATS:\n",
-                "        if config.format is None:\n",
+                "if config.format in CODE_FORMATS else layout_for_arch(arch)",
+                "if config.format is None else layout_for_arch(arch)",
             ),
-            (
-                "codebooks of version 2",
-                "            model.get_submodule(name).codebook = codebook.to(",
-                "            _ = codebook.to(",
-            ),
+            ("experts in several shapes", "        check_stacked(self.plan, checkpoint)\n", ""),
             (
                 "conversions of packed layers stay",
                 "or [] if not _is_of_packed(c)]\n        model",
@@ -201,8 +197,8 @@ MUTATIONS = [
             ("Conv1D on several ranks", "return WHOLE if name in self.conv1d else DENSE", "return DENSE"),
             (
                 "folders of others on several ranks",
-                "            if self._is_parallel:\n                raise",
-                "            if model is None:\n                raise",
+                "self._reads_files and self._is_parallel and not is_packed:",
+                "self._reads_files and model is None:",
             ),
         ],
     ),

@@ -156,8 +156,8 @@ MUTATIONS = [
             ),
             (
                 "zero points of a symmetric layer",
-                "if weight.zeros is not None and symmetric == {True}:",
-                "if weight.zeros is not None and symmetric == {None}:",
+                "if zeros is not None and symmetric == {True}:",
+                "if zeros is not None and symmetric == {None}:",
             ),
             ("sizes of 0", "if min(n, k) < 1:", "if min(n, k) < 0:"),
             ("groups that do not divide K", "        if k % groups:\n", "        if k < groups:\n"),
@@ -273,8 +273,8 @@ MUTATIONS = [
         [
             (
                 "a permutation with a number twice",
-                "if perm is not None and not torch.equal(perm.sort().values",
-                "if perm is not None and not torch.equal(perm.sort().values.clamp(max=-1)",
+                "torch.equal(record.perm.sort().values",
+                "torch.equal(record.perm.sort().values.clamp(max=-1)",
             ),
             (
                 "zeros that the config denies",
@@ -283,10 +283,9 @@ MUTATIONS = [
             ),
             (
                 "zeros of codes",
-                '        if weight.code is not None:\n            raise TensorError("zeros"',
-                '        if weight.code == ():\n            raise TensorError("zeros"',
+                '        if fields["format"] in CODE_FORMATS:\n            raise TensorError("zeros"',
+                '        if fields["format"] is None:\n            raise TensorError("zeros"',
             ),
-            ("version 1", "if version not in READ_VERSIONS:", "if version is None:"),
         ],
     ),
     *of(

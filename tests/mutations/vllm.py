@@ -124,6 +124,25 @@ MUTATIONS = [
             ("the order of x", 'getattr(layer, "zeros", None), perm)', 'getattr(layer, "zeros", None), None)'),
             ("the bias", "gemm(x, w, bias=bias)", "gemm(x, w)"),
             ("the zeros", 'getattr(layer, "zeros", None), perm)', "None, perm)"),
+            (
+                "blocks are packed again",
+                "        if self.takes_blocks:\n            assert",
+                "        if False:\n            assert",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/vllm/blocks.py",
+        "vllm_folders",
+        [
+            (
+                "what another loader brings",
+                "loaded_weight.dtype != torch.uint8 or loaded_weight.dim() != dims",
+                "loaded_weight.dtype != torch.uint8 and loaded_weight.dim() != dims",
+            ),
+            ("columns inside of a block", "all(part % align == 0 for part in parts)", "True"),
+            ("rows inside of a block", "(k == whole[0] or k % K_ALIGN == 0)", "True"),
+            ("the columns of a block", "packed_factor=blocks.columns", "packed_factor=1"),
         ],
     ),
     *of(
@@ -299,6 +318,13 @@ MUTATIONS = [
                 "(p.format, p.k, p.symmetric is True, p.act_order) for p in parts",
             ),
             ("names of the folder", "hf_to_vllm_mapper.apply_list([name])", "[name]"),
+            ("headers are read again", "self._checkpoint or open_checkpoint(folder)", "open_checkpoint(folder)"),
+            (
+                "rows of every layer",
+                "loadable(weight, checkpoint.shapes[layer.name], layer.name in packed)",
+                "loadable(weight, checkpoint.shapes[layer.name])",
+            ),
+            ("layouts side by side", "first = dataclasses.replace(first, layout=None)", "pass"),
             ("a layer that is fused in the file", "if prefix in self.shapes:", "if prefix in ():"),
             ("experts without being asked", "if not experts_wanted():", "if experts_wanted() is None:"),
             ("experts in act-order", "or first.act_order or down.act_order:", "or first.act_order is None:"),

@@ -29,8 +29,11 @@ def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
     number of groups divides K. All on one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
     """
     awq_shape(qweight, scales, qzeros)
-    zeros = signed_zeros(unpack_awq(qzeros), 4, scales.dtype)
-    return IntWeight(to_signed(unpack_awq(qweight), 4), 4, scales, zeros, None)
+    return _weight(qweight, scales, signed_zeros(unpack_awq(qzeros), 4))
+
+
+def _weight(qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> IntWeight:
+    return IntWeight(to_signed(unpack_awq(qweight), 4), 4, scales, None if zeros is None else zeros.to(scales), None)
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
@@ -64,9 +67,6 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
             raise TensorError("scales", f"expected groups of {group_size} rows as the config says, got {rows}")
         return LayerShape("int4", k, n, rows, symmetric=False, act_order=False)
 
-    def read(layer: str, tensors: Tensors) -> IntWeight:
-        return read_awq(tensors["qweight"], tensors["scales"], tensors["qzeros"])
-
     return LayerFormat(
         name="awq",
         anchors=("qweight",),
@@ -75,12 +75,12 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
         owned=("qzeros",),  # not scales: AutoAWQ stores scales of activations, too
         small=(),
         describe=describe,
-        read=read,
+        read=lambda layer, tensors, zeros: _weight(tensors["qweight"], tensors["scales"], zeros),
         zeros="qzeros",
-        has_zeros=lambda layer, qzeros, n: bool(to_signed(unpack_awq(qzeros), 4).any()),
+        zero_points=lambda shape, layer, qzeros: signed_zeros(unpack_awq(qzeros), 4),
         axes=lambda bits: {
             "qweight": (Axis("k"), Axis("n", _COLUMNS_PER_WORD)),
-            "qzeros": (Axis("g"), Axis("n", _COLUMNS_PER_WORD)),
+            "qzeros": (Axis("g"), Axis("n")),
             "scales": (Axis("g"), Axis("n")),
             "bias": (Axis("n"),),
         },

@@ -130,7 +130,7 @@ def bitsandbytes_format(options: Mapping[str, Any]) -> LayerFormat:
         form = _codebook_format(state.quant_type, tensors["weight.quant_map"])
         return LayerShape(form, state.k, state.n, state.group_size, symmetric=True, act_order=False)
 
-    def read(layer: str, tensors: Tensors) -> CodeWeight:
+    def read(layer: str, tensors: Tensors, _: torch.Tensor | None) -> CodeWeight:
         return read_bitsandbytes(
             tensors["weight"],
             tensors["weight.absmax"],

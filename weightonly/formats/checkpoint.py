@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ class Checkpoint:
     layers: dict[str, Layer]
     shapes: dict[str, LayerShape]
     plain: tuple[str, ...]
+    _zeros: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict, repr=False)
+    """Layer -> zero points that were read before the layer is. Where there are any, they go with the layer."""
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -59,12 +60,21 @@ class Checkpoint:
         return sum(self.shards.tensors[name].bytes for name in self.layers[layer].tensors.values())
 
     def exact_shape(self, layer: str) -> LayerShape:
-        """The shape of `layer`, with its zero points read where nothing else tells whether there are any."""
-        form, shape, tensors = self.layers[layer].format, self.shapes[layer], self.layers[layer].tensors
-        if form.has_zeros is None or form.zeros is None or form.zeros not in tensors:
-            return shape
-        has_zeros = form.has_zeros(layer, self.shards.read(tensors[form.zeros]), shape.n)
-        return dataclasses.replace(shape, symmetric=not has_zeros)
+        """The shape of `layer`, with its zero points read, and kept, where nothing else tells whether there are any."""
+        found = self.layers[layer]
+        if found.format.zeros not in found.tensors:
+            return self.shapes[layer]
+        zeros = self._zeros[layer] = self._zero_points(found, self.shards.read)
+        return dataclasses.replace(self.shapes[layer], symmetric=zeros is None)
+
+    def _zero_points(self, layer: Layer, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """int8 [groups, N]; None: all are 0."""
+        name, form = layer.name, layer.format
+        if form.zero_points is None or form.zeros is None or form.zeros not in layer.tensors:
+            return None
+        if name not in self._zeros:
+            return form.zero_points(self.shapes[name], name, read(layer.tensors[form.zeros]))
+        return None if self._zeros[name] is None else self._zeros.pop(name)
 
     def records(
         self,
@@ -85,35 +95,25 @@ class Checkpoint:
             # disable=None: on a terminal only. Without progress there is no bar, not a hidden one: that takes a lock
             # which forked processes share, and one that is killed may keep it for good.
             bar = tqdm(total=self.total_bytes, unit="B", unit_scale=True, disable=None)
+        owners = {tensor: layer.name for layer in self.layers.values() for tensor in layer.tensors.values()}
+        done: set[str] = set()
         try:
-            for name, make, size_bytes in self._records_to_make(arch, read):
+            for name, info in self.shards.tensors.items():
+                layer = owners.get(name)
+                if layer in done:
+                    continue
                 if bar is not None:
-                    bar.set_postfix_str(name, refresh=False)
-                yield make()
+                    bar.set_postfix_str(layer or name, refresh=False)
+                if layer is None:
+                    yield PlainTensor(name, read(name))
+                else:
+                    done.add(layer)
+                    yield self.record_of(layer, arch, read)
                 if bar is not None:
-                    bar.update(size_bytes)
+                    bar.update(info.bytes if layer is None else self.layer_bytes(layer))
         finally:
             if bar is not None:
                 bar.close()
-
-    def _records_to_make(
-        self, arch: Arch | None, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[tuple[str, Callable[[], Record], int]]:
-        """(name, what makes the record, bytes of its tensors), in the order of the files."""
-
-        def plain_record(name: str) -> Record:
-            return PlainTensor(name, read(name))
-
-        plain = set(self.plain)
-        owners = {name: layer for layer in self.layers.values() for name in layer.tensors.values()}
-        done: set[str] = set()
-        for name in self.shards.tensors:
-            if name in plain:
-                yield name, functools.partial(plain_record, name), self.shards.tensors[name].bytes
-            elif owners[name].name not in done:
-                layer = owners[name]
-                done.add(layer.name)
-                yield layer.name, functools.partial(self._read, layer, arch, read), self.layer_bytes(layer.name)
 
     def read_layer(
         self, name: str, arch: Arch | None, device: torch.device | str = "cpu", part: Part | None = None
@@ -125,38 +125,45 @@ class Checkpoint:
         """
         layer = self.layers[name]
         inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
+        if part is None:
+            return self.record_of(name, arch, lambda tensor: self.shards.read(tensor, device))
 
         def read(tensor: str) -> torch.Tensor:
-            if part is None:
+            if inside[tensor] == layer.format.zeros:  # all of them tell whether there are any
                 return self.shards.read(tensor, device)
             index, change = part(inside[tensor], len(self.shards.tensors[tensor].shape))
             return change(self.shards.read(tensor, device, part=index))
 
-        return self._read(layer, arch, read)
-
-    def record_of(self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
-        """The record of one layer whose tensors `read` gives by their names in the files."""
-        return self._read(self.layers[name], arch, read)
+        return self.record_of(name, arch, read, part)
 
     def read(
-        self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None
+        self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None, part: Part | None = None
     ) -> tuple[IntWeight | CodeWeight | QuantizedLayer, torch.Tensor | None]:
         """The weight of one layer as its file has it, packed if that is a converted one, and its bias.
 
-        read: (name of a tensor) -> the tensor; None: on the CPU, as the file has it.
+        read: (name of a tensor) -> the tensor, or its part, but all of the zero points; None: on the CPU, as the file
+            has it. part: see `read_layer`.
         """
-        read = self.shards.read if read is None else read
-        tensors = {inside: read(name) for inside, name in layer.tensors.items()}
+        read, form = self.shards.read if read is None else read, layer.format
+        # The small ones first: what stays for long does not lie between the large ones that packing frees.
+        names = sorted(layer.tensors.items(), key=lambda item: self.shards.tensors[item[1]].bytes)
         try:
-            return layer.format.read(layer.name, tensors), tensors.get("bias")
+            zeros = self._zero_points(layer, read)
+            if zeros is not None and part is not None and form.zeros is not None:
+                zeros = zeros[part(form.zeros, 2)[0]]
+            tensors = {inside: read(name) for inside, name in names if inside != form.zeros}
+            return form.read(layer.name, tensors, zeros), tensors.get("bias")
         except TensorError as error:
             raise _located(error, layer, self.shards) from error
 
-    def _read(self, layer: Layer, arch: Arch | None, read: Callable[[str], torch.Tensor]) -> QuantizedLayer:
-        weight, bias = self.read(layer, read)
+    def record_of(
+        self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor], part: Part | None = None
+    ) -> QuantizedLayer:
+        """The record of one layer; read, part: see `read`."""
+        weight, bias = self.read(self.layers[name], read, part)
         if isinstance(weight, QuantizedLayer):
             return dataclasses.replace(weight, weight=repack(weight.weight, arch))
-        return pack(layer.name, weight, bias, arch)
+        return pack(name, weight, bias, arch)
 
 
 def load_checkpoint(
@@ -192,12 +199,12 @@ def load_checkpoint(
     return checkpoint.records(arch, device, progress, digests_of(checkpoint.shards) if verify else None)
 
 
-def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Recognize the format of a folder and check every header, without reading a weight.
+def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
+    """Recognize the format of a folder, or of one whose headers have been read, and check every header.
 
-    Raises what `load_checkpoint` raises.
+    No weight is read. Raises what `load_checkpoint` raises.
     """
-    shards = Shards(require_path("folder", folder))
+    shards = folder if isinstance(folder, Shards) else Shards(require_path("folder", folder))
     source, formats = recognize(shards)
     try:
         layers = find_layers(shards.tensors, formats)

@@ -11,19 +11,19 @@ w = scale * (q - zero_point). https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..heuristics.problem import FORMAT_GROUPS
+from ..heuristics.problem import FORMAT_GROUPS, FORMATS
 from .ct_fp4 import fp4_shape, read_compressed_fp4
 from .ct_schemes import BITS, PACK_QUANTIZED, Scheme, Schemes
 from .expect import FLOATS, INTEGERS, TensorError, expect
 from .groups import Grouping, even_groups, group_rows
 from .layers import Axis, LayerFormat, LayerShape, MissingTensorError, Tensors, check_bias
 from .plain import CodeWeight, IntWeight
-from .words import signed_zeros, to_signed, unpack_words, words_for
+from .words import signed_zeros, unpack_words, words_for
 
 
 def read_compressed_tensors(
@@ -44,19 +44,20 @@ def read_compressed_tensors(
         raise ValueError(f"bits: expected 4 or 8, got {bits}")
     k, n, groups = _shape(weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx, bits)
     grouping = _grouping(k, groups, weight_g_idx, weight_scale.device)
-    q = to_signed(unpack_words(weight_packed, bits, dim=1)[:, :k].t().contiguous(), bits)
-    scales = weight_scale.expand(n, groups).t().contiguous()
-    zeros = None
-    if weight_zero_point is not None:
-        unsigned = unpack_words(weight_zero_point, bits, dim=0)[:n].t().contiguous()  # (groups, N)
-        zeros = signed_zeros(unsigned, bits, scales.dtype)
-    return IntWeight(
-        grouping.sort(q),
-        bits,
-        grouping.spread(scales),
-        None if zeros is None else grouping.spread(zeros),
-        grouping.perm,
-    )
+    zeros = None if weight_zero_point is None else _zero_points(weight_zero_point, n, bits)
+    return _weight(weight_packed, weight_scale, zeros, bits, (n, k), grouping)
+
+
+def _zero_points(weight_zero_point: torch.Tensor, n: int, bits: int) -> torch.Tensor | None:
+    return signed_zeros(unpack_words(weight_zero_point, bits, dim=0)[:n].t().contiguous(), bits)
+
+
+def _weight(
+    packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, bits: int, size: Sequence[int], by: Grouping
+) -> IntWeight:
+    n, k = size
+    u = unpack_words(packed, bits, dim=1)[:, :k].t().contiguous()
+    return by.weight(u, bits, scale.expand(n, -1).t().contiguous(), zeros)
 
 
 def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
@@ -127,28 +128,18 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         grouping = _grouping(k, groups, g_idx, torch.device("cpu"))
         return LayerShape(f"int{bits}", k, n, grouping.rows, zero_point is None, grouping.perm is not None)
 
-    def has_zeros(layer: str, zero_point: torch.Tensor, n: int) -> bool:
-        bits = next(bits for bits in BITS if words_for(n, bits) == zero_point.shape[0])
-        return bool(to_signed(unpack_words(zero_point, bits, dim=0)[:n], bits).any())
-
-    def read(layer: str, tensors: Tensors) -> IntWeight | CodeWeight:
+    def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight | CodeWeight:
         if is_floats(tensors):
             return read_compressed_fp4(
                 tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_global_scale")
             )
-        bits = bits_of(layer, tensors)
-        weight = read_compressed_tensors(
-            tensors["weight_packed"],
-            tensors["weight_scale"],
-            tensors["weight_shape"],
-            tensors.get("weight_zero_point"),
-            tensors.get("weight_g_idx"),
-            bits=bits,
-        )
+        bits, scale = bits_of(layer, tensors), tensors["weight_scale"]
         symmetric = {scheme.symmetric for scheme in of_format(layer, PACK_QUANTIZED) if scheme.bits == bits}
-        if weight.zeros is not None and symmetric == {True}:
+        if zeros is not None and symmetric == {True}:
             raise TensorError("weight_zero_point", "expected zeros, as the config says symmetric, got others")
-        return weight
+        size = _sizes(tensors["weight_shape"])
+        grouping = _grouping(size[1], scale.shape[-1], tensors.get("weight_g_idx"), scale.device)
+        return _weight(tensors["weight_packed"], scale, zeros, bits, size, grouping)
 
     return LayerFormat(
         name="compressed-tensors",
@@ -167,11 +158,11 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         describe=describe,
         read=read,
         zeros="weight_zero_point",
-        has_zeros=has_zeros,
+        zero_points=lambda shape, layer, zero_point: _zero_points(zero_point, shape.n, FORMATS[shape.format]),
         axes=lambda bits: {
             "weight_packed": (Axis("n"), Axis("k", 32 // bits)),
             "weight_scale": (Axis("n"), Axis("g")),
-            "weight_zero_point": (Axis("n", 32 // bits), Axis("g")),
+            "weight_zero_point": (Axis("g"), Axis("n")),
             "weight_g_idx": (Axis("k"),),
             "bias": (Axis("n"),),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -16,15 +17,15 @@ from ..heuristics.arch import Arch
 from ..packing import target_name
 from ..require import require_int, require_path
 from ..shown import shown
-from ..storage import publish, read_json, staged
+from ..storage import publish, staged
 from ..tensor_file import write
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
 from .layers import LayerShape
 from .packed_config import METHOD, VERSION, check_runs, guard_of, options_of
-from .recognize import CONFIG, quantization_config
+from .recognize import quantization_config
 from .records import QuantizedLayer, Record
-from .shards import INDEX
+from .shards import CONFIG, INDEX
 
 SHARD_BYTES = 2 << 30
 """A file is written when it holds this much. `convert` needs this much memory, and one layer."""
@@ -76,7 +77,8 @@ def convert(
         marker = folder / INCOMPLETE
         marker.touch()
         weight_map = _write_shards(folder, checkpoint.records(arch, device, progress), shard_bytes, shapes)
-        _write_json(folder / INDEX, {"metadata": {"total_size": _data_bytes(folder)}, "weight_map": weight_map})
+        total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for file in companions:
             shutil.copyfile(file, folder / file.name)
         _write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
@@ -120,14 +122,9 @@ def _write_shards(
     return weight_map
 
 
-def _data_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerShape]) -> dict[str, Any]:
     """config.json of the source, with a quantization config that says what the folder is now."""
-    path = checkpoint.folder / CONFIG
-    config = read_json(path) if os.path.lexists(path) else {}
+    config = copy.deepcopy(dict(checkpoint.shards.config(CONFIG) or {}))
     config.pop("compression_config", None)
     if isinstance(config.get("text_config"), dict):
         config["text_config"].pop("quantization_config", None)

@@ -7,27 +7,23 @@ x.perm             int32 [K]
 x.codebook         int32 [16], the bits of the fp32 numbers of a codebook; "code4" alone
 
 Of stacked experts they are what `nn.GroupedLinear` holds: all but the codebook have a dimension [E] before their own.
-
-In version 2 of the format qweight has one dimension, and the files of `weightonly.save` say in their metadata what it
-is; there is no codebook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..heuristics.problem import CODE_FORMATS
 from ..layout import padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..storage import parse_json
-from ..tensor_file import DIGEST_KEY, PACKED_KEY
-from ..weight import QuantizedWeight
+from ..tensor_file import DIGEST_KEY
 from .expect import FLOATS, TensorError, expect, option
 from .layers import LayerFormat, LayerShape, Tensors
-from .packed_config import METHOD, READ_VERSIONS, fields_of
+from .packed_config import METHOD, check_version, fields_of
 from .records import PlainTensor, QuantizedLayer, Record
 from .shards import Shards
 
@@ -35,60 +31,27 @@ INCOMPLETE = "INCOMPLETE"
 """A file that `convert` removes last: a folder that has it was not finished, and is not read."""
 
 
-def converted_format(options: Mapping[str, Any], metadata: Mapping[Path, Mapping[str, str]]) -> LayerFormat:
-    """The format of a converted folder. metadata: file -> its safetensors metadata.
-
-    Raises ValueError for another version or damaged metadata.
-    """
-    version = option(options, "format_version", int)
-    if version not in READ_VERSIONS:
-        raise ValueError(f"format_version: expected {' or '.join(map(str, READ_VERSIONS))}, got {version}")
-    metadata_of: dict[str, Mapping[str, Any]] = {}
-    if version == 2:
-        for file, texts in metadata.items():
-            metadata_of |= _packed_fields(file, texts)
+def converted_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format of a converted folder. Raises ValueError for another version."""
+    check_version(option(options, "format_version", int))
 
     def packed(layer: str, tensors: Tensors) -> PackedWeight:
-        qweight = tensors["qweight"]
         try:
-            if version == 2:
-                name = f"{layer}.qweight"
-                if name not in metadata_of:
-                    raise TensorError("qweight", f"expected its fields in the file's {PACKED_KEY}, got none")
-                return PackedWeight(qweight, **metadata_of[name])
-            return _from_config(qweight, tensors, fields_of(options, layer))
+            return _packed(tensors, fields_of(options, layer))
         except TensorError:
             raise
         except (TypeError, ValueError) as error:
             raise TensorError("qweight", str(error)) from error
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        weight = packed(layer, tensors)
-        groups = _check(weight, tensors)
-        return LayerShape(
-            weight.format,
-            weight.k,
-            weight.n,
-            weight.k // groups,
-            symmetric="zeros" not in tensors,
-            act_order="perm" in tensors,
-            layout=weight.layout,
-            experts=weight.experts,
-        )
+        return shape_of(QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors)))
 
-    def read(layer: str, tensors: Tensors) -> QuantizedLayer:
-        weight = packed(layer, tensors)
-        scales, zeros, perm = tensors["scales"], tensors.get("zeros"), tensors.get("perm")
-        order = torch.arange(weight.k, device=scales.device)
-        if perm is not None and not torch.equal(perm.sort().values, order.expand_as(perm)):
-            raise TensorError("perm", f"expected a permutation of 0..{weight.k - 1}, got another set of numbers")
-        told = {
-            "group_size": weight.k // scales.shape[-2],
-            "has_zeros": zeros is not None,
-            "has_perm": perm is not None,
-        }
-        weight = PackedWeight(weight.data, **weight.fields | told)
-        return QuantizedLayer(layer, weight, scales, zeros, tensors.get("bias"), perm)
+    def read(layer: str, tensors: Tensors, _: torch.Tensor | None) -> QuantizedLayer:
+        record = QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors))
+        order = torch.arange(record.weight.k, device=record.scales.device)
+        if record.perm is not None and not torch.equal(record.perm.sort().values, order.expand_as(record.perm)):
+            raise TensorError("perm", f"expected a permutation of 0..{len(order) - 1}, got another set of numbers")
+        return record
 
     return LayerFormat(
         name=METHOD,
@@ -135,12 +98,18 @@ def shape_of(record: QuantizedLayer) -> LayerShape:
     )
 
 
-def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
-    """The weight that the config describes. Raises TensorError for tensors that contradict it."""
+def _beside(tensors: Tensors) -> dict[str, Any]:
+    """All but the weight of a `QuantizedLayer`."""
+    return {name: tensors.get(name) for name in ("scales", "zeros", "bias", "perm")}
+
+
+def _packed(tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
+    """The weight that the config describes. Raises TensorError for tensors that contradict it, or each other."""
+    qweight, scales, group_size = tensors["qweight"], tensors["scales"], fields["group_size"]
     stack = ["E"] if qweight.dim() == 3 else []
-    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", "N"])
-    *experts, groups, n = tensors["scales"].shape
-    k = groups * fields["group_size"]
+    expect("scales", scales, FLOATS, [*stack, "groups", "N"])
+    *experts, groups, n = scales.shape
+    k = groups * group_size
     for name, field, is_there in (("zeros", "symmetric", False), ("perm", "act_order", True)):
         if (name in tensors) != (fields[field] is is_there):
             there = "it" if name in tensors else "none"
@@ -148,14 +117,32 @@ def _from_config(qweight: torch.Tensor, tensors: Tensors, fields: Mapping[str, A
     bits = format_bits(fields["format"])
     rows = stored_shape(*padded_shape(k, n, bits, fields["layout"]), bits, fields["layout"])
     expect("qweight", qweight, torch.uint8, [*experts, *rows])
+    if "zeros" in tensors:
+        if fields["format"] in CODE_FORMATS:
+            raise TensorError("zeros", f"expected none for a weight of format {fields['format']}, got it")
+        expect("zeros", tensors["zeros"], scales.dtype, scales.shape)
+    if "perm" in tensors:
+        expect("perm", tensors["perm"], torch.int32, [*experts, k])
+    if "bias" in tensors:
+        expect("bias", tensors["bias"], FLOATS, [*experts, n])
     code = None
     if fields["format"] == "code4":
         if "codebook" not in tensors:
             raise TensorError("qweight", "expected a codebook beside it for code4, got none")
         expect("codebook", tensors["codebook"], torch.int32, [16])
         code = tensors["codebook"].view(torch.float32)
-    count = experts[0] if experts else None
-    return PackedWeight(qweight.reshape(-1), k, n, fields["format"], fields["layout"], code, experts=count)
+    return PackedWeight(
+        qweight.reshape(-1),
+        k,
+        n,
+        fields["format"],
+        fields["layout"],
+        code,
+        group_size=group_size,
+        has_zeros="zeros" in tensors,
+        has_perm="perm" in tensors,
+        experts=experts[0] if experts else None,
+    )
 
 
 def digests_of(shards: Shards) -> dict[str, str]:
@@ -170,35 +157,3 @@ def digests_of(shards: Shards) -> dict[str, str]:
         if not isinstance(digests.get(name), str):
             raise ValueError(f"{info.file}: {name}: expected a digest to verify, as `convert` writes them, got none")
     return digests
-
-
-def _packed_fields(file: Path, texts: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    try:
-        packed = parse_json(texts.get(PACKED_KEY, "").encode())
-        if not isinstance(packed, dict) or not all(isinstance(fields, dict) for fields in packed.values()):
-            raise ValueError("not names and fields")
-    except ValueError as error:
-        raise ValueError(f"{file}: expected metadata of weightonly.save, got damaged or none ({error})") from error
-    return packed
-
-
-def _check(weight: PackedWeight, tensors: Tensors) -> int:
-    """The number of groups. Raises TensorError for tensors that do not fit the weight."""
-    stack = [] if weight.experts is None else [weight.experts]
-    expect("scales", tensors["scales"], FLOATS, [*stack, "groups", weight.n])
-    groups = tensors["scales"].shape[-2]
-    if weight.k % groups:
-        raise TensorError("scales", f"expected a number of groups that divides K = {weight.k}, got {groups}")
-    if "zeros" in tensors:
-        if weight.code is not None:
-            raise TensorError("zeros", f"expected none for a weight of format {weight.format}, got it")
-        expect("zeros", tensors["zeros"], tensors["scales"].dtype, [*stack, groups, weight.n])
-    if "perm" in tensors:
-        expect("perm", tensors["perm"], torch.int32, [*stack, weight.k])
-    if "bias" in tensors:
-        expect("bias", tensors["bias"], FLOATS, [*stack, weight.n])
-    try:
-        QuantizedWeight(weight, tensors["scales"], tensors.get("zeros"), tensors.get("perm"))
-    except ValueError as error:
-        raise TensorError("qweight", str(error)) from error
-    return groups

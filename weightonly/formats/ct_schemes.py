@@ -10,6 +10,7 @@ import torch
 
 from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
+from .groups import is_in_order
 from .patterns import Name, Pattern, PatternError, Steps
 
 PACK_QUANTIZED = "pack-quantized"
@@ -55,7 +56,7 @@ class Scheme:
         is_set = g_idx is not None and not bool((g_idx == -1).all())
         if self.act_order and not is_set:
             return TensorError("weight_g_idx", "expected one for actorder: group of the config, got none")
-        if self.act_order is False and g_idx is not None and is_set and not _is_in_order(g_idx, groups):
+        if self.act_order is False and g_idx is not None and is_set and not is_in_order(g_idx, -(-k // groups)):
             return TensorError(
                 "weight_g_idx", "expected groups in order without actorder: group of the config, got others"
             )
@@ -66,11 +67,6 @@ class Scheme:
                 problem = f"expected {expected} groups of {size} rows for K = {k} as the config says, got {groups}"
                 return TensorError("weight_scale", problem)
         return None
-
-
-def _is_in_order(g_idx: torch.Tensor, groups: int) -> bool:
-    rows = torch.arange(len(g_idx), device=g_idx.device)
-    return torch.equal(g_idx.long(), rows // -(-len(g_idx) // groups))
 
 
 class Schemes:

@@ -49,9 +49,6 @@ def gpt_oss_format(options: Mapping[str, Any]) -> LayerFormat:
             expect("bias", tensors["bias"], FLOATS, [experts, n])
         return LayerShape("mxfp4", k, n, _ROWS, symmetric=True, act_order=False, experts=experts)
 
-    def read(layer: str, tensors: Tensors) -> CodeWeight:
-        return read_gpt_oss(tensors["blocks"], tensors["scales"])
-
     return LayerFormat(
         name=METHOD,
         anchors=("blocks",),
@@ -60,7 +57,7 @@ def gpt_oss_format(options: Mapping[str, Any]) -> LayerFormat:
         owned=("scales",),
         small=(),
         describe=describe,
-        read=read,
+        read=lambda layer, tensors, zeros: read_gpt_oss(tensors["blocks"], tensors["scales"]),
         separator="_",
     )
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from .expect import FLOATS, INTEGERS, TensorError, expect, option
-from .groups import Grouping, even_groups, group_rows
+from .groups import Grouping, even_groups, group_rows, is_in_order
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .patterns import Name, Pattern, PatternError, Steps
 from .plain import IntWeight
-from .words import signed_zeros, to_signed, unpack_words, words_for
+from .words import signed_zeros, unpack_words, words_for
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
 """`checkpoint_format` of the config -> version of the zero points."""
@@ -62,15 +62,8 @@ def read_gptq(
         raise ValueError(f"version: expected 1 or 2, got {version}")
     k, n, groups = _shape(qweight, scales, qzeros, g_idx, bits)
     grouping = _grouping(k, groups, g_idx, group_size, scales.device)
-    q = to_signed(unpack_words(qweight, bits, dim=0)[:k], bits)
-    zeros = signed_zeros(_zero_points(qzeros, n, bits, version, symmetric), bits, scales.dtype)
-    return IntWeight(
-        grouping.sort(q),
-        bits,
-        grouping.spread(scales),
-        None if zeros is None else grouping.spread(zeros),
-        grouping.perm,
-    )
+    zeros = signed_zeros(_zero_points(qzeros, n, bits, version, symmetric), bits)
+    return grouping.weight(unpack_words(qweight, bits, dim=0)[:k], bits, scales, zeros)
 
 
 def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
@@ -122,25 +115,22 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         if g_idx is None and needs_order:
             raise TensorError("g_idx", "expected one, as the config says desc_act; there is none")
         grouping = _grouping(k, groups, g_idx, _group_size(layer), torch.device("cpu"))
-        if g_idx is not None and act_order is False and not _is_in_order(g_idx, groups, _group_size(layer)):
+        size = _group_size(layer)
+        rows = k // groups if size is None else k if size == -1 else size
+        if g_idx is not None and act_order is False and not is_in_order(g_idx, rows):
             raise TensorError("g_idx", "expected the groups in order, as the config says desc_act is false, got others")
         return LayerShape(f"int{bits}", k, n, grouping.rows, symmetric, act_order=grouping.perm is not None)
 
-    def read(layer: str, tensors: Tensors) -> IntWeight:
-        return read_gptq(
-            tensors["qweight"],
-            tensors["scales"],
-            tensors["qzeros"],
-            tensors.get("g_idx"),
-            bits=bits_of(layer),
-            version=version,
-            group_size=_group_size(layer),
-            symmetric=bool(symmetric),
-        )
+    def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight:
+        qweight, scales, g_idx, bits = tensors["qweight"], tensors["scales"], tensors.get("g_idx"), bits_of(layer)
+        zeros = None if zeros is None else zeros.to(scales)
+        k = len(qweight) * 32 // bits if g_idx is None else len(g_idx)
+        grouping = _grouping(k, len(scales), g_idx, _group_size(layer), scales.device)
+        return grouping.weight(unpack_words(qweight, bits, dim=0)[:k], bits, scales, zeros)
 
-    def has_zeros(layer: str, qzeros: torch.Tensor, n: int) -> bool:
+    def zero_points(shape: LayerShape, layer: str, qzeros: torch.Tensor) -> torch.Tensor | None:
         bits = bits_of(layer)
-        return bool(to_signed(_zero_points(qzeros, n, bits, version, bool(symmetric)), bits).any())
+        return signed_zeros(_zero_points(qzeros, shape.n, bits, version, bool(symmetric)), bits)
 
     def _group_size(layer: str) -> int | None:
         return _option(override(layer), "group_size", group_size)
@@ -157,10 +147,10 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         describe=describe,
         read=read,
         zeros="qzeros",
-        has_zeros=has_zeros,
+        zero_points=zero_points,
         axes=lambda bits: {
             "qweight": (Axis("k", 32 // bits), Axis("n")),
-            "qzeros": (Axis("g"), Axis("n", 32 // bits)),
+            "qzeros": (Axis("g"), Axis("n")),
             "scales": (Axis("g"), Axis("n")),
             "g_idx": (Axis("k"),),
             "bias": (Axis("n"),),
@@ -202,12 +192,6 @@ def _grouping(
     if group_size is not None:
         even_groups(k, groups, group_size, device)  # as many groups as the config says, whichever rows they have
     return group_rows(g_idx, groups)
-
-
-def _is_in_order(g_idx: torch.Tensor, groups: int, group_size: int | None) -> bool:
-    k = len(g_idx)
-    rows = k // groups if group_size is None else k if group_size == -1 else group_size
-    return torch.equal(g_idx.long(), torch.arange(k, device=g_idx.device) // max(rows, 1))
 
 
 def _zero_points(qzeros: torch.Tensor, n: int, bits: int, version: int, symmetric: bool) -> torch.Tensor:

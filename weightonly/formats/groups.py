@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from .expect import TensorError
+from .plain import IntWeight
+from .words import to_signed
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,11 @@ class Grouping:
         """Scales or zeros of the file [groups of the file, N] -> [K / rows, N]."""
         return scales if self.source is None else scales.index_select(0, self.source)
 
+    def weight(self, u: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None) -> IntWeight:
+        """u: uint8 [K, N], unsigned values of `bits` bits. zeros: signed ones, of any dtype."""
+        spread = None if zeros is None else self.spread(zeros.to(scales))
+        return IntWeight(self.sort(to_signed(u, bits)), bits, self.spread(scales), spread, self.perm)
+
 
 def group_rows(g_idx: torch.Tensor, groups: int, name: str = "g_idx") -> Grouping:
     """Sort rows by their group, stably, and cut them into groups of one size.
@@ -59,6 +66,11 @@ def group_rows(g_idx: torch.Tensor, groups: int, name: str = "g_idx") -> Groupin
     if all(size == rows for size in sizes):
         return Grouping(perm, None, rows)
     return Grouping(perm, torch.arange(groups, device=g_idx.device).repeat_interleave(counts // rows), rows)
+
+
+def is_in_order(g_idx: torch.Tensor, rows: int) -> bool:
+    """Whether each group is the next `rows` rows."""
+    return torch.equal(g_idx.long(), torch.arange(len(g_idx), device=g_idx.device) // max(rows, 1))
 
 
 def even_groups(k: int, groups: int, group_size: int | None, device: torch.device) -> Grouping:

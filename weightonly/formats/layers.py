@@ -56,12 +56,14 @@ class LayerFormat:
     owned: suffixes that only a layer has: such a tensor without its anchor is an error.
     small: suffixes of tensors whose contents `describe` needs; it gets the others on the meta device, without data.
     describe: (layer, tensors) -> its shape; checks dtypes and shapes.
-    read: (layer, tensors) -> the plain weight, or the layer itself where the file has it packed.
+    read: (layer, tensors, zero points) -> the plain weight, or the layer itself where the file has it packed.
     Both raise TensorError for a tensor that does not fit.
-    zeros: suffix of the tensor of zero points, where `describe` does not tell whether any is not 0.
-    has_zeros: (layer, that tensor, N) -> whether one is.
-    axes: bits -> suffix of a tensor -> its dimensions, for reading a part of a layer (parts.py). A tensor that is not
-        named there is read as a whole. None: every layer is, as are codes in any case.
+    zeros: suffix of the tensor of zero points that `read` gets apart from the others, where `describe` does not tell
+        whether any is not 0.
+    zero_points: (shape, layer, that tensor) -> int8 [groups, N]; None where all are 0.
+    axes: bits -> suffix of a tensor -> its dimensions, for reading a part of a layer (parts.py); for that of zero
+        points, those of int8 [groups, N]. A tensor that is not named there is read as a whole. None: every layer is,
+        as are codes in any case.
     separator: between the name of a layer and a suffix.
     """
 
@@ -72,9 +74,9 @@ class LayerFormat:
     owned: tuple[str, ...]
     small: tuple[str, ...]
     describe: Callable[[str, Tensors], LayerShape]
-    read: Callable[[str, Tensors], IntWeight | CodeWeight | QuantizedLayer]
+    read: Callable[[str, Tensors, torch.Tensor | None], IntWeight | CodeWeight | QuantizedLayer]
     zeros: str | None = None
-    has_zeros: Callable[[str, torch.Tensor, int], bool] | None = None
+    zero_points: Callable[[LayerShape, str, torch.Tensor], torch.Tensor | None] | None = None
     axes: Callable[[int], Mapping[str, tuple[Axis, ...]]] | None = None
     separator: str = "."
 

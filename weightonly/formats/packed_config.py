@@ -26,10 +26,7 @@ METHOD = "weightonly"
 """`quant_method` of this library."""
 
 VERSION = 3
-"""`format_version` that is written."""
-
-READ_VERSIONS = (2, 3)
-"""Version 2 holds one-dimensional bytes, and describes them in the metadata of its files."""
+"""`format_version` of the folders that are written and read."""
 
 _GUARD = "fusion_config"
 _MESSAGE = f"{METHOD} (the checkpoint is packed: `import weightonly.hf` before from_pretrained)"
@@ -42,6 +39,12 @@ _FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "layout": (str, LAYOUTS),
 }
 """Name -> its type and the values that it may have; () for any."""
+
+
+def check_version(version: object) -> None:
+    """Raises ValueError for a `format_version` that is not read."""
+    if version != VERSION:
+        raise ValueError(f"format_version: expected {VERSION}, got {version!r}; convert the folder of its source again")
 
 
 def options_of(shapes: Mapping[str, LayerShape]) -> dict[str, Any]:

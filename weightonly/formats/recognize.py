@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..shown import shown
-from ..storage import read_json
 from .awq import awq_format
 from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
@@ -18,9 +16,8 @@ from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
-from .shards import Shards
+from .shards import CONFIG, Shards
 
-CONFIG = "config.json"
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
 
@@ -30,10 +27,11 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     "compressed-tensors": compressed_tensors_format,
     "bitsandbytes": bitsandbytes_format,
     GPT_OSS: gpt_oss_format,
+    METHOD: converted_format,
 }
 """Method of a quantization config -> what makes the format of its layers of the options."""
 
-METHODS = (*_READERS, METHOD)
+METHODS = tuple(_READERS)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
@@ -42,8 +40,7 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
     Raises ValueError, naming the file, for one that is damaged or no object.
     """
     folder = shards.folder
-    if os.path.lexists(folder / CONFIG):
-        config = read_json(folder / CONFIG)
+    if (config := shards.config(CONFIG)) is not None:
         inner = config.get("text_config")  # some multimodal models have it there
         for holder in (config, inner if isinstance(inner, dict) else {}):
             # compression_config is older: transformers did not know compressed-tensors then.
@@ -55,8 +52,8 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
                 if options is not None:
                     return CONFIG, {"quant_method": method} | options
     for name, method in _SEPARATE_CONFIGS.items():
-        if os.path.lexists(folder / name):
-            return name, {"quant_method": method} | read_json(folder / name)
+        if (separate := shards.config(name)) is not None:
+            return name, {"quant_method": method, **separate}
     return "", {}
 
 
@@ -73,7 +70,9 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         return "tensor names", (_from_tensors(shards),)
     try:
         method = option(options, "quant_method", str, "")
-        return source, _from_config(method, options, shards)
+        if method not in _READERS:
+            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+        return source, (_READERS[method](options),)
     except ValueError as error:
         raise ValueError(f"{folder / source}: {shown(error)}") from error
 
@@ -84,14 +83,6 @@ def is_dense(shards: Shards) -> bool:
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
-
-
-def _from_config(method: str, options: Mapping[str, Any], shards: Shards) -> tuple[LayerFormat, ...]:
-    if method == METHOD:
-        return (converted_format(options, shards.metadata),)
-    if method not in _READERS:
-        raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
-    return (_READERS[method](options),)
 
 
 def _from_tensors(shards: Shards) -> LayerFormat:

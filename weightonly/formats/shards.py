@@ -26,6 +26,7 @@ from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
 from ..tensor_file import digest
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -86,10 +87,18 @@ class Shards:
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self.bytes_read = 0
+        self.configs: dict[str, Mapping[str, Any] | None] = {}
+        """Name of a JSON file of the folder -> its content, once it has been read; None: it is not there."""
         if self.index is None:
             self._add_every_file()
         else:
             self._add_indexed(self.index)
+
+    def config(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object in a file of the folder, which is read once; None where it is not there."""
+        if name not in self.configs:
+            self.configs[name] = read_json(self.folder / name) if os.path.lexists(self.folder / name) else None
+        return self.configs[name]
 
     def read(
         self, name: str, device: torch.device | str = "cpu", sha256: str | None = None, part: Any = ...
@@ -103,44 +112,31 @@ class Shards:
         """
         info = self.tensors[name]
         slices = _slices(part, info.shape) if sha256 is None else None
-        if slices is not None:
-            return self._read_rows(name, info, *slices).to(device)
-        self.bytes_read += info.bytes
-        data = _memory(info.file, name, info.bytes)
-        with open_regular(info.file) as stream:
-            stream.seek(info.begin)
-            got = stream.readinto(data.numpy().data)
-        if got != info.bytes:
-            raise ValueError(f"{info.file}: {name}: expected {info.bytes} bytes, got {got}: the file is truncated")
-        if sha256 is not None and digest(data) != sha256:
-            raise ValueError(f"{info.file}: {name}: expected bytes with SHA-256 {sha256}, got others: it is damaged")
-        return data.view(info.dtype).view(info.shape)[part].to(device)
-
-    def _read_rows(self, name: str, info: TensorInfo, rows: slice, columns: slice) -> torch.Tensor:
-        """Rows of a tensor of one or more dimensions; columns: a slice of its second one."""
-        row_items = math.prod(info.shape[1:])
-        item_bytes = info.dtype.itemsize * math.prod(info.shape[2:])
-        if len(info.shape) == 1:
-            first, length = 0, info.dtype.itemsize
-            shape = (rows.stop - rows.start,)
+        rows, columns = slices or (slice(0, 1), slice(0, 1))
+        if slices is None:  # as one row
+            shape, row_bytes, first, length = info.shape, info.bytes, 0, info.bytes
         else:
-            first, length = columns.start * item_bytes, (columns.stop - columns.start) * item_bytes
-            shape = (rows.stop - rows.start, columns.stop - columns.start, *info.shape[2:])
-        row_bytes = row_items * info.dtype.itemsize
-        count = max(rows.stop - rows.start, 0)
-        data = _memory(info.file, name, count * length).view(count, length)
-        self.bytes_read += data.numel()
-        begin = info.begin + rows.start * row_bytes
+            item_bytes = info.dtype.itemsize * math.prod(info.shape[2:])
+            width = info.shape[1] if len(info.shape) > 1 else 1
+            shape = (rows.stop - rows.start, columns.stop - columns.start, *info.shape[2:])[: max(len(info.shape), 1)]
+            row_bytes, first = width * item_bytes, columns.start * item_bytes
+            length = (columns.stop - columns.start) * item_bytes
+        data = _memory(info.file, name, (rows.stop - rows.start) * length)
+        self.bytes_read += len(data)
+        begin = info.begin + rows.start * row_bytes + first
+        spans = [data.numpy()] if length == row_bytes else data.view(-1, max(length, 1)).numpy()
         with open_regular(info.file) as stream:
-            target = data.numpy()
-            spans = [target.reshape(-1).data] if length == row_bytes else [row.data for row in target]
-            for row, span in enumerate(spans if data.numel() else ()):
-                got, at = 0, begin + row * row_bytes + first
-                while got < len(span) and (more := os.preadv(stream.fileno(), [span[got:]], at + got)):
+            for row, span in enumerate(spans if len(data) else ()):
+                got, at = 0, begin + row * row_bytes
+                while got < len(span) and (more := os.preadv(stream.fileno(), [span.data[got:]], at + got)):
                     got += more  # a call reads 2 GiB at most
                 if got != len(span):
-                    raise ValueError(f"{info.file}: {name}: expected {len(span)} bytes, got {got}: it is truncated")
-        return data.view(-1).view(info.dtype).view(shape)
+                    problem = f"expected {len(span)} bytes, got {got}: the file is truncated"
+                    raise ValueError(f"{info.file}: {name}: {problem}")
+        if sha256 is not None and digest(data) != sha256:
+            raise ValueError(f"{info.file}: {name}: expected bytes with SHA-256 {sha256}, got others: it is damaged")
+        whole = data.view(info.dtype).view(shape)
+        return (whole[part] if slices is None else whole).to(device)
 
     def without_data(self, name: str) -> torch.Tensor:
         """A tensor of the same dtype and shape on the meta device."""

@@ -36,13 +36,13 @@ def to_signed(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values - (1 << (bits - 1))).view(torch.int8)  # uint8 wraps: 0 - 8 is 248, which is -8 as int8
 
 
-def signed_zeros(zeros: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Unsigned zero points, uint8 [groups, N] -> the library's in `dtype`; None if all of them become 0.
+def signed_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
+    """Unsigned zero points, uint8 [groups, N] -> the library's, int8; None if all of them become 0.
 
     Then w = s * (q - 0) = s * q, bit for bit, and kernels without zero points are faster. One host sync.
     """
     signed = to_signed(zeros, bits)
-    return signed.to(dtype) if bool(signed.any()) else None
+    return signed if bool(signed.any()) else None
 
 
 def unpack_nibbles(data: torch.Tensor, count: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .experts import in_turns_in_files, plan_experts, read_gates_first, stacked
-from .files import biased_layers, check_complete
+from .files import biased_layers, check_complete, check_declared
 from .modules import Plan, Stack
 from .names import Names
 
@@ -48,7 +48,7 @@ class CheckpointWeights:
         self.checkpoint = checkpoint
         self.arch = arch
         keeps_layout = arch is None and METHOD in checkpoint.methods
-        self.pack_arch: Arch | None = None if keeps_layout else _arch_or_visible(arch)
+        self.pack_arch: Arch | None = None if keeps_layout else arch_or_visible(arch)
         """What layers are packed for; None: they keep the layout that the folder has."""
         self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
         self.tensors: dict[str, Any] = {}
@@ -75,8 +75,11 @@ class CheckpointWeights:
     def plan(self, model: PreTrainedModel, stacks: bool = True) -> Plan:
         """What becomes of the layers of `model`; fills `tensors`. stacks: whether experts are packed, not dense.
 
-        Raises ValueError for a linear layer of the model that the checkpoint does not have.
+        Raises ValueError for a linear layer of the model that the checkpoint does not have, and for a packed layer that
+        config.json says to be dense.
         """
+        self.tensors.clear()
+        self._stacks.clear()
         self.dtype = model.dtype
         names, plan = Names(model), Plan()
         self._model = model
@@ -106,6 +109,7 @@ class CheckpointWeights:
             found.add(names.of_tensor(tensor))
             self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
         check_complete(model, plan, found, self.checkpoint.folder)
+        check_declared(plan, names, self.checkpoint)
         return plan
 
     def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:
@@ -196,7 +200,8 @@ class _Lazy:
         return self._dtype.is_floating_point
 
 
-def _arch_or_visible(arch: Arch | None) -> Arch:
+def arch_or_visible(arch: Arch | None) -> Arch:
+    """`arch`; None: the visible GPU, else the CPU."""
     if arch is not None:
         return arch
     if torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:

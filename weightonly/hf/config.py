@@ -10,7 +10,7 @@ import torch
 from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats.packed_config import METHOD, READ_VERSIONS, VERSION
+from ..formats.packed_config import METHOD, VERSION, check_version
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
 from ..heuristics.problem import FORMAT_GROUPS
@@ -56,9 +56,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         if given != METHOD:
             raise ValueError(f"quant_method: expected {METHOD!r}, got {given!r}")
         self.format_version = layer_options.pop("format_version", VERSION)
-        if self.format_version not in READ_VERSIONS:
-            expected = " or ".join(map(str, READ_VERSIONS))
-            raise ValueError(f"format_version: expected {expected}, got {self.format_version!r}")
+        check_version(self.format_version)
         self.format = format
         self.group_size = FORMAT_GROUPS.get(format, 128) if group_size is None else group_size
         self.symmetric = symmetric
@@ -73,8 +71,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         if layer_options:
             raise ValueError(f"quantization_config: unknown entries {', '.join(map(repr, sorted(layer_options)))}")
         self.weights: CheckpointWeights | None = None
-        self.reads_folder = False
-        """Whether the folder has layers of another quantizer, which are packed as they are."""
+        """The layers of the folder, where its headers have been read."""
+        self.folder: dict[str, Any] | None = None
+        """The quantization config of the folder, as transformers read it from config.json."""
         self._check()
 
     def _check(self) -> None:
@@ -90,7 +89,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = ("weights", "reads_folder", *(("source",) if self.source is None else ()))
+        hidden = ("weights", "folder", *(("source",) if self.source is None else ()))
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -113,11 +112,13 @@ def _merge_with(original: Callable[..., Any]) -> Callable[..., Any]:
         found = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
         method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
         if not isinstance(quantization_config_from_args, WeightOnlyConfig) or method == METHOD:
-            return original(quantization_config, quantization_config_from_args)
-        if method not in METHODS:
+            config = original(quantization_config, quantization_config_from_args)
+        elif method not in METHODS:
             raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
-        config = copy.copy(quantization_config_from_args)
-        config.reads_folder = True
+        else:
+            config = copy.copy(quantization_config_from_args)
+        if isinstance(config, WeightOnlyConfig) and found is quantization_config:
+            config.folder = dict(found)
         return config
 
     return merge

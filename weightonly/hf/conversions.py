@@ -190,6 +190,7 @@ class ReadLayers(WeightConverter):
             for expert, parts in enumerate(layers)
             for part, layer in enumerate(parts)
             for inside, tensor in read.checkpoint.layers[layer].tensors.items()
+            if inside != read.checkpoint.layers[layer].format.zeros  # those have been read
         }
         new = cls(list(dict.fromkeys(pattern for _, pattern in places.values())), "qweight", [read])
         new.places, new.stacks = places, set(stacks)

@@ -1,4 +1,4 @@
-"""Packed folders as transformers loads them: the files' headers against config.json, before any weight is read."""
+"""Folders as transformers loads them: their headers against the model and config.json, before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..formats.checkpoint import Checkpoint, open_checkpoint
+from ..formats.packed_config import METHOD
+from ..formats.recognize import quantization_config
+from ..formats.shards import CONFIG, Shards
 from ..nn.experts import expert_products, why_not_experts
-from .experts import plan_experts
 from .modules import Plan, linear_shape
 from .names import Names
 
@@ -20,38 +22,16 @@ class SeparateExpertsError(ValueError):
     """A packed folder has a layer for each expert, and these cannot be stacked for the one layer of the model."""
 
 
-def plan_of_files(model: PreTrainedModel, options: Mapping[str, Any], checkpoint: Checkpoint, stacks: bool) -> Plan:
-    """The layers of a folder that `convert` or `save_pretrained` wrote.
-
-    options: its quantization config. stacks: whether experts may be packed.
-
-    Raises ValueError, naming file and tensor, for files that contradict the config or each other, and, naming the
-    layer, for a layer of the model that the files do not have. Raises SeparateExpertsError for experts that cannot be
-    stacked: their shapes, formats or groups differ.
-    """
-    names = Names(model)
-    plan = Plan()
-    biased = biased_layers(checkpoint)
-    experts = plan_experts(names, checkpoint.shapes, biased, plan, stacks)
-    for layer, shape in checkpoint.shapes.items():
-        if layer in experts:
-            continue
-        name, pattern = names.of_layer(layer)
-        if pattern is not None and name in names.tensors:
-            plan.densified.setdefault(name, "the model stores several layers of the checkpoint in one parameter")
-        if f"{name}.weight" in names.tensors:
-            plan.layers[name] = shape
-    check_stacked(plan, checkpoint)
-    found = {names.of_tensor(name) for name in checkpoint.plain}
-    check_complete(model, plan, found, checkpoint.folder)
-    declared = {names.of_layer(name)[0] for name in options.get("modules_to_not_convert") or ()}
-    wrong = sorted(declared & plan.layers.keys())
+def check_declared(plan: Plan, names: Names, checkpoint: Checkpoint) -> None:
+    """Raises ValueError for a packed layer that config.json of a packed folder says to be dense."""
+    options = quantization_config(checkpoint.shards)[1]
+    dense = options.get("modules_to_not_convert") if METHOD in checkpoint.methods else ()
+    wrong = sorted({names.of_layer(name)[0] for name in dense or ()} & plan.layers.keys())
     if wrong:
         raise ValueError(
-            f"{checkpoint.folder / 'config.json'}: modules_to_not_convert: expected layers that are not packed, "
+            f"{checkpoint.folder / CONFIG}: modules_to_not_convert: expected layers that are not packed, "
             f"got {wrong[0]}, which is packed in the files"
         )
-    return plan
 
 
 def check_stacked(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -88,16 +68,14 @@ def check_complete(model: PreTrainedModel, plan: Plan, found: set[str], folder: 
         plan.dense[name] = "dense in the checkpoint"
 
 
-def codebooks_of_version_2(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Module -> int32 [16]: codebooks that stand in the metadata of the files."""
-    names = Names(model)
-    layers = [layer for layer, shape in checkpoint.shapes.items() if shape.format == "code4"]
-    codes = {layer: checkpoint.read_layer(layer, None).weight.code for layer in layers}
-    return {names.of_layer(layer)[0]: torch.tensor(code).view(torch.int32) for layer, code in codes.items()}
+def open_files(files: Sequence[str] | None, options: Mapping[str, Any] | None) -> Checkpoint:
+    """The checkpoint that has these files. options: its quantization config, where it has been read.
 
-
-def open_files(files: Sequence[str] | None) -> Checkpoint:
-    """The checkpoint that has these files. Raises ValueError for no files, and what `open_checkpoint` raises."""
+    Raises ValueError for no files, and what `open_checkpoint` raises.
+    """
     if not files:
         raise ValueError("state_dict: expected the folder of a packed model, got a state dict alone")
-    return open_checkpoint(Path(files[0]).parent)
+    shards = Shards(Path(files[0]).parent)
+    if options is not None:
+        shards.configs[CONFIG] = {"quantization_config": options}
+    return open_checkpoint(shards)

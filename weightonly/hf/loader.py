@@ -11,9 +11,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..formats.checkpoint import open_checkpoint
-from ..formats.packed_config import METHOD
 from ..formats.recognize import is_dense, quantization_config
-from ..formats.shards import Shards
+from ..formats.shards import CONFIG, Shards
 from ..heuristics.arch import Arch
 from ..packing import target_name
 from ..shown import shown
@@ -61,16 +60,19 @@ def load_model(
     cls = _model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
-    options = quantization_config(shards)[1]
-    if is_dense(shards) or (options.get("quant_method") == METHOD and arch is None):
+    shards.configs[CONFIG] = _entries(config)
+    if is_dense(shards):
+        model, info = cls.from_pretrained(folder, config=config, **arguments)
+        return _complete(model, info, folder)
+    weights = CheckpointWeights(open_checkpoint(shards), arch)
+    if weights.pack_arch is None:
+        _describe(config, weights, quantization_config(shards)[1])
         try:
             model, info = cls.from_pretrained(folder, config=config, **arguments)
             return _complete(model, info, folder)
         except SeparateExpertsError:
             pass  # they are put together below
-
-    weights = CheckpointWeights(open_checkpoint(folder), arch)
-    _describe(config, weights)
+    _describe(config, weights, weights.options)
     if arguments["dtype"] == "auto":
         arguments["dtype"] = config.dtype or weights.plain_dtype or torch.get_default_dtype()
     if "generation_config" not in kwargs and (folder / "generation_config.json").is_file():
@@ -88,10 +90,16 @@ def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
     return AutoModelForCausalLM
 
 
-def _describe(config: Any, weights: CheckpointWeights) -> None:
+def _entries(config: Any) -> dict[str, Any]:
+    """config.json as transformers read it: the entries that may say how the folder is quantized."""
+    text = getattr(config, "text_config", None)
+    return vars(config) | {"text_config": None if text is None else vars(text)}
+
+
+def _describe(config: Any, weights: CheckpointWeights, options: dict[str, Any]) -> None:
     """Put this library's quantization config in the place of that of the quantizer."""
     forget_quantizers(config)
-    config.quantization_config = WeightOnlyConfig(**weights.options)
+    config.quantization_config = WeightOnlyConfig(**options)
     config.quantization_config.weights = weights
 
 

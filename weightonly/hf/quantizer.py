@@ -20,19 +20,16 @@ from transformers.utils import logging
 
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
-from ..formats.checkpoint import Checkpoint
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
-from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
-from ..layout import CPU
 from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
-from .checkpoint import CheckpointWeights
+from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
-from .files import check_stacked, codebooks_of_version_2, open_files, plan_of_files
+from .files import check_stacked, open_files
 from .modules import Plan, check_layers, check_names, dense_layers, plan_of_model, plan_quantization, replace_layers
 from .names import Names
 from .tensors import LayerTensors, converters, whole_state_dict
@@ -60,7 +57,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         """Packed layers that were Conv1D, whose weight is the transpose of that of torch.nn.Linear."""
         self._read: ReadLayers | None = None
         self._is_parallel = False
-        self._codebooks: dict[str, torch.Tensor] = {}
+        self._reads_files = True
+        """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
 
     # --- before loading -------------------------------------------------------------------------------------
 
@@ -98,30 +96,16 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._is_parallel = distributed is not None and distributed.tp_size > 1
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
-            self.plan = plan_quantization(model, self._left_dense(model), config.recipe(dtype), self._layout())
+            given, in_fp32 = config.modules_to_not_convert or [], model._keep_in_fp32_modules
+            dense = self.get_modules_to_not_convert(model, given, in_fp32, add_default_skips=True)
+            self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
             if not self.plan.layers and not self.plan.stacks:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.plan.dense.items())[:3])
                 raise ValueError(f"{type(model).__name__}: expected a linear layer to quantize, got none ({reasons})")
-        elif config.weights is not None:
-            self.plan = config.weights.plan(model, stacks)
-        elif config.reads_folder:
-            if self._is_parallel:
-                raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")
-            checkpoint = open_files(checkpoint_files)
-            weights = CheckpointWeights(checkpoint, config.arch)
-            self.plan = weights.plan(model)
-            check_stacked(self.plan, checkpoint)
-            self._read = self._reader(model, checkpoint, weights.pack_arch, list(checkpoint.layers))
-            self.quantization_config = WeightOnlyConfig(**weights.options)
-            forget_quantizers(model.config)
         else:
-            checkpoint = open_files(checkpoint_files)
-            self.plan = plan_of_files(model, vars(config), checkpoint, stacks)
-            self._read = self._reader(model, checkpoint, None, [])
-            if config.format_version != VERSION:
-                self._codebooks = codebooks_of_version_2(model, checkpoint)
+            self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
         self.conv1d = replace_layers(model, self.plan, dtype or torch.get_default_dtype())
         for name in self.plan.layers:
@@ -129,28 +113,36 @@ class WeightOnlyQuantizer(HfQuantizer):
         for name, reason in self.plan.dense.items():
             logger.info(f"weightonly leaves {name} dense: {reason}")
 
-    def _left_dense(self, model: PreTrainedModel) -> list[str]:
-        given = self.quantization_config.modules_to_not_convert or []
-        return self.get_modules_to_not_convert(model, given, model._keep_in_fp32_modules, add_default_skips=True)
+    def _plan_folder(self, model: PreTrainedModel, files: Sequence[str] | None, stacks: bool) -> None:
+        config = self.quantization_config
+        weights = config.weights
+        if weights is None:
+            checkpoint = open_files(files, config.folder)
+            weights = CheckpointWeights(checkpoint, None if METHOD in checkpoint.methods else config.arch)
+        checkpoint, is_packed = weights.checkpoint, weights.pack_arch is None
+        self._reads_files = bool(files)
+        if self._reads_files and self._is_parallel and not is_packed:
+            raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")
+        self.plan = weights.plan(model, stacks)
+        if not self._reads_files:
+            return
+        check_stacked(self.plan, checkpoint)
+        self._read = self._reader(model, weights, [] if is_packed else list(checkpoint.layers))
+        if not is_packed:
+            self.quantization_config = WeightOnlyConfig(**weights.options)
+            forget_quantizers(model.config)
 
     def _layout(self) -> str:
         """The layout to pack for. Raises ValueError for codes on a visible GPU that does not read them."""
         config = self.quantization_config
-        arch: Any = config.arch
-        if arch is None and torch.cuda.is_available() and device_arch(torch.cuda.current_device()) in ARCHS:
-            arch = device_arch(torch.cuda.current_device())
-        if config.format in CODE_FORMATS:
-            return code_layout(config.format, arch)
-        return layout_for_arch(CPU if arch is None else arch)
+        arch = arch_or_visible(config.arch)
+        return code_layout(config.format, arch) if config.format in CODE_FORMATS else layout_for_arch(arch)
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""
-        config = self.quantization_config
         if not self.pre_quantized:
             return WHOLE if name in self.conv1d else DENSE
-        if config.weights is not None:
-            return OWN
-        return WHOLE if config.format_version != VERSION else PACKED
+        return PACKED if self._reads_files else OWN
 
     # --- loading --------------------------------------------------------------------------------------------
 
@@ -175,29 +167,27 @@ class WeightOnlyQuantizer(HfQuantizer):
         layers = {full for name in self.plan.layers for full in (name, name.removeprefix(prefix), prefix + name)}
         if not self.pre_quantized:
             return [DenseWeights.of(targets), *(converters(layers, ("bias",)) if self._is_parallel else ())]
-        if self._is_parallel:
-            return converters(layers)
-        return [] if self._reads("") == PACKED else converters(layers, ("qweight",))
+        return converters(layers) if self._is_parallel else []
 
-    def _reader(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, arch: Arch | None, layers: Sequence[str]
-    ) -> ReadLayers | None:
+    def _reader(self, model: PreTrainedModel, weights: CheckpointWeights, layers: Sequence[str]) -> ReadLayers | None:
         """What reads `layers` of a checkpoint, and experts that are stored one by one; None: every tensor is as it is.
 
         The model has its dense layers yet.
         """
+        checkpoint = weights.checkpoint
+        zeros = {checkpoint.layers[layer].format.zeros for layer in layers} - {None}
+        read = {rf"\.{name}$" for name in zeros}
+        model._keys_to_ignore_on_load_unexpected = read.union(model._keys_to_ignore_on_load_unexpected or ())
         names = Names(model)
         alone = {names.of_layer(layer)[0]: ((layer,),) for layer in layers}
         sources: dict[str, Any] = {name: layer for name, layer in alone.items() if name in self.plan.layers}
         sources |= {name: stack.parts for name, stack in self.plan.stacks.items()}
-        read = Read(self, checkpoint, arch, sources)
+        read = Read(self, checkpoint, weights.pack_arch, sources)
         return ReadLayers.of(sources, self.plan.stacks, names.renamings, read) if sources else None
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name in self.plan.layers:
             model.get_submodule(name).reads = None
-        for name, codebook in self._codebooks.items():
-            model.get_submodule(name).codebook = codebook.to(model.get_submodule(name).codebook.device)
         for name in (*self.plan.layers, *self.plan.stacks):
             for parameter in model.get_submodule(name).parameters():
                 parameter.requires_grad_(False)
@@ -240,7 +230,7 @@ class WeightOnlyQuantizer(HfQuantizer):
     def describe(self, model: PreTrainedModel) -> None:
         """Write to the config of `model` what its packed layers are, so that the saved model can be loaded."""
         config = copy.copy(self.quantization_config)
-        config.format_version, config.weights = VERSION, None
+        config.format_version, config.weights, config.folder = VERSION, None, None
         for name, value in options_of(self.plan.in_files()).items():
             setattr(config, name, value)
         config.modules_to_not_convert = sorted(self.plan.dense | self.plan.densified)

@@ -41,7 +41,7 @@ class LayerTensors(WeightConverter):
 
 
 class CutPart(ConversionOps):
-    """This rank's part of a tensor of a packed layer; as a matrix, where version 2 has bytes in one dimension."""
+    """This rank's part of a tensor of a packed layer."""
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
@@ -51,8 +51,6 @@ class CutPart(ConversionOps):
         name, _, inside = full_layer_name.rpartition(".")
         layer = model.get_submodule(name)
         is_whole = isinstance(layer, ParallelLinear) and not layer.comes_cut(inside)
-        if inside == "qweight" and tensor.dim() == 1:
-            tensor = tensor.view(layer.full_shape("qweight") if is_whole else layer.qweight.shape)
         return {full_layer_name: (layer.cut(inside, tensor) if is_whole else tensor).contiguous()}
 
 

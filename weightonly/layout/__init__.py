@@ -14,7 +14,7 @@ never more than two int8 copies of the weight are alive.
 """
 
 from .cpu import pack_panels, unpack_panels
-from .cut import Range, can_cut, cut_bytes
+from .cut import Range, blocks_of, can_cut, cut_bytes
 from .interleaved import (
     deinterleave_columns,
     interleave_columns,
@@ -64,6 +64,7 @@ __all__ = [
     "Range",
     "add_bias_and_interleave",
     "block_bytes",
+    "blocks_of",
     "can_cut",
     "check_bits",
     "check_code_layout",

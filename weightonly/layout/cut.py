@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILE, TILED, block_bytes, column_align
+from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, TILE, TILED, block_bytes, column_align
 
 Range = tuple[int, int]
 """begin and end of neighbouring rows or columns."""
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """The bytes of a weight in three dimensions; rows, columns: of the weight in one index of these dimensions."""
 
     shape: tuple[int, int, int]
@@ -23,19 +23,17 @@ class _Blocks(NamedTuple):
     columns: int
 
 
-def _blocks(k: int, n: int, bits: int, layout: str) -> _Blocks | None:
-    """k, n: padded. None for a layout whose bytes cannot be cut."""
+def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks:
+    """k, n: padded. Raises ValueError for an unknown layout."""
     if layout == TILED:
-        return _Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
+        return Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
     if layout == CPU:
-        return _Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)
+        return Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)
     if layout == INTERLEAVED:
         columns = 16 // bits
-        return _Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
-    if layout == ROW_MAJOR:
-        columns = column_align(bits, layout)
-        return _Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
-    return None
+        return Blocks((n // columns, k // K_ALIGN, K_ALIGN * columns * bits // 8), 1, K_ALIGN, 0, columns)
+    columns = column_align(bits, layout)
+    return Blocks((k, n // columns, columns * bits // 8), 0, 1, 1, columns)
 
 
 def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequence[Range]) -> bool:
@@ -44,8 +42,6 @@ def can_cut(k: int, n: int, bits: int, layout: str, rows: Range, columns: Sequen
     k, n: the shape before padding. Each range begins and ends at multiples of what the layout pads K and N to; the last
     one may also end where the weight does.
     """
-    if _blocks(K_ALIGN, column_align(bits, layout), bits, layout) is None:
-        return False
     align = column_align(bits, layout)
     *others, last = columns
     return (
@@ -67,9 +63,7 @@ def cut_bytes(
 
     Returns uint8 in one dimension: a view of `data` where its bytes are neighbours, else a copy.
     """
-    blocks = _blocks(k, n, bits, layout)
-    if blocks is None:
-        raise ValueError(f"layout: expected one whose bytes can be cut, got {layout!r}")
+    blocks = blocks_of(k, n, bits, layout)
     view = data.view(-1, *blocks.shape)
     begin, end = rows[0] // blocks.rows, -(-rows[1] // K_ALIGN) * K_ALIGN // blocks.rows
     view = view.narrow(1 + blocks.row_dim, begin, end - begin)

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 
 from ..formats.awq import unpack_awq
 from ..formats.words import to_signed, unpack_words
-from .rows import expect_bytes, pack_rows
+from .blocks import expect_bytes
+from .rows import pack_rows
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 """A tensor of the file, of one projection -> rows uint8 [N, K * bits / 8], or scales or zeros [N, groups]. N and K may

@@ -2,7 +2,8 @@
 
 The loader brings the layers of all formats to one form, which vLLM can cut along N and K for tensor parallelism:
 
-qweight     uint8 [N, K * bits / 8], see rows.py
+qweight     uint8 [N, K * bits / 8], see rows.py; of a converted folder its packed bytes, where ranks can cut these
+            (blocks.py): not in act-order, not inside of a group or a block of the layout, not of experts
 scales      [N, groups]
 zeros       like scales, in units of signed integers; absent where the file says that the weight is symmetric
 row_groups  int32 [K]: the group of each row, in the order of x; with act-order alone. vLLM drops tensors named g_idx.
@@ -10,6 +11,7 @@ row_groups  int32 [K]: the group of each row, in the order of x; with act-order 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +22,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ..formats import CodeWeight, IntWeight, QuantizedLayer, open_checkpoint
+from ..formats.checkpoint import Checkpoint
 from ..formats.converted import METHOD
 from ..formats.layers import LayerShape
 from ..formats.plain import unsort_rows
 from ..heuristics.problem import CODE_FORMATS, FORMATS
 from ..packing import unpack
+from .blocks import in_blocks
 from .linear_method import WeightOnlyLinearMethod
 from .rows import LOADED_FORMATS, pack_rows
 from .support import VARIABLE, experts_wanted
@@ -36,6 +40,17 @@ class WeightOnlyConfig(QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         self.shapes: dict[str, LayerShape] = {}
+        self.names: dict[str, str] = {}
+        """Layer of vLLM's model -> its name in the folder, where that is another one."""
+        self._checkpoint: Checkpoint | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_checkpoint": None}  # other processes read the headers themselves
+
+    def checkpoint(self, folder: str) -> Checkpoint:
+        """The folder, whose headers have been read, once: what is loaded after may be other files."""
+        found, self._checkpoint = self._checkpoint or open_checkpoint(folder), None
+        return found
 
     @classmethod
     def get_name(cls) -> str:
@@ -66,12 +81,14 @@ class WeightOnlyConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Reads the headers of the folder `model_name`. Raises what `load_checkpoint` raises at once."""
-        self.shapes = open_checkpoint(model_name).shapes
+        self._checkpoint = open_checkpoint(model_name)
+        self.shapes = self._checkpoint.shapes
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names of layers in the folder become those in vLLM's model."""
-        mapped = ((hf_to_vllm_mapper.apply_list([name]), shape) for name, shape in self.shapes.items())
-        self.shapes = {name: shape for names, shape in mapped for name in names}
+        mapped = {name: hf_to_vllm_mapper.apply_list([name]) for name in self.shapes}
+        self.names = {new: self.names.get(name, name) for name, news in mapped.items() for new in news}
+        self.shapes = {new: self.shapes[name] for name, news in mapped.items() for new in news}
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Raises ValueError for a quantized layer that is not linear, and for parts that do not fit together."""
@@ -89,7 +106,11 @@ class WeightOnlyConfig(QuantizationConfig):
         if first is None or len(kinds) > 1:
             got = dict(zip(names, parts, strict=True))
             raise ValueError(f"{prefix}: expected its parts to be quantized alike, got {got}")
-        return WeightOnlyLinearMethod(prefix, first)
+        if any(part != first and part and part.layout != first.layout for part in parts):
+            first = dataclasses.replace(first, layout=None)  # their bytes do not lie side by side
+        method = WeightOnlyLinearMethod(prefix, first)
+        method.folder, method.layers = self, tuple(self.names.get(name, name) for name in names)
+        return method
 
     def _experts_or_none(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """The method of experts; None for a layer that is not quantized."""
@@ -156,27 +177,41 @@ class WeightOnlyLoader(DefaultModelLoader):
 
     def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder, those of quantized layers in the form at the top of this module."""
-        checkpoint = open_checkpoint(model_config.model)
+        found = [getattr(module, "quant_method", None) for module in model.modules()]
+        methods = [method for method in found if isinstance(method, WeightOnlyLinearMethod)]
+        folder = next((method.folder for method in methods if method.folder is not None), WeightOnlyConfig())
+        checkpoint = folder.checkpoint(model_config.model)
+        packed = {layer for method in methods if method.takes_blocks for layer in method.layers}
         for name in checkpoint.plain:
             yield name, checkpoint.shards.read(name)
         for layer in checkpoint.layers.values():
             weight, bias = checkpoint.read(layer)
-            for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name]).items():
+            for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name], layer.name in packed).items():
                 yield f"{layer.name}.{suffix}", tensor
             if bias is not None:
                 yield f"{layer.name}.bias", bias
 
 
-def loadable(weight: IntWeight | CodeWeight | QuantizedLayer, shape: LayerShape) -> dict[str, torch.Tensor]:
-    """A layer in the form at the top of this module. Raises ValueError for zero points that `shape` denies."""
+def loadable(
+    weight: IntWeight | CodeWeight | QuantizedLayer, shape: LayerShape, as_blocks: bool = False
+) -> dict[str, torch.Tensor]:
+    """A layer in the form at the top of this module. as_blocks: qweight as the folder has it, in blocks of its layout.
+
+    Raises ValueError for zero points that `shape` denies.
+    """
     zeros, perm = getattr(weight, "zeros", None), getattr(weight, "perm", None)
-    if isinstance(weight, CodeWeight):
-        unsigned = weight.codes
+    if as_blocks:
+        assert isinstance(weight, QuantizedLayer)
+        qweight = in_blocks(weight.weight)
     else:
-        q = unpack(weight.weight) if isinstance(weight, QuantizedLayer) else weight.q
-        middle = 0 if shape.format in CODE_FORMATS else 1 << FORMATS[shape.format] - 1
-        unsigned = unsort_rows(q, perm).view(torch.uint8) + middle  # wraps: -8 is 248, and becomes 0
-    tensors = {"qweight": pack_rows(unsigned.t(), shape.format), "scales": weight.scales.t().contiguous()}
+        if isinstance(weight, CodeWeight):
+            unsigned = weight.codes
+        else:
+            q = unpack(weight.weight) if isinstance(weight, QuantizedLayer) else weight.q
+            middle = 0 if shape.format in CODE_FORMATS else 1 << FORMATS[shape.format] - 1
+            unsigned = unsort_rows(q, perm).view(torch.uint8) + middle  # wraps: -8 is 248, and becomes 0
+        qweight = pack_rows(unsigned.t(), shape.format)
+    tensors = {"qweight": qweight, "scales": weight.scales.t().contiguous()}
     if zeros is not None and shape.symmetric:
         raise ValueError("zeros: expected none, as the config says symmetric, got zero points")
     if shape.symmetric is not True:

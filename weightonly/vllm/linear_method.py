@@ -11,7 +11,6 @@ from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
-    ModelWeightParameter,
 )
 
 from ..formats.groups import group_rows
@@ -20,28 +19,14 @@ from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMATS
-from ..packing import preprocess
-from .rows import LOADED_FORMATS, expect_bytes, unpack_rows
+from ..packed import PackedWeight
+from ..packing import preprocess, repack
+from .blocks import PackedRows, cuts_bytes, packed_blocks
+from .rows import LOADED_FORMATS, unpack_rows
 from .support import Held, why_not
 
 _CHUNK = 32
 """The smallest group that `gemm` takes: groups of several sizes are cut and padded to it."""
-
-
-class PackedRows(ModelWeightParameter):
-    """qweight [N, K * bits / 8], which only our own loader brings in this form."""
-
-    def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_column_parallel_weight(expect_bytes(loaded_weight))
-
-    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        super().load_row_parallel_weight(expect_bytes(loaded_weight))
-
-    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_merged_column_weight(expect_bytes(loaded_weight), **kwargs)
-
-    def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
-        super().load_qkv_weight(expect_bytes(loaded_weight), **kwargs)
 
 
 class RowGroups(BasevLLMParameter):
@@ -83,6 +68,11 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         self.shape = shape
         self.k = self.n = self.k_packed = 0
         self.is_whole = True
+        self.takes_blocks = False
+        """Whether qweight is loaded as the packed bytes of the folder, in blocks of its layout (see blocks.py)."""
+        self.folder: Any = None
+        """The WeightOnlyConfig that made this; layers: names in the folder of the layers that vLLM merges here."""
+        self.layers: tuple[str, ...] = ()
 
     def create_weights(
         self,
@@ -111,8 +101,12 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             raise ValueError(f"{self.name}: {reason}")
         self.k, self.n, self.k_packed = k, n, k
         loader = extra_weight_attrs["weight_loader"]
-        qweight = torch.empty(n, k * bits // 8, dtype=torch.uint8)
-        layer.register_parameter("qweight", PackedRows(data=qweight, input_dim=1, output_dim=0, weight_loader=loader))
+        self.takes_blocks = self.is_whole and cuts_bytes(shape, k, output_partition_sizes, (input_size, output_size))
+        if self.takes_blocks:
+            layer.register_parameter("qweight", packed_blocks(shape, k, n, loader))
+        else:
+            rows = torch.empty(n, k * bits // 8, dtype=torch.uint8)
+            layer.register_parameter("qweight", PackedRows(data=rows, input_dim=1, output_dim=0, weight_loader=loader))
         groups = (k if self.is_whole else shape.k) // shape.group_size
         for name in ("scales", "zeros") if has_zeros else ("scales",):
             data = torch.empty(n, groups, dtype=params_dtype)
@@ -131,14 +125,19 @@ class WeightOnlyLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the weight, in place of what was loaded. Raises ValueError for merged layers of different act-order."""
         shape, bits = self.shape, FORMATS[self.shape.format]
-        rows = unpack_rows(layer.qweight.data, shape.format)  # (K, N)
         scales = layer.scales.data.t().contiguous()
         zeros = layer.zeros.data.t().contiguous() if hasattr(layer, "zeros") else None
         perm = None
-        if not self.is_whole:
-            rows, source, perm = self._grouped(layer, rows, len(scales))
-            scales, zeros = scales[source], None if zeros is None else zeros[source]
-        packed = preprocess(rows, bits, self.arch, format=shape.format)
+        if self.takes_blocks:
+            assert shape.layout is not None
+            packed = PackedWeight(layer.qweight.data.view(-1), self.k, self.n, shape.format, shape.layout)
+            packed = repack(packed, self.arch)
+        else:
+            rows = unpack_rows(layer.qweight.data, shape.format)  # (K, N)
+            if not self.is_whole:
+                rows, source, perm = self._grouped(layer, rows, len(scales))
+                scales, zeros = scales[source], None if zeros is None else zeros[source]
+            packed = preprocess(rows, bits, self.arch, format=shape.format)
         self.held, self.k_packed = Held(packed.k, self.n, shape.format, packed.layout), packed.k
         for name, value in (("qweight", packed.data), ("scales", scales), ("zeros", zeros)):
             if value is not None:
