@@ -54,7 +54,6 @@ MUTATIONS = [
                 "if weight in plan.stacks and weight not in found and",
             ),
             ("experts in several shapes", "    check_stacked(plan, checkpoint)\n    found", "    found"),
-            ("codebooks of version 2", 'if shape.format == "code4"]', 'if shape.format == "code5"]'),
         ],
     ),
     *of(
@@ -144,7 +143,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/modules.py",
-        "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model",
+        "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model parallel_hf",
         [
             ("subclasses of Linear", "if type(module) is torch.nn.Linear:", "if isinstance(module, torch.nn.Linear):"),
             ("a gate", "elif shape is not None and shape[1] == 1:", "elif shape is not None and shape[1] == 0:"),
@@ -164,7 +163,6 @@ MUTATIONS = [
             ),
             ("experts that are left are packed", "        self.stacks.clear()\n", ""),
             ("a group size that does not fit", "            recipe.check_k(k)\n", "            pass\n"),
-            ("a packed layer trains", "layer.train(model.get_submodule(name).training)", "layer"),
         ],
     ),
     *of(
@@ -178,11 +176,6 @@ MUTATIONS = [
                 "codes have the layout of integers",
                 "        if config.format in CODE_FORMATS:\n",
                 "        if config.format is None:\n",
-            ),
-            (
-                "codebooks of version 2",
-                "            model.get_submodule(name).codebook = codebook.to(",
-                "            _ = codebook.to(",
             ),
             (
                 "conversions of packed layers stay",
