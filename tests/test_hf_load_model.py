@@ -23,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Co
 
 import weightonly as wo
 from weightonly import __main__ as command
-from weightonly.formats import QuantizedLayer, convert
+from weightonly.formats import QuantizedLayer, convert, open_checkpoint
 from weightonly.hf import WeightOnlyConfig, load_model, run
+from weightonly.hf import checkpoint as checkpoint_module
 
 CHECKPOINTS = Path(os.environ.get("WEIGHTONLY_CHECKPOINTS", Path(__file__).parents[2] / "shared/checkpoints"))
 """Folders that real quantizers wrote; they are not part of the repository."""
@@ -356,6 +357,18 @@ def test_wrong_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_codes_for_a_gpu_that_does_not_read_them(tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     fails(folder, "arch: expected sm75.* got 'sm70'. Leave arch away", arch="sm70")
+
+
+def test_codes_beside_a_gpu_that_does_not_read_them(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout that it dequantizes, and the CPU multiplies by."""
+    folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(checkpoint_module, "device_arch", lambda device: 70)
+    weights = checkpoint_module.CheckpointWeights(open_checkpoint(folder), None)
+    assert {shape.layout for shape in weights.shapes.values()} == {"tiled"}
 
 
 def test_another_shape(checkpoint: Path) -> None:
