@@ -366,7 +366,8 @@ def test_codes_beside_a_gpu_that_does_not_read_them(
     folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(checkpoint_module, "device_arch", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    monkeypatch.setattr(checkpoint_module, "device_arch", lambda device: 70)  # the function caches what it finds
     weights = checkpoint_module.CheckpointWeights(open_checkpoint(folder), None)
     assert {shape.layout for shape in weights.shapes.values()} == {"tiled"}
 
