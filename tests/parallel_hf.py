@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from expert_models import make as make_experts
 from formats_llama import FFN, HEADS, HIDDEN, LAYERS, VOCABULARY
@@ -104,6 +105,13 @@ def experts(mesh: DeviceMesh) -> float:
         return error(logits(model), logits(whole))
 
 
+def folder_of_others(mesh: DeviceMesh) -> None:
+    """Only load_model cuts the layers of another quantizer."""
+    message = "tp_plan: expected none for the folder of another quantizer; load_model"
+    with folder(mesh, lambda path: write(path, "awq")) as path, pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=WeightOnlyConfig(), tp_plan="auto")
+
+
 def write(path: Path, case: str) -> None:
     """A checkpoint of formats_llama.py."""
     model = QUANTIZED[case](torch.Generator().manual_seed(1))
@@ -149,6 +157,7 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
         quantized, make=partial(llama, **WIDE), format="int8", group_size=-1, arch="sm80"
     ),
     "experts of a mixture stay dense": experts,
+    "the folder of another quantizer": folder_of_others,
     "packed": partial(packed, make=partial(llama, **WIDE), group_size=64, arch="sm90"),
     "packed, cuts inside of tiles": partial(
         packed, make=partial(llama, **ODD), group_size=32, symmetric=False, arch=80

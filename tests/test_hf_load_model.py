@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Co
 import weightonly as wo
 from weightonly import __main__ as command
 from weightonly.formats import QuantizedLayer, convert, open_checkpoint
-from weightonly.hf import WeightOnlyConfig, load_model, run
+from weightonly.hf import WeightOnlyConfig, load_model, quantizer, run
 from weightonly.hf import checkpoint as checkpoint_module
 
 CHECKPOINTS = Path(os.environ.get("WEIGHTONLY_CHECKPOINTS", Path(__file__).parents[2] / "shared/checkpoints"))
@@ -367,9 +367,14 @@ def test_codes_beside_a_gpu_that_does_not_read_them(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
-    monkeypatch.setattr(checkpoint_module, "device_arch", lambda device: 70)  # the function caches what it finds
+    for module in (checkpoint_module, quantizer):
+        monkeypatch.setattr(module, "device_arch", lambda device: 70)  # the function itself caches what it finds
     weights = checkpoint_module.CheckpointWeights(open_checkpoint(folder), None)
     assert {shape.layout for shape in weights.shapes.values()} == {"tiled"}
+    with pytest.raises(ValueError, match=r"arch: expected sm75.* for nf4"):  # to quantize is to ask for a kernel
+        AutoModelForCausalLM.from_pretrained(
+            saved(tmp_path / "dense", llama), quantization_config=WeightOnlyConfig(format="nf4"), device_map="cpu"
+        )
 
 
 def test_another_shape(checkpoint: Path) -> None:

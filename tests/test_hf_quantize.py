@@ -359,6 +359,14 @@ def test_a_loaded_model_of_quantize_model_saves_itself(tmp_path: Path) -> None:
     assert model.half().dtype == torch.float16  # which transformers refuses for other quantized models
 
 
+def test_gpt2_in_two_steps_is_one_again() -> None:
+    """Its Conv1D are Conv1D after both."""
+    model: Any = wo.nn.quantize_model(seeded(gpt2), group_size=64, only=["*.attn.*"])
+    wo.nn.quantize_model(model, group_size=64)
+    twin = dense_twin(gpt2, model)
+    assert same_state(model.hf_quantizer._dequantize(model), twin)
+
+
 def test_a_model_of_another_method_is_left_alone() -> None:
     model: Any = seeded(llama)
     model.hf_quantizer = other = object()
