@@ -176,6 +176,7 @@ MUTATIONS = [
                 "codes have the layout of integers",
                 "        if config.format in CODE_FORMATS:\n",
                 "        if config.format is None:\n",
+                "where the layouts differ, the layer that is made for this arch raises the same error",
             ),
             (
                 "conversions of packed layers stay",
