@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from expert_models import make as make_experts
 from formats_llama import FFN, HEADS, HIDDEN, LAYERS, VOCABULARY
 from formats_llama import MODELS as QUANTIZED
 from hf_models import llama, logits, packed_layers, qwen2, saved
@@ -93,6 +95,23 @@ def packed(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], **options: Any
         return check(mesh, path, partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32))
 
 
+def experts(mesh: DeviceMesh) -> float:
+    """A mixture: its attention is packed and cut; transformers cuts the experts, which stay dense."""
+    with folder(mesh, lambda path: make_experts("mixtral").save_pretrained(path)) as path:
+        load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
+        whole = load(quantization_config=WeightOnlyConfig(group_size=32, modules_to_not_convert=["experts"]))
+        model = load(quantization_config=WeightOnlyConfig(group_size=32), tp_plan="auto")
+        assert packed_layers(model).keys() == packed_layers(whole).keys()
+        return error(logits(model), logits(whole))
+
+
+def folder_of_others(mesh: DeviceMesh) -> None:
+    """Only load_model cuts the layers of another quantizer."""
+    message = "tp_plan: expected none for the folder of another quantizer; load_model"
+    with folder(mesh, lambda path: write(path, "awq")) as path, pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=WeightOnlyConfig(), tp_plan="auto")
+
+
 def write(path: Path, case: str) -> None:
     """A checkpoint of formats_llama.py."""
     model = QUANTIZED[case](torch.Generator().manual_seed(1))
@@ -137,6 +156,8 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "quantized while loading, int8 per channel": partial(
         quantized, make=partial(llama, **WIDE), format="int8", group_size=-1, arch="sm80"
     ),
+    "experts of a mixture stay dense": experts,
+    "the folder of another quantizer": folder_of_others,
     "packed": partial(packed, make=partial(llama, **WIDE), group_size=64, arch="sm90"),
     "packed, cuts inside of tiles": partial(
         packed, make=partial(llama, **ODD), group_size=32, symmetric=False, arch=80

@@ -171,10 +171,11 @@ def packed_mixtral(folder: Path, generator: torch.Generator, **options: Any) -> 
         layer = name.removesuffix(".weight")
         is_down = layer.endswith("w2")
         zeros = options.get("zeros", "all") == "all" or layer.endswith(("0.w1", "0.w3"))
-        q, scales, z = wo.quantize(w, group_size=32, symmetric=not zeros)
+        group_size = 64 if layer.endswith(options.get("coarse", ())) else 32
+        q, scales, z = wo.quantize(w, group_size=group_size, symmetric=not zeros)
         packed = wo.preprocess(q, layout="tiled")
         inside = {"qweight": packed.data.view(packed.n_padded // 64, -1), "scales": scales, "zeros": z}
-        if options.get("act_order") and not is_down and "experts" in layer:
+        if not is_down and options.get("act_order", "nowhere") in layer:
             inside["perm"] = perm.clone()
         tensors |= {f"{layer}.{tensor}": value for tensor, value in inside.items() if value is not None}
     config_json = json.loads((folder / "config.json").read_text())
@@ -184,6 +185,7 @@ def packed_mixtral(folder: Path, generator: torch.Generator, **options: Any) -> 
         layer, _, tensor = name.rpartition(".")
         if tensor == "qweight":
             own = {"symmetric": f"{layer}.zeros" not in tensors, "act_order": f"{layer}.perm" in tensors}
+            own["group_size"] = 64 if layer.endswith(options.get("coarse", ())) else 32
             layers[layer] = {field: value for field, value in own.items() if common[field] != value}
     config_json["quantization_config"] = {"quant_method": "weightonly", "format_version": 3, **common, "layers": layers}
     (folder / "config.json").write_text(json.dumps(config_json))
@@ -193,7 +195,8 @@ def packed_mixtral(folder: Path, generator: torch.Generator, **options: Any) -> 
 
 CASES: dict[str, dict[str, Any]] = {
     "zero points": {},
-    "act-order": {"act_order": True},
+    "act-order": {"act_order": "experts"},
+    "act-order of one expert": {"act_order": "experts.1"},
     "zero points of one expert": {"zeros": "first expert"},
 }
 
@@ -204,9 +207,48 @@ def test_experts_packed_one_by_one(case: str, tmp_path: Path, generator: torch.G
     exact = logits(dense_model(folder))
     for model in (AutoModelForCausalLM.from_pretrained(folder), load_model(folder), load_model(folder, arch="sm80")):
         [experts] = experts_of(model).values()
-        assert (experts.gate_up_proj.perm is not None) is (case == "act-order")
+        assert (experts.gate_up_proj.perm is not None) is ("act-order" in case)
         assert experts.gate_up_proj.zeros is not None
         torch.testing.assert_close(logits(model), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+STEM = "model.layers.0.block_sparse_moe.experts."
+
+
+def with_biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {f"{STEM}{e}.w2.bias": torch.ones(64) for e in range(3)}
+
+
+def with_a_narrow_gate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """64 columns of the gate of expert 1 are those of its up."""
+    for tensor, dim in {"qweight": 0, "scales": 1, "zeros": 1}.items():
+        names = [f"{STEM}1.{w}.{tensor}" for w in ("w1", "w3")]
+        parts = torch.cat([tensors[name] for name in names], dim).chunk(4, dim)
+        tensors |= {names[0]: parts[0].contiguous(), names[1]: torch.cat(parts[1:], dim)}
+    return tensors
+
+
+OTHER_SHAPE = rf"{STEM}1\.w1 has another shape, format or group size than {STEM}0\.w1"
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "group sizes": ({"coarse": "1.w1"}, OTHER_SHAPE),
+    "columns": ({"edit": with_a_narrow_gate}, OTHER_SHAPE),
+    "biases": ({"edit": with_biases}, "biases are not where the model has them"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_experts_that_cannot_be_stacked(case: str, tmp_path: Path, generator: torch.Generator) -> None:
+    options, reason = UNLIKE[case]
+    folder = packed_mixtral(tmp_path, generator, **options)
+    with pytest.raises(ValueError, match=rf"\({reason}\); weightonly\.hf\.load_model makes them dense"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_load_model_makes_them_dense(tmp_path: Path, generator: torch.Generator) -> None:
+    folder = packed_mixtral(tmp_path, generator, coarse="1.w1")
+    model = load_model(folder)
+    assert not experts_of(model)
+    torch.testing.assert_close(logits(model), logits(dense_model(folder)))
 
 
 def without(*names: str) -> Any:

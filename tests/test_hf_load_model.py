@@ -16,15 +16,17 @@ import pytest
 import torch
 import transformers
 from formats_llama import MODELS as QUANTIZED
+from formats_llama import gptq
 from hf_models import MODELS, TOKENS, dense_tensors, llama, logits, packed_layers, qwen2, saved, seeded, write_model
 from safetensors.torch import load_file, save_file
 from spy_reads import Reads
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import weightonly as wo
 from weightonly import __main__ as command
-from weightonly.formats import QuantizedLayer, convert
-from weightonly.hf import WeightOnlyConfig, load_model, run
+from weightonly.formats import QuantizedLayer, convert, open_checkpoint
+from weightonly.hf import WeightOnlyConfig, load_model, quantizer, run
+from weightonly.hf import checkpoint as checkpoint_module
 
 CHECKPOINTS = Path(os.environ.get("WEIGHTONLY_CHECKPOINTS", Path(__file__).parents[2] / "shared/checkpoints"))
 """Folders that real quantizers wrote; they are not part of the repository."""
@@ -125,9 +127,18 @@ def test_scales_that_float16_does_not_hold(tmp_path: Path) -> None:
 # --- converted folders --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq-4bit-v1-act_order", "gptq-8bit-v2", "bitsandbytes-nf4-nested"])
+def with_own_codebook(folder: Path) -> None:
+    """Makes each codebook one that has no name."""
+    tensors = load_file(folder / "model.safetensors")
+    halved = {name: tensor / 2 for name, tensor in tensors.items() if name.endswith("quant_map")}
+    save_file(tensors | halved, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-4bit-v1-act_order", "gptq-8bit-v2", "bitsandbytes-nf4-nested", "code4"])
 def test_converted_folders_load_in_one_line(case: str, tmp_path: Path, generator: torch.Generator) -> None:
-    folder = write_model(tmp_path / "model", case, generator)
+    folder = write_model(tmp_path / "model", case.replace("code4", "bitsandbytes-nf4"), generator)
+    if case == "code4":
+        with_own_codebook(folder)
     convert(folder, tmp_path / "packed", shard_bytes=1 << 14, progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     tokens = TOKENS % model.config.vocab_size
@@ -184,6 +195,20 @@ def test_generation_config_dtype_and_names(checkpoint: Path) -> None:
     assert not model.training and not any(
         p.requires_grad for m in packed_layers(model).values() for p in m.parameters()
     )
+
+
+def test_what_transformers_keeps_in_fp32(tmp_path: Path, generator: torch.Generator) -> None:
+    """T5's wo: its codes and their order stay integers. The head is tied, and outside of any base model."""
+    config = T5Config(vocab_size=96, d_model=64, d_ff=128, d_kv=16, num_layers=1, num_heads=4)
+    file = saved(tmp_path, lambda: T5ForConditionalGeneration(config)) / "model.safetensors"
+    tensors, name = load_file(file), "encoder.block.0.layer.1.DenseReluDense.wo"
+    packed, w = gptq(4, 1, symmetric=False, act_order=True)(128, 64, generator)
+    del tensors[f"{name}.weight"]
+    save_file(tensors | {f"{name}.{inside}": tensor for inside, tensor in packed.items()}, file)
+    edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True})
+    layer = load_model(tmp_path, torch.float16).get_submodule(name)
+    assert (layer.scales.dtype, layer.perm.dtype, layer.qweight.dtype) == (torch.float32, torch.int32, torch.uint8)
+    torch.testing.assert_close(layer.dequantize(torch.float32), w)
 
 
 def test_one_layer_is_unpacked_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +339,24 @@ def test_wrong_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_codes_for_a_gpu_that_does_not_read_them(tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     fails(folder, "arch: expected sm75.* got 'sm70'. Leave arch away", arch="sm70")
+
+
+def test_codes_beside_a_gpu_that_does_not_read_them(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout that it dequantizes, and the CPU multiplies by."""
+    folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    for module in (checkpoint_module, quantizer):
+        monkeypatch.setattr(module, "device_arch", lambda device: 70)  # the function itself caches what it finds
+    weights = checkpoint_module.CheckpointWeights(open_checkpoint(folder), None)
+    assert {shape.layout for shape in weights.shapes.values()} == {"tiled"}
+    with pytest.raises(ValueError, match=r"arch: expected sm75.* for nf4"):  # to quantize is to ask for a kernel
+        AutoModelForCausalLM.from_pretrained(
+            saved(tmp_path / "dense", llama), quantization_config=WeightOnlyConfig(format="nf4"), device_map="cpu"
+        )
 
 
 def test_another_shape(checkpoint: Path) -> None:

@@ -25,7 +25,16 @@ from hf_models import (
     saved,
     seeded,
 )
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 import weightonly as wo
 from weightonly.hf import WeightOnlyConfig
@@ -201,6 +210,30 @@ def test_modules_that_share_the_name_of_a_weight_are_read(tmp_path: Path) -> Non
     assert same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
 
 
+class RenamedLlama(LlamaForCausalLM):
+    """Of a checkpoint whose mlp has another name; files may have the name of the model, too."""
+
+
+register_checkpoint_conversion_mapping("RenamedLlama", [WeightRenaming("mlp", "feed_forward")])
+
+
+def test_names_of_the_model_are_found_where_transformers_renames_them(tmp_path: Path) -> None:
+    model = quantized(saved(tmp_path / "dense", llama), modules_to_not_convert=["up_proj"])
+    model.save_pretrained(tmp_path / "packed")
+    assert same_state(RenamedLlama.from_pretrained(tmp_path / "packed"), model)
+
+
+def test_subclasses_of_linear_stay_dense(tmp_path: Path) -> None:
+    """torch.nn.MultiheadAttention multiplies by the weight of its out_proj itself."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = SiglipVisionConfig(**sizes, image_size=32, patch_size=16)
+    model = SiglipVisionModel.from_pretrained(
+        saved(tmp_path, lambda: SiglipVisionModel(config)), quantization_config=WeightOnlyConfig(group_size=64)
+    )
+    assert "NonDynamicallyQuantizableLinear" in model.hf_quantizer.plan.dense["head.attention.out_proj"]
+    assert model(torch.ones(1, 3, 32, 32)).pooler_output.isfinite().all()
+
+
 # --- devices ------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +357,14 @@ def test_a_loaded_model_of_quantize_model_saves_itself(tmp_path: Path) -> None:
     assert (formats["up_proj"], formats["q_proj"]) == ("int4", "int8")
     assert torch.equal(logits(again), logits(model))
     assert model.half().dtype == torch.float16  # which transformers refuses for other quantized models
+
+
+def test_gpt2_in_two_steps_is_one_again() -> None:
+    """Its Conv1D are Conv1D after both."""
+    model: Any = wo.nn.quantize_model(seeded(gpt2), group_size=64, only=["*.attn.*"])
+    wo.nn.quantize_model(model, group_size=64)
+    twin = dense_twin(gpt2, model)
+    assert same_state(model.hf_quantizer._dequantize(model), twin)
 
 
 def test_a_model_of_another_method_is_left_alone() -> None:

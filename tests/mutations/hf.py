@@ -140,7 +140,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/modules.py",
-        "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model",
+        "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model parallel_hf",
         [
             ("subclasses of Linear", "if type(module) is torch.nn.Linear:", "if isinstance(module, torch.nn.Linear):"),
             ("a gate", "elif shape is not None and shape[1] == 1:", "elif shape is not None and shape[1] == 0:"),
@@ -160,7 +160,6 @@ MUTATIONS = [
             ),
             ("experts that are left are packed", "        self.stacks.clear()\n", ""),
             ("a group size that does not fit", "            recipe.check_k(k)\n", "            pass\n"),
-            ("a packed layer trains", "layer.train(model.get_submodule(name).training)", "layer"),
         ],
     ),
     *of(
@@ -174,6 +173,7 @@ MUTATIONS = [
                 "codes have the layout of integers",
                 "if config.format in CODE_FORMATS else layout_for_arch(arch)",
                 "if config.format is None else layout_for_arch(arch)",
+                "where the layouts differ, the layer that is made for this arch raises the same error",
             ),
             ("experts in several shapes", "        check_stacked(self.plan, checkpoint)\n", ""),
             (

@@ -220,7 +220,7 @@ def _arguments(shape: LayerShape, dtype: torch.dtype) -> dict[str, Any]:
 
 def _replace(model: PreTrainedModel, name: str, layer: Linear | Experts) -> None:
     layer.layer_name = name
-    model.set_submodule(name, layer.train(model.get_submodule(name).training))
+    model.set_submodule(name, layer)
     owner: Any = model.get_submodule(name.rpartition(".")[0])
     if not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
         # Some models' _init_weights reach from here for the `weight` of the layer, which is gone.
