@@ -74,11 +74,11 @@ def test_a_unit_defines_a_function_for_each_kernel() -> None:
         ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32", ""),
         ("gemv_1x16x1024_f16_int4_channel", "1, 0, false, 32", ""),
         ("gemv_1x16x2048_g16_f16_int4_group", "1, 0, false, 16", ""),
-        # and whether it sorts, computes gated products, and may be in a layer
-        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32", ", false, true, true"),
-        ("grouped_sm90_32x192x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32", ", false, false, true"),
-        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "2147483647, 1, false, 32", ", true, true, true"),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "2147483647, 0, false, 32", ", false, false, false"),
+        # and whether it sorts, and may be in a layer, with gates
+        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32", ", false, true"),
+        ("grouped_sm90_32x256x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32", ", false, true"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "2147483647, 1, false, 32", ", true, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "2147483647, 0, false, 32", ", false, false"),
     ],
 )
 def test_facts_of_a_kernel_stand_in_the_registry(symbol: str, facts: str, flags: str, tmp_path: Path) -> None:

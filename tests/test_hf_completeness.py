@@ -61,4 +61,4 @@ def test_scales_that_the_dtype_of_the_model_does_not_hold(scale: float) -> None:
 @pytest.mark.parametrize("files", [None, []])
 def test_a_state_dict_alone(files: list[str] | None) -> None:
     with pytest.raises(ValueError, match="state_dict: expected the folder of a packed model"):
-        open_files(files)
+        open_files(files, None)
