@@ -36,6 +36,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from mutations import ALL, Mutation
+from mutations.definitions import definitions
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -52,13 +53,20 @@ _PYTEST_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short")  # prin
 
 
 def mutated(mutation: Mutation, root: Path = ROOT) -> str:
-    """The content of its file with the fault. Raises ValueError unless the old text is there exactly once."""
+    """The content of its file with the fault. Raises ValueError unless its function has the old text exactly once."""
     place = root / mutation.file
     content = place.read_text(encoding="utf-8") if place.is_file() else ""
-    count = content.count(mutation.old)
-    if count != 1:
-        raise ValueError(f"{mutation.name}: expected its old text once in {mutation.file}, got it {count} times")
-    return content.replace(mutation.old, mutation.new)
+    parts = definitions(mutation.file, content, mutation.function)
+    if not parts:
+        raise ValueError(f"{mutation.name}: expected {mutation.function} in {mutation.file}, which does not define it")
+    indentation = r"(?m:^[ \t]*)" if mutation.old.endswith("\n") and not mutation.new else ""
+    old = re.compile(indentation + re.escape(mutation.old))
+    found = {match.span() for part in parts for match in old.finditer(content, *part)}
+    if len(found) != 1:
+        where = f"{mutation.function} of {mutation.file}"
+        raise ValueError(f"{mutation.name}: expected {mutation.old!r} once in {where}, got it {len(found)} times")
+    ((begin, end),) = found
+    return content[:begin] + mutation.new + content[end:]
 
 
 def key_of(mutation: Mutation) -> str:

@@ -165,7 +165,7 @@ print(weightonly.bench.sweep.__module__)
     assert (result.returncode, result.stdout.strip()) == (0, "weightonly.bench.sweep"), result.stderr
 
 
-@pytest.mark.parametrize("name", ["_hidden", "__wrapped__", "gem", "tests"])
+@pytest.mark.parametrize("name", ["_hidden", "__wrapped__", "gem", "tests", "tools"])
 def test_unknown_attributes_are_errors(name: str) -> None:
     import weightonly
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import mutate
 import pytest
 from mutations import ALL, Mutation
+from mutations.definitions import definitions
 
 ROOT = Path(__file__).resolve().parents[1]
 ABORT = "__import__('os').abort()"
@@ -16,7 +17,7 @@ ABORT = "__import__('os').abort()"
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
 def test_mutation_applies(mutation: Mutation) -> None:
-    """Once, to compilable code, with tests that exist: a change of the code changes its mutations."""
+    """To compilable code, with tests that exist."""
     content, before = mutate.mutated(mutation), (ROOT / mutation.file).read_text()
     assert dump(content) != dump(before) if mutation.file.endswith(".py") else content != before
     assert [path for path in mutate.test_files(mutation) if not (ROOT / path).is_file()] == []
@@ -30,11 +31,70 @@ def test_names_are_unique() -> None:
     assert len({mutation.name for mutation in ALL}) == len(ALL)
 
 
-def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
-    for old in ("y = 1", "x = 1"):
-        with pytest.raises(ValueError, match=r"a.py: fault: expected its old text once in a.py, got it [02] times"):
-            mutate.mutated(Mutation("a.py: fault", "a.py", old, "x = 2", ("a",)), tmp_path)
+PYTHON = """
+LIMIT = 1
+if LIMIT:
+    @cached
+    def most(x):
+        def inner():
+            return x < 1
+        return inner() or x < 2
+class A:
+    limit: int = 1
+    def most(self):
+        return self
+"""
+CPP = """
+// most() {
+struct A {
+  bool most(int x, int y = f()) const { if (most(x)) { return '{' < x; } return false; }
+};
+A::A() : limit(1) {}
+inline float most(float x) {
+  return x;  // }
+}
+int other = most(1);
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "texts"),
+    [
+        ("a.py", "LIMIT", ["LIMIT = 1"]),
+        ("a.py", "most", ["@cached ... x < 2"]),
+        ("a.py", "most.inner", ["def inner(): ... x < 1"]),
+        ("a.py", "A.limit", ["limit: int = 1"]),
+        ("a.py", "A.most", ["def most(self): ... self"]),
+        ("a.py", "inner", []),
+        ("a.h", "A", ["struct A { ... }", "A() : limit(1) {}"]),
+        ("a.h", "most", ["most(int x, ... return false; }", "most(float x) { ... }"]),
+        ("a.h", "other", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} times",
+)
+def test_a_name_is_found(file: str, name: str, texts: list[str]) -> None:
+    content = PYTHON if file == "a.py" else CPP
+    found = [" ".join(content[begin:end].split()) for begin, end in definitions(file, content, name)]
+    ends = [text.split(" ... ") for text in texts]
+    assert len(found) == len(texts)
+    assert all(text.startswith(end[0]) and text.endswith(end[-1]) for text, end in zip(found, ends, strict=True))
+
+
+def test_what_is_gone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(x):\n    return x or x\n\ndef g(y):\n    return y\n")
+    for function, old, message in (
+        ("g", "x", "expected 'x' once in g of a.py, got it 0 times"),
+        ("f", "x", "expected 'x' once in f of a.py, got it 3 times"),
+        ("h", "x", "expected h in a.py, which does not define it"),
+    ):
+        with pytest.raises(ValueError, match=f"^a.py: fault: {message}$"):
+            mutate.mutated(Mutation("a.py: fault", "a.py", function, old, "z", ("a",)), tmp_path)
+
+
+def test_a_line_goes_with_its_indentation(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(x):\n    x.check()\n    return x\n")
+    mutation = Mutation("a.py: fault", "a.py", "f", "x.check()\n", "", ("a",))
+    assert mutate.mutated(mutation, tmp_path) == "def f(x):\n    return x\n"
 
 
 @pytest.mark.parametrize("name", ["test_planted.py", "test_vllm_planted.py"])

@@ -1,7 +1,7 @@
 """Mutations: small faults for `mutate.py` to plant, one after another, each of which the tests have to notice.
 
-A mutation replaces one text of one file, which occurs there once. What the tests cannot notice, because no caller can,
-has a reason beside it. A subject has a module; `ALL` has them in order.
+A mutation names a function of a file, and replaces a text that the function has once: lines around it may change. What
+the tests cannot notice, because no caller can, has a reason beside it. A subject has a module; `ALL` has them in order.
 """
 
 from __future__ import annotations
