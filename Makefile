@@ -29,18 +29,18 @@ test-gpu: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 # The plug-in in vLLM's own layers, on the CPU, with each of VLLM_VERSIONS: 4 GB in .venv-vllm. vLLM's wheel comes without
-# its CUDA libraries, which layers on the CPU do not need, and beside the PyTorch of tests/vllm_requirements.txt.
+# its CUDA libraries, which layers on the CPU do not need, and beside the PyTorch of tests/vllm/requirements.txt.
 VLLM_VERSIONS ?= 0.33.0 0.32.0 0.29.0
 test-vllm: .venv-vllm/made.stamp
 	@for version in $(VLLM_VERSIONS); do \
 	  .venv-vllm/bin/pip install --quiet --no-deps "vllm==$$version" && echo "vLLM $$version" && \
-	  VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/test_vllm_*.py \
+	  VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm \
 	  || exit 1; \
 	done
 
-.venv-vllm/made.stamp: tests/vllm_requirements.txt pyproject.toml
+.venv-vllm/made.stamp: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet -r tests/vllm_requirements.txt
+	.venv-vllm/bin/pip install --quiet -r tests/vllm/requirements.txt
 	WEIGHTONLY_CUDA=off .venv-vllm/bin/pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -48,12 +48,12 @@ test-vllm: .venv-vllm/made.stamp
 SGLANG_VERSION ?= 0.5.23
 test-sglang: .venv-sglang/made.stamp
 	.venv-sglang/bin/pip install --quiet --no-deps "sglang==$(SGLANG_VERSION)"
-	.venv-sglang/bin/python -m pytest $(PYTEST_ARGS) tests/test_sglang.py
+	.venv-sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang
 
-.venv-sglang/made.stamp: tests/vllm_requirements.txt tests/sglang_requirements.txt pyproject.toml
+.venv-sglang/made.stamp: tests/vllm/requirements.txt tests/sglang/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/pip install --quiet -r tests/vllm_requirements.txt
-	.venv-sglang/bin/pip install --quiet --no-deps -r tests/sglang_requirements.txt
+	.venv-sglang/bin/pip install --quiet -r tests/vllm/requirements.txt
+	.venv-sglang/bin/pip install --quiet --no-deps -r tests/sglang/requirements.txt
 	WEIGHTONLY_CUDA=off .venv-sglang/bin/pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 

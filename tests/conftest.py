@@ -1,19 +1,14 @@
-"""Fixtures of all tests: a seed, new in every run unless it is given, and the GPU if there is one."""
+"""Fixtures of tests in several folders: a seed, new in every run unless it is given, and the GPU if there is one."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from stand_in import Module
-
-    from weightonly.cpu.library import Backend
 
 os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
@@ -48,14 +43,6 @@ def no_plans() -> None:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """Stands in for the compiled module: see stand_in.py."""
-    from stand_in import installed
-
-    return installed(monkeypatch)
-
-
-@pytest.fixture
 def cuda_device() -> torch.device:
     """The GPU; skips the test where there is none or the kernels are not compiled."""
     if not torch.cuda.is_available():
@@ -65,30 +52,6 @@ def cuda_device() -> torch.device:
     if not cuda_built():
         pytest.skip("the CUDA kernels are not built")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture(params=("generic", "avx2", "avx512", "amx"))
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """The native kernels of CPUs at one level; skips those that this CPU lacks, and all where they were not built."""
-    from weightonly.cpu import library
-
-    found, problem = library._load(library._PATH)
-    if found is None:
-        pytest.skip(problem)
-    if library.LEVELS.index(request.param) > found.wo_cpu_level():
-        pytest.skip(f"this CPU lacks {request.param}")
-    return library.choose(request.param, library._PATH)
-
-
-@pytest.fixture
-def best() -> Backend:
-    """The native kernels of CPUs as `gemm` uses them."""
-    from weightonly.cpu import library
-
-    found = library.choose("auto", library._PATH)
-    if found.library is None:
-        pytest.skip(found.reason)
-    return found
 
 
 @pytest.fixture
@@ -121,28 +84,6 @@ def _set_groups_of_16(monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
 
     for family in FAMILIES.values():
         monkeypatch.setattr(family, "groups_of_16_verified", verified)
-
-
-@pytest.fixture
-def compiled_groups_of_16(groups_of_16: None) -> None:
-    """The same for tests on a GPU; skips where the build is without these kernels (WEIGHTONLY_UNVERIFIED=on)."""
-    from weightonly.kernels import dequantizes_groups_of_16
-
-    if not dequantizes_groups_of_16():
-        pytest.skip("the kernels for groups of 16 are not built")
-
-
-@pytest.fixture
-def fp32_sums() -> Iterator[None]:
-    """cuBLAS may add the parts of a split K in 16 bits, unless it is told not to: then sums are exact on the grid."""
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = [getattr(matmul, name) for name in names]
-    for name in names:
-        setattr(matmul, name, False)
-    yield
-    for name, value in zip(names, before, strict=True):
-        setattr(matmul, name, value)
 
 
 @pytest.fixture

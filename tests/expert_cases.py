@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from code_cases import own, random_codes
-from packed_cases import random_q
+from tests.code_cases import own, random_codes
+from tests.packed_cases import random_q
 
 import weightonly as wo
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import hf_version  # noqa: F401
 import pytest
+import tests.hf_version  # noqa: F401
 import torch
 import transformers
 

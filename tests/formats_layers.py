@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import formats_reference as ref
 import torch
+from tests import formats_reference as ref
 
 import weightonly as wo
 from weightonly.codebooks import codebook

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import formats_reference as ref
 import numpy as np
 import pytest
 import torch
+from tests import formats_reference as ref
 from torch.nn.functional import embedding, silu
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, VOCABULARY = 128, 4, 2, 256, 2, 96

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import formats_reference as ref
-import hf_version  # noqa: F401
+import tests.hf_version  # noqa: F401
 import torch
 import transformers
-from formats_llama import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS
-from formats_llama import MODELS as QUANTIZED
-from formats_llama import VOCABULARY as QUANTIZED_VOCABULARY
+from tests import formats_reference as ref
+from tests.formats_llama import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS
+from tests.formats_llama import MODELS as QUANTIZED
+from tests.formats_llama import VOCABULARY as QUANTIZED_VOCABULARY
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -1,8 +1,8 @@
 """Mutation testing: plants one fault after another in a copy of the repository, and runs the tests that cover it.
 
-    python tests/mutate.py                  # all that the log does not have yet
-    python tests/mutate.py --only quantize  # those whose names contain this
-    python tests/mutate.py --list
+    python -m tests.mutate                  # all that the log does not have yet
+    python -m tests.mutate --only quantize  # those whose names contain this
+    python -m tests.mutate --list
 
 A fault that the tests notice is killed; one that they do not survives, and needs a test, or a reason why no caller can
 see it (`mutations`). The log has a line for each run, by what the file and its tests were: it is resumed, and what has
@@ -35,11 +35,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from mutations import ALL, Mutation
-from mutations.definitions import definitions
+from tests import ROOT
+from tests.mutations import ALL, Mutation
+from tests.mutations.definitions import definitions
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 CPU_SOURCES = "kernels/cpu/"
 """Files of the library for CPUs, which is built with each fault: one that cannot be compiled is broken, not noticed."""
 
@@ -78,7 +77,14 @@ def key_of(mutation: Mutation) -> str:
 
 
 def test_files(mutation: Mutation) -> list[str]:
-    return [f"tests/test_{name}.py" for name in mutation.tests]
+    return [_files_of_tests().get(name, f"tests/test_{name}.py") for name in mutation.tests]
+
+
+@functools.cache
+def _files_of_tests() -> dict[str, str]:
+    """Their paths, by what is between "test_" and ".py"."""
+    paths = (ROOT / "tests").glob("*/test_*.py")
+    return {path.stem.removeprefix("test_"): str(path.relative_to(ROOT)) for path in paths}
 
 
 def copy_tree(target: Path) -> None:
@@ -99,7 +105,7 @@ def copy_tree(target: Path) -> None:
 
 
 def needs_vllm(tests: Sequence[str]) -> bool:
-    return any(test.startswith("tests/test_vllm_") for test in tests)
+    return any("/test_vllm_" in test for test in tests)
 
 
 def build_cpu(tree: Path) -> str:
@@ -163,13 +169,15 @@ def _pytest(tree: str, tests: list[str], log: str) -> None:
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     hypothesis.settings.register_profile("mutate", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutate")
-    sys.path[:] = [tree, *(folder for folder in sys.path if folder not in ("", str(HERE)))]
+    sys.path[:] = [tree, *(folder for folder in sys.path if folder not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # those of this checkout
     sys.exit(pytest.main([*_PYTEST_ARGUMENTS, *tests]))
 
 
 def first_failure(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
-    if crashed := re.search(r'Fatal Python error(?s:.*?)/(tests/test_\w+\.py)", line \d+ in (test_\w+)', text):
+    if crashed := re.search(r'Fatal Python error(?s:.*?)/(tests/(?:\w+/)?test_\w+\.py)", line \d+ in (test_\w+)', text):
         return f"FAILED {crashed[1]}::{crashed[2]} - the process ended"
     lines = text.splitlines()
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]

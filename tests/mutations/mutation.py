@@ -15,7 +15,7 @@ class Mutation:
 
     function: where, as `definitions` finds it: `Class.method`, a function, a class, or a name that is assigned.
     old, new: texts; the function has the old one once. A line that is old with its end, and "" as new, goes whole.
-    tests: the files of tests/ that cover the file, the nearest first, without "test_" and ".py".
+    tests: names of files that cover the file, the nearest first, without folder, "test_" and ".py".
     """
 
     name: str

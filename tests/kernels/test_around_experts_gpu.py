@@ -1,0 +1,92 @@
+"""The kernels around the products of a layer of experts, beside what PyTorch computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.tensor_kinds import GONE
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import weightonly as wo
+from weightonly.heuristics.families import FAMILIES
+from weightonly.ops import around_experts
+from weightonly.ops.around_experts import combine, sort_by_expert
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("cuda_device"),
+    pytest.mark.skipif(not FAMILIES["grouped_sm90"].verified, reason="the kernels are not in use"),
+]
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def choices(tokens: int, top_k: int, experts: int, g: torch.Generator) -> torch.Tensor:
+    """ids with some of no expert, and one expert that most choose."""
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g)
+    return torch.where(torch.rand(tokens, top_k, generator=g) < 0.4, min(3, experts - 1), ids)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(1, 1, 1), (1, 8, 256), (5, 3, 7), (37, 4, 512), (512, 8, 128), (513, 8, 1024), (4099, 2, 61), (65536, 32, 896)],
+)
+def test_sorted(tokens: int, top_k: int, experts: int, ids_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    ids = choices(tokens, top_k, experts, g).to(ids_dtype).cuda()
+    x = torch.randn(tokens, 24 if tokens > 10_000 else 72, generator=g).half().cuda()
+    rows, offs, places = sort_by_expert(x, ids, experts)
+    assert places.dtype == torch.int32, "by the kernel"
+    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
+    its_rows, its_offs, its_places = sort_by_expert(x, ids, experts)
+    assert torch.equal(offs, its_offs)
+    assert torch.equal(places.long(), its_places)
+    assert torch.equal(rows[: int(offs[-1])], its_rows[: int(offs[-1])])
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(3)
+    ids = choices(50, top_k, 20, g).cuda()
+    x = torch.randn(50, 64, generator=g).to(dtype).cuda()
+    _, offs, places = sort_by_expert(x, ids, 20)
+    rows = torch.randn(50 * top_k, 2104, generator=g).to(dtype).cuda()
+    rows[int(offs[-1]) :] = torch.nan
+    weights = torch.rand(50, top_k, generator=g).to(dtype).cuda()
+    y = combine(rows, weights, ids, offs, places, dtype)
+    monkeypatch.setattr(around_experts, "runs", lambda *tensors: False)
+    wanted = combine(rows, weights, ids, offs, places.long(), dtype)
+    torch.testing.assert_close(y, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert (y != wanted).float().mean() < 0.02
+
+
+def test_rows_that_no_kernel_reads_are_left_to_pytorch() -> None:
+    """A column count that fills no 16 bytes, and columns at a distance."""
+    ids = torch.tensor([[1, 0], [0, 2]]).cuda()
+    for x in (torch.randn(2, 30).half().cuda(), torch.randn(2, 80).half().cuda()[:, ::2]):
+        rows, offs, places = sort_by_expert(x, ids, 3)
+        assert offs.tolist() == [2, 3, 4] and places.tolist() == [2, 0, 1, 3]
+        assert torch.equal(rows, x[[0, 1, 0, 1]])
+
+
+def test_fused_experts_are_traced_and_read_no_freed_memory() -> None:
+    g = torch.Generator().manual_seed(5)
+    first = wo.preprocess(torch.randint(-8, 8, (2, 128, 256), generator=g, dtype=torch.int8).cuda())
+    second = wo.preprocess(torch.randint(-8, 8, (2, 128, 128), generator=g, dtype=torch.int8).cuda())
+    scales = [torch.full((2, 2, n), 0.01).half().cuda() for n in (256, 128)]
+    x, ids = torch.randn(3, 128, generator=g).half().cuda(), torch.tensor([[0, 1]] * 3).cuda()
+    operands = {"x": x, "first": scales[0], "topk_ids": ids, "topk_weights": torch.rand(3, 2, generator=g).cuda()}
+
+    def call(x: torch.Tensor, first_scales: torch.Tensor, ids: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return wo.fused_experts(x, (first, first_scales), (second, scales[1]), ids, choice)
+
+    y = call(*operands.values())
+    graph = make_fx(lambda x: call(x, *list(operands.values())[1:]))(x)
+    assert "torch.ops.weightonly.grouped_gemm" in graph.code
+    assert (graph(x).float() - y.float()).abs().max() <= 0.01 * y.float().abs().max()
+    for name in operands:
+        kinds = operands | {name: GONE["freed"](operands[name])}
+        with pytest.raises(ValueError, match=r"^(x|w13: scales|topk_ids|topk_weights): expected memory"):
+            call(*kinds.values())
