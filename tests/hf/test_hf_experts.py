@@ -185,7 +185,10 @@ def packed_mixtral(folder: Path, generator: torch.Generator, **options: Any) -> 
     for name in tensors:
         layer, _, tensor = name.rpartition(".")
         if tensor == "qweight":
-            own = {"symmetric": f"{layer}.zeros" not in tensors, "act_order": f"{layer}.perm" in tensors}
+            own: dict[str, object] = {
+                "symmetric": f"{layer}.zeros" not in tensors,
+                "act_order": f"{layer}.perm" in tensors,
+            }
             own["group_size"] = 64 if layer.endswith(options.get("coarse", ())) else 32
             layers[layer] = {field: value for field, value in own.items() if common[field] != value}
     config_json["quantization_config"] = {"quant_method": "weightonly", "format_version": 3, **common, "layers": layers}

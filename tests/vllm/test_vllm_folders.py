@@ -359,7 +359,7 @@ def loaded_part(
     layer = rank_layer(kind, n, config)
     parameters = dict(layer.named_parameters())
     loader = WeightOnlyLoader(LoadConfig(load_format="weightonly"))
-    for name, tensor in loader.get_all_weights(SimpleNamespace(model=str(folder)), layer):  # type: ignore[arg-type]
+    for name, tensor in loader.get_all_weights(SimpleNamespace(model=str(folder)), layer):
         source, _, inside = name.rpartition(".")
         shard = {"a": (0,), "b": (1,), "q": ("q",), "k": ("k",), "v": ("v",)}.get(source, ())
         parameters[inside].weight_loader(parameters[inside], tensor, *shard)
