@@ -85,7 +85,7 @@ class GemmArgs:
             x.shape,
             x.is_contiguous() or x.stride(),
             x.dtype,
-            x.device,
+            device if (device := x.get_device()) >= 0 else x.device,  # a number is hashed in less time
             None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
             self.activation,
             self.config,

@@ -128,7 +128,7 @@ class QuantizedWeight:
             scales.shape,
             scales.is_contiguous() or scales.stride(),
             scales.dtype,
-            scales.device,
+            device if (device := scales.get_device()) >= 0 else scales.device,  # a number is hashed in less time
             None
             if zeros is None
             else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
