@@ -28,10 +28,9 @@ cudaError_t count_grouped_launch(weightonly::GroupedGemmParams const&, cudaStrea
 using weightonly::GroupedEntry;
 constexpr int kAnyM = INT_MAX;
 GroupedEntry const grouped_table[] = {
-    {{"grouped_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, false, true, true},
-    {{"grouped_sm80_f16_int8_channel", kAnyM, 0, false, 32}, &count_grouped_launch, false, false, false},
-    {{"grouped_decode_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, true, true, true},
-    {{"grouped_sm90_of_three_panels_f16_int8_group", kAnyM, 1, false, 32}, &count_grouped_launch, false, false, true},
+    {{"grouped_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, false, true},
+    {{"grouped_sm80_f16_int8_channel", kAnyM, 0, false, 32}, &count_grouped_launch, false, false},
+    {{"grouped_decode_sm90_f16_int4_group", kAnyM, 1, false, 32}, &count_grouped_launch, true, true},
 };
 
 }  // namespace
@@ -41,7 +40,7 @@ namespace weightonly {
 KernelEntry const* const kKernels = table;
 int const kKernelCount = 4;
 GroupedEntry const* const kGroupedKernels = grouped_table;
-int const kGroupedKernelCount = 4;
+int const kGroupedKernelCount = 3;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

@@ -47,7 +47,7 @@ STRUCTS = [
 """In the order of wo_struct_bytes."""
 
 GEMV, GEMM, DECODE, OF_16 = range(4)
-TILED, INTERLEAVED, SORTING, PANELS = range(4)
+TILED, INTERLEAVED, SORTING = range(3)
 """Kernels of interface_host.cpp, and its grouped ones."""
 
 
@@ -286,9 +286,6 @@ def test_what_is_wrong_with_choices_is_refused(changed: dict[str, Any], reason: 
 @pytest.mark.parametrize("changed", [{}, GATED, {"gate": (6, 4.0, 7.0, 0.5)}, {"is_in_layer": 1, "m": 8200}], ids=str)
 def test_kernels_of_layers_take_what_is_right(changed: dict[str, Any], host: ctypes.CDLL) -> None:
     assert grouped(host, TILED, **changed) == (0, "")
-    name = "grouped_sm90_of_three_panels_f16_int8_group"
-    refused = f"{name}: is_gated must be 0 for this kernel, got 1"
-    assert grouped(host, PANELS, **changed) == ((1, refused) if "is_gated" in changed else (0, ""))
 
 
 @pytest.mark.parametrize(
@@ -307,15 +304,15 @@ def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL)
 
 def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     host.wo_grouped_kernel_name.restype = ctypes.c_char_p
-    assert host.wo_grouped_kernel_count() == 4
+    assert host.wo_grouped_kernel_count() == 3
     assert host.wo_grouped_kernel_name(0) == b"grouped_sm90_f16_int4_group"
     assert host.wo_grouped_kernel_name(1) == b"grouped_sm80_f16_int8_channel"
     assert host.wo_grouped_kernel_name(2) == b"grouped_decode_sm90_f16_int4_group"
-    assert host.wo_grouped_kernel_name(4) is None
+    assert host.wo_grouped_kernel_name(3) is None
     before = host.launches_so_far()
     assert grouped(host, experts=1024, m=1 << 20) == (0, "")
     assert host.launches_so_far() == before + 1
-    assert grouped(host, kernel=4) == (1, "kernel must be 0 to 3, got 4")
+    assert grouped(host, kernel=3) == (1, "kernel must be 0 to 2, got 3")
 
 
 @pytest.mark.parametrize("kernel", [-1, 4, 2**31 - 1])
