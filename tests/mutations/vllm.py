@@ -37,7 +37,6 @@ MUTATIONS = [
             ("nibbles change places", "pack_rows", "[:, ::2] | unsigned[:, 1::2]", "[:, 1::2] | unsigned[:, ::2]"),
             ("nibbles beside each other", "unpack_rows", "dim=2", "dim=1"),
             ("codes are signed", "unpack_rows", "in CODE_FORMATS", '== "nf4"'),
-            ("what another loader brings", "expect_bytes", "uint8 or", "uint8 and"),
         ],
     ),
     *of(

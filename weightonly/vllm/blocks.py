@@ -14,8 +14,8 @@ from ..layout import K_ALIGN, blocks_of, column_align, padded_shape
 from ..packed import PackedWeight
 
 
-class _OfOurLoader(ModelWeightParameter):
-    """A parameter that our own loader alone brings in its form."""
+class PackedRows(ModelWeightParameter):
+    """qweight [N, K * bits / 8], which our own loader alone brings in this form: see rows.py."""
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
         super().load_column_parallel_weight(self._expected(loaded_weight))
@@ -44,12 +44,9 @@ def expect_bytes(loaded_weight: torch.Tensor, dims: int = 2) -> torch.Tensor:
     return loaded_weight
 
 
-class PackedRows(_OfOurLoader):
-    """qweight [N, K * bits / 8]: see rows.py."""
-
-
-class PackedBlocks(_OfOurLoader, PackedvLLMParameter):
-    """qweight in the blocks of its layout, in three dimensions: one of them is K, one is N (see layout/cut.py)."""
+class PackedBlocks(PackedRows, PackedvLLMParameter):
+    """qweight in the blocks of its layout, in three dimensions: one of them is K, one is N (see layout/cut.py). Our own
+    loader alone brings them, too."""
 
 
 def cuts_bytes(shape: LayerShape, k: int, parts: Sequence[int], whole: tuple[int, int]) -> bool:

@@ -27,13 +27,3 @@ def unpack_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
     unsigned = rows if bits == 8 else torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)
     columns = unsigned.t().contiguous()
     return columns if format in CODE_FORMATS else to_signed(columns, bits)
-
-
-def expect_bytes(qweight: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError for what another loader brings."""
-    if qweight.dtype != torch.uint8 or qweight.dim() != 2:
-        raise ValueError(
-            f"qweight: expected uint8 [N, K * bits / 8], got {qweight.dtype} {list(qweight.shape)}; "
-            "the method weightonly reads a folder with --load-format weightonly"
-        )
-    return qweight
