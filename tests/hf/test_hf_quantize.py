@@ -232,7 +232,7 @@ register_checkpoint_conversion_mapping("FusedLlama", [fused])
 
 
 def test_packed_layers_are_saved_as_they_are_where_transformers_fuses_dense_ones(tmp_path: Path) -> None:
-    model = wo.nn.quantize_model(seeded(lambda: FusedLlama(LlamaConfig(**SIZES))), group_size=64)
+    model: Any = wo.nn.quantize_model(seeded(lambda: FusedLlama(LlamaConfig(**SIZES))), group_size=64)
     model.save_pretrained(tmp_path)
     assert same_state(FusedLlama.from_pretrained(tmp_path), model)
 
