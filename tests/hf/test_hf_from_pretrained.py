@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.formats.fp4_cases import options
+from tests.formats_llama import CONFIG, LINEARS, plain_tensors
 from tests.formats_llama import MODELS as QUANTIZED
+from tests.formats_reference import write_checkpoint
 from tests.hf_models import TOKENS, logits, packed_layers, same_state, write_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers import AutoHfQuantizer
@@ -61,6 +64,18 @@ def test_a_gpu_without_a_kernel(tmp_path: Path, generator: torch.Generator) -> N
     folder = write_model(tmp_path / "model", "bitsandbytes-nf4", generator)
     with pytest.raises(ValueError, match=r"arch: .*nf4.*Leave arch away"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(arch="sm70"))
+
+
+def test_scales_that_the_dtype_does_not_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """2^-37: transformers logs the error, and raises one of its own."""
+    tensors = plain_tensors(torch.Generator())
+    for name, (k, n) in LINEARS.items():
+        tensors[f"{name}.weight_packed"] = torch.zeros(n, k // 2, dtype=torch.uint8)
+        tensors[f"{name}.weight_scale"] = torch.full((n, k // 32), 90, dtype=torch.uint8)
+    folder = write_checkpoint(tmp_path / "model", tensors, CONFIG | {"quantization_config": options("mxfp4")})
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(), dtype=torch.float16)
+    assert "scales: expected powers of two in 2^-23 .. 2^13 for mxfp4 in torch.float16" in caplog.text
 
 
 def test_without_our_config_the_method_of_the_folder_stays(tmp_path: Path, generator: torch.Generator) -> None:

@@ -27,13 +27,14 @@ from tests.hf_models import (
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 import weightonly as wo
 from weightonly.hf import WeightOnlyConfig
@@ -220,6 +221,20 @@ def test_names_of_the_model_are_found_where_transformers_renames_them(tmp_path: 
     model = quantized(saved(tmp_path / "dense", llama), modules_to_not_convert=["up_proj"])
     model.save_pretrained(tmp_path / "packed")
     assert same_state(RenamedLlama.from_pretrained(tmp_path / "packed"), model)
+
+
+class FusedLlama(LlamaForCausalLM):
+    """Of a checkpoint whose q, k and v are one layer."""
+
+
+fused = WeightConverter("qkv_proj", ["q_proj", "k_proj", "v_proj"], [Chunk(dim=0)])
+register_checkpoint_conversion_mapping("FusedLlama", [fused])
+
+
+def test_packed_layers_are_saved_as_they_are_where_transformers_fuses_dense_ones(tmp_path: Path) -> None:
+    model: Any = wo.nn.quantize_model(seeded(lambda: FusedLlama(LlamaConfig(**SIZES))), group_size=64)
+    model.save_pretrained(tmp_path)
+    assert same_state(FusedLlama.from_pretrained(tmp_path), model)
 
 
 def test_subclasses_of_linear_stay_dense(tmp_path: Path) -> None:

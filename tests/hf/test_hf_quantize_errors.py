@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,13 +90,25 @@ def test_a_model_without_layers_to_quantize(folders: tuple[Path, Path, torch.Ten
         quantized(folders[0], modules_to_not_convert=["model"])
 
 
-def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
+UP = "model.layers.1.mlp.up_proj"
+WRONG_WEIGHTS: dict[str, tuple[torch.Tensor, str]] = {
+    "not finite": (torch.full((192, 128), float("nan")), f"ValueError: {UP}: w: expected finite values"),
+    "transposed": (torch.zeros(128, 192), rf"ValueError: {UP}\.weight: expected \[192, 128\], got \[128, 192\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_weights_that_cannot_be_quantized_are_named(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, message = WRONG_WEIGHTS[case]
     model = seeded(llama)
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.get_submodule(UP).weight.data = weight
     model.save_pretrained(tmp_path)
     # transformers collects errors of conversions, logs them and raises one of its own.
     with pytest.raises(RuntimeError, match="conversion"):
         quantized(tmp_path)
+    assert re.search(message, caplog.text)
 
 
 EDITS: dict[str, tuple[dict[str, Any], str]] = {

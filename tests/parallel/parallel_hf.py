@@ -156,6 +156,9 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "quantized while loading, int8 per channel": partial(
         quantized, make=partial(llama, **WIDE), format="int8", group_size=-1, arch="sm80"
     ),
+    "quantized while loading, a rank without columns": partial(
+        quantized, make=partial(llama, **WIDE | {"intermediate_size": 9}), format="int8", group_size=64
+    ),
     "experts of a mixture stay dense": experts,
     "the folder of another quantizer": folder_of_others,
     "packed": partial(packed, make=partial(llama, **WIDE), group_size=64, arch="sm90"),
