@@ -318,13 +318,13 @@ MERGES = {"merged": ("a", "b"), "qkv": ("q", "k", "v")}
 
 
 def converted_layers(
-    folder: Path, layout: str, format: str, sizes: dict[str, tuple[int, int]], g: torch.Generator
+    folder: Path, layout: str, format: str, sizes: dict[str, tuple[int, int]], g: torch.Generator, group: int = 64
 ) -> Path:
-    """A converted folder in `layout` of layers in groups of 64; sizes: name -> (K, N)."""
-    packer = codes("nf4", False) if format == "nf4" else integers("gptq", int(format[3:]), True, False, 64)
+    """A converted folder in `layout` of layers in groups; sizes: name -> (K, N)."""
+    packer = codes("nf4", False) if format == "nf4" else integers("gptq", int(format[3:]), True, False, group)
     options = FOLDERS["bnb-nf4"][1]
     if format != "nf4":
-        options = GPTQ | {"bits": int(format[3:]), "sym": False, "desc_act": False, "group_size": 64}
+        options = GPTQ | {"bits": int(format[3:]), "sym": False, "desc_act": False, "group_size": group}
     source = folder / "source"
     source.mkdir()
     tensors = {
@@ -406,19 +406,21 @@ def test_packed_bytes_are_cut_where_they_lie(
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "ranks", "in_blocks"),
+    ("kind", "n", "ranks", "group", "in_blocks"),
     [
-        ("column", 72, 1, True),
-        ("column", 144, 2, False),
-        ("merged", 72, 1, False),
-        ("row", 72, 2, True),
-        ("row", 72, 8, False),
+        ("column", 72, 1, 64, True),
+        ("column", 144, 2, 64, False),
+        ("merged", 72, 1, 64, False),
+        ("row", 72, 2, 64, True),
+        ("row", 72, 8, 64, False),
+        ("row", 72, 8, 32, False),
     ],
 )
 def test_parts_that_begin_inside_of_a_block(
     kind: str,
     n: int,
     ranks: int,
+    group: int,
     in_blocks: bool,
     tmp_path: Path,
     generator: torch.Generator,
@@ -426,7 +428,7 @@ def test_parts_that_begin_inside_of_a_block(
 ) -> None:
     """They are unpacked; a layer of any width that is not cut is not."""
     register()
-    folder = converted_layers(tmp_path, "tiled", "int4", sizes_of(kind, n), generator)
+    folder = converted_layers(tmp_path, "tiled", "int4", sizes_of(kind, n), generator, group)
     records = [r for r in wo.load_checkpoint(folder, progress=False) if isinstance(r, QuantizedLayer)]
     x = torch.randn(3, 256, generator=generator).half()
     for rank in range(ranks):
