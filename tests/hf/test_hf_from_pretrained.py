@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils.quantization_config import AwqConfig
 
+import weightonly as wo
 from weightonly.hf import WeightOnlyConfig, load_model
 
 
@@ -76,6 +77,11 @@ def test_scales_that_the_dtype_does_not_hold(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(RuntimeError, match="conversion"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(), dtype=torch.float16)
     assert "scales: expected powers of two in 2^-23 .. 2^13 for mxfp4 in torch.float16" in caplog.text
+    packed = tmp_path / "packed"
+    wo.formats.convert(folder, packed, arch="cpu", progress=False)
+    with pytest.raises(ValueError, match=r"proj: scales: expected powers of two in 2\^-23 .. 2\^13 for mxfp4"):
+        AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float16)
+    AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
 
 
 def test_without_our_config_the_method_of_the_folder_stays(tmp_path: Path, generator: torch.Generator) -> None:

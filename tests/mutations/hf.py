@@ -53,7 +53,7 @@ MUTATIONS = [
             (
                 "scales that their dtype does not hold",
                 "_Lazy.__getitem__",
-                "check_scales_as(value, dtype, shape.format)",
+                "_check_scales(self._layer, value, dtype, shape.format)",
                 "pass",
             ),
             ("a packed folder is packed again", "CheckpointWeights.__init__", "is None", "is not None"),

@@ -19,7 +19,7 @@ from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
-from ..heuristics.problem import CODE_FORMATS
+from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS
 from ..layout import CPU
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
@@ -112,6 +112,15 @@ class CheckpointWeights:
         check_declared(plan, names, self.checkpoint)
         return plan
 
+    def check_scales(self) -> None:
+        """Raises ValueError, naming the layer, for scales in the files that the dtype of the model does not hold."""
+        shards, dtype = self.checkpoint.shards, self.dtype
+        assert dtype is not None
+        for layer, shape in self.shapes.items():
+            scales = f"{layer}.scales"
+            if shape.format in FORMAT_GROUPS and shards.tensors[scales].dtype != dtype:
+                _check_scales(layer, shards.read(scales), dtype, shape.format)
+
     def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:
         self._names[layer] = name
         dtype = {"qweight": torch.uint8, "perm": torch.int32, "codebook": torch.int32}
@@ -170,6 +179,13 @@ class CheckpointWeights:
         return dataclasses.replace(shape, layout=layout)
 
 
+def _check_scales(layer: str, scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:
+    try:
+        check_scales_as(scales, dtype, format)
+    except ValueError as error:
+        raise ValueError(f"{layer}: {error}") from error
+
+
 class _Lazy:
     """A tensor that is read when it is indexed, as those of safetensors' `get_slice` are."""
 
@@ -185,10 +201,7 @@ class _Lazy:
         value = self._weights.read(self._layer, self._tensor)
         shape, dtype = self._weights.shapes.get(self._layer), self._weights.dtype
         if self._tensor == "scales" and shape is not None and dtype is not None:
-            try:
-                check_scales_as(value, dtype, shape.format)
-            except ValueError as error:
-                raise ValueError(f"{self._layer}: {error}") from error
+            _check_scales(self._layer, value, dtype, shape.format)
         return value[index]
 
     def get_shape(self) -> list[int]:

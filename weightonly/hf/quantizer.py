@@ -128,7 +128,9 @@ class WeightOnlyQuantizer(HfQuantizer):
             return
         check_stacked(self.plan, checkpoint)
         self._read = self._reader(model, weights, [] if is_packed else list(checkpoint.layers))
-        if not is_packed:
+        if is_packed:
+            weights.check_scales()  # transformers casts them
+        else:
             self.quantization_config = WeightOnlyConfig(**weights.options)
             forget_quantizers(model.config)
 
