@@ -16,7 +16,7 @@ from .heuristics.problem import check_group_size
 from .packed import PackedWeight
 from .plain import PLAIN, span_bytes
 from .require import require_plain, require_tensor
-from .weight import LooseWeight, QuantizedWeight, check_device, check_dtype, check_packed
+from .weight import NO_PLAN, LooseWeight, QuantizedWeight, check_device, check_dtype, check_packed
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -73,22 +73,43 @@ class GemmArgs:
         return (*self.x.shape[:-1], self.weight.n)
 
     def key(self) -> tuple[object, ...]:
-        """All that the checks and the plan of a call depend on.
+        """All that the checks and the plan of a call depend on. Loose tensors have their parts here, not in a `kind`.
 
-        Raises AttributeError, TypeError or RuntimeError where an argument is not of its type; the checks say which.
+        Their devices are left to `Plan.holds`, which looks at them once for a set of addresses. Raises AttributeError,
+        TypeError or RuntimeError where an argument is not of its type; the checks say which.
         """
         x, w, bias = self.x, self.weight, self.bias
         if type(x) not in PLAIN or x.is_neg() or (bias is not None and (type(bias) not in PLAIN or bias.is_neg())):
-            raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
+            raise TypeError(NO_PLAN)
+        device: object = x.get_device()
+        if device == -1:  # a string is hashed in less time than a torch.device
+            device = "cpu" if x.is_cpu else x.device
+        of_bias = None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype)
+        strides = x.is_contiguous() or x.stride()
+        if type(w) is not LooseWeight:
+            return w._kind or w.look_again(), x.shape, strides, x.dtype, device, of_bias, self.activation, self.config
+        packed, scales, zeros, perm = w._packed, w._scales, w._zeros, w._perm
+        if (
+            type(scales) not in PLAIN
+            or scales.is_neg()
+            or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
+            or (perm is not None and type(perm) not in PLAIN)
+        ):
+            raise TypeError(NO_PLAN)
         return (
-            w._kind or w.look_again(),
+            packed._kind or packed.kind,
             x.shape,
-            x.is_contiguous() or x.stride(),
+            strides,
             x.dtype,
-            device if (device := x.get_device()) >= 0 else x.device,  # a number is hashed in less time
-            None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
+            device,
+            of_bias,
             self.activation,
             self.config,
+            scales.shape,
+            scales.is_contiguous() or scales.stride(),
+            scales.dtype,
+            None if zeros is None else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype),
+            None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
         )
 
     def to_op(self) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -19,7 +20,7 @@ from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untra
 from .plan import cache
 from .plan.base import Plan
 from .plan.choose import make_plan
-from .weight import QuantizedWeight, weight_of
+from .weight import LooseWeight, QuantizedWeight, weight_of
 
 
 def gemm(
@@ -70,25 +71,27 @@ def gemm(
     scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for the device, and inside of
     torch.func and of forward-mode differentiation.
     """
-    args = GemmArgs(x, weight_of(qweight, scales, zeros, perm), bias, activation, out, config)
-    plan = None if is_dynamo_compiling() else _find(args)
-    return _general(args) if plan is None else _run(plan, args)
-
-
-def _find(args: GemmArgs) -> Plan | None:
-    """The plan of a call that was made before and that needs no dispatcher: all that a decode step costs on the host.
-
-    Inside of torch.jit.trace sizes are tensors, and those of torch.func have no address: there is no plan of them.
-    """
+    if isinstance(qweight, PackedWeight):  # as `weight_of` says, without a call of it
+        weight: QuantizedWeight = LooseWeight(qweight, scales, zeros, perm)  # type: ignore[arg-type]
+    else:
+        weight = weight_of(qweight, scales, zeros, perm)
+    args = GemmArgs(x, weight, bias, activation, out, config)
+    if is_dynamo_compiling():
+        return _general(args)
+    # A call that was made before and that needs no dispatcher: what follows is all that a decode step costs the host.
+    # Inside of torch.jit.trace sizes are tensors, and those of torch.func have no address: there is no plan of them.
+    plan = None
     try:
-        if dispatch_modes() or function_modes() or forward_ad._current_level >= 0:
-            return None
-        if torch.is_grad_enabled() and _requires_grad(args):
-            return None
-        plan = cache.find(args.key())
-        return plan if plan is not None and plan.holds(args) else None
+        is_seen = dispatch_modes() or function_modes() or forward_ad._current_level >= 0
+        if not is_seen and not (is_grad_enabled() and _requires_grad(args)):
+            plan = cache.find(args.key())
+            if plan is not None and not plan.holds(args):
+                plan = None
     except (AttributeError, TypeError, RuntimeError):
-        return None  # some argument is not what it should be: the checks say which
+        plan = None  # some argument is not what it should be: the checks say which
+    if plan is None:
+        return _general(args)
+    return plan.run(args) if out is None and weight._perm is None else _run(plan, args)
 
 
 def _general(args: GemmArgs) -> torch.Tensor:

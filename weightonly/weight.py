@@ -14,6 +14,8 @@ from .packed import PackedWeight, kind_of
 from .plain import PLAIN
 from .require import require_dtype, require_tensor
 
+NO_PLAN = "a subclass of torch.Tensor has no plan, nor has a negated view"
+
 
 class QuantizedWeight:
     """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]), the one operand of `gemm(x, w)`.
@@ -111,29 +113,12 @@ class QuantizedWeight:
         Raises TypeError for subclasses of torch.Tensor and negated views, which have none.
         """
         self._kind = None
-        self._kind = kind = kind_of(*self._description())
+        tensors = (self._scales, self._zeros, self._perm)
+        if any(t is not None and (type(t) not in PLAIN or t.is_neg()) for t in tensors):
+            raise TypeError(NO_PLAN)
+        described = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        self._kind = kind = kind_of(self._packed.kind, *described)
         return kind
-
-    def _description(self) -> tuple[object, ...]:
-        packed, scales, zeros, perm = self._packed, self._scales, self._zeros, self._perm
-        if (
-            type(scales) not in PLAIN
-            or scales.is_neg()
-            or (zeros is not None and (type(zeros) not in PLAIN or zeros.is_neg()))
-            or (perm is not None and type(perm) not in PLAIN)
-        ):
-            raise TypeError("a subclass of torch.Tensor has no plan, nor has a negated view")
-        return (
-            packed._kind or packed.kind,
-            scales.shape,
-            scales.is_contiguous() or scales.stride(),
-            scales.dtype,
-            device if (device := scales.get_device()) >= 0 else scales.device,  # a number is hashed in less time
-            None
-            if zeros is None
-            else (zeros.shape, zeros.is_contiguous() or zeros.stride(), zeros.dtype, zeros.device),
-            None if perm is None else (perm.shape, perm.is_contiguous() or perm.stride(), perm.dtype, perm.device),
-        )
 
     def check(self, name: str, x: torch.Tensor | None = None) -> None:
         """Checks all but the numbers. name: what errors call `packed`; x: whose dtype and device all must have.
@@ -276,8 +261,6 @@ class LooseWeight(QuantizedWeight):
         self._zeros = zeros
         self._perm = perm
         self._kind = None
-
-    look_again = QuantizedWeight._description  # looked up once, in the key of a plan
 
 
 def weight_of(

@@ -7,8 +7,14 @@ from .mutation import of
 MUTATIONS = [
     *of(
         "weightonly/args.py",
-        "arguments expected_operands kernel_plan packed_experts act_order",
+        "arguments plan_cache expected_operands kernel_plan packed_experts act_order",
         [
+            (
+                "zeros are not in the key",
+                "GemmArgs.key",
+                "(zeros.shape, zeros.is_contiguous() or zeros.stride(), ",
+                "(",
+            ),
             ("x of another K", "GemmArgs.check", "[-1] !=", "[-1] <"),
             ("x as a scalar", "GemmArgs.check", "< 1", "< 0"),
             ("a bias of another length", "GemmArgs.check", "list(bias.shape) != sizes", "bias.dim() != len(sizes)"),
@@ -63,12 +69,7 @@ MUTATIONS = [
                 'require_tensor("perm", perm)',
             ),
             ("a permutation of another length", "check_perm", "list(perm.shape) != sizes", "perm.dim() != len(sizes)"),
-            (
-                "zeros are not in the key",
-                "QuantizedWeight._description",
-                "is_contiguous() or zeros.stride(), zeros.dtype, zeros.device",
-                "dtype",
-            ),
+            ("zeros are not in the kind", "QuantizedWeight.look_again", "(self._scales, self._zeros", "(self._scales"),
             ("each expert in the order of the first", "QuantizedWeight._dense", "(expert)", "(0)"),
             (
                 "another dtype in that of the scales",
@@ -80,9 +81,10 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/plan/base.py",
-        "quantized_weight",
+        "quantized_weight plan_cache",
         [
             ("a tensor that is set anew", "Plan.holds_weight", "is not w.look_again()", "is None"),
+            ("an operand on meta", "Plan.holds_weight", "not t.is_meta and ", ""),
         ],
     ),
     *of(

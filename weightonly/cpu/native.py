@@ -39,7 +39,7 @@ def gemm(
     """
     m, k, n = x.numel() // qweight.k, qweight.k, qweight.n
     if out is None:
-        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device="cpu")
+        out = x.new_empty(*x.shape[:-1], n)  # in half the time of torch.empty
     if m == 0:
         return out
     if qweight.layout != CPU and qweight.n_padded % TILE:

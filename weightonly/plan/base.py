@@ -55,13 +55,15 @@ class Plan:
         packed._held_x = x_address
         return w._perm is None or has_memory(w._perm)
 
-    @staticmethod
-    def holds_weight(args: GemmArgs) -> bool:
-        """Whether the weight at new addresses is of the kind that the plan was made for, and all is in memory."""
+    def holds_weight(self, args: GemmArgs) -> bool:
+        """Whether the weight and the bias at new addresses are what the plan was made for: in memory, on its device."""
         w = args.weight
         if w._kind is not None and w._kind is not w.look_again():
             return False  # `tensor.data = ...` gave it another tensor
-        return all(t is None or has_memory(t) for t in (w._packed._data, w._scales, w._zeros, args.bias))
+        return all(
+            t is None or (t.get_device() == self.device and not t.is_meta and has_memory(t))
+            for t in (w._packed._data, w._scales, w._zeros, args.bias)
+        )
 
     def check_out(self, args: GemmArgs) -> None:
         """`GemmArgs.check_out`, once for a set of addresses, which a decode loop repeats. Autograd gets to know it."""

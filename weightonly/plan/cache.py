@@ -73,5 +73,6 @@ def plan_of(args: Args, make: Callable[[Args], Plan]) -> Plan:
         if key is not None:
             add(key, plan)
     if not plan.holds(args):
+        args.check()
         args.check_memory()
     return plan
