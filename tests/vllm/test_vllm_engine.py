@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("vllm")
+
 from weightonly.bench.serve import serve
 from weightonly.bench.serve.command import LOGPROB_BOUND
 from weightonly.bench.serve.engine import RESULT

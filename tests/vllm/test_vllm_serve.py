@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("vllm")
+
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_models as models
 from vllm.model_executor.layers.linear import LinearBase
