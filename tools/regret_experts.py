@@ -29,7 +29,7 @@ from weightonly.bench.timing import overlapping, time_calls
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
 from weightonly.kernels import is_compiled
-from weightonly.plan.grouped import types_of
+from weightonly.plan.choose import types_of
 
 from .regret import Regret, judge, regret_command
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from .args import CPU_DTYPES
+from .args import CPU_DTYPES, GroupedArgs
 from .gate import Gate
 from .gemm import autocast
 from .grouped import Product
-from .grouped_args import GroupedArgs
 from .ops.around_experts import combine, runs, sort_by_expert
 from .packed import PackedWeight
 from .plain import is_watched

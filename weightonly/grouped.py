@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from .args import GRADIENT_SCHEMA, OP_SCHEMA
+from .args import GRADIENT_SCHEMA, OP_SCHEMA, GroupedArgs
 from .autograd import before_activation, kept_for
 from .gemm import autocast, compute, dispatch, needs_dispatch
-from .grouped_args import GroupedArgs
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import PLAIN, are_plain, has_memory

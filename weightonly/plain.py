@@ -1,4 +1,7 @@
-"""Plain tensors, which kernels may read by their addresses. All others are left to PyTorch's dispatcher."""
+"""Plain tensors, which kernels may read by their addresses: contiguous and aligned, copied where they are not.
+
+All others are left to PyTorch's dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +68,21 @@ def span_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def aligned(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
+    """The tensor if it is contiguous and begins at a multiple of `alignment_bytes`, else such a copy."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % alignment_bytes == 0 else tensor.clone()
+
+
+def aligned_rows(rows: torch.Tensor, n_padded: int) -> torch.Tensor:
+    """Scales or zeros [..., groups, N] as kernels read them: [..., groups, n_padded], contiguous, 16-byte aligned.
+
+    Returns `rows` itself where it is so already, else a copy.
+    """
+    if rows.shape[-1] == n_padded and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows
+    copy = rows.new_zeros((*rows.shape[:-1], n_padded))
+    copy[..., : rows.shape[-1]] = rows
+    return copy

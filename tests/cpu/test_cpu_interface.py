@@ -13,7 +13,7 @@ from tests import ROOT
 
 import weightonly as wo
 from weightonly.cpu import library, native
-from weightonly.cpu.blocks import blocks_of
+from weightonly.cpu.blocks import order_of
 
 HEADER = ROOT / "kernels/cpu/api.h"
 LARGE = 1 << 62
@@ -99,7 +99,7 @@ def test_blocks_of_gpus_are_refused_by_name(best: library.Backend, name: str, va
 
 def test_an_order_of_elements_beyond_a_block_is_refused(best: library.Backend) -> None:
     call = Call(best, layout="tiled")
-    order = blocks_of(call.qweight).block_order.clone()
+    order = order_of(4, "tiled", False).clone()
     order[-1] = 4096
     assert call.status(block_order=order.data_ptr()) == 2
     assert call.error() == "block_order must be numbers below 4096, got 4096"

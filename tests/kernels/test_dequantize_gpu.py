@@ -12,7 +12,7 @@ from tests.kernels.dequantize_cases import random_weight
 import weightonly as wo
 from weightonly import reference
 from weightonly.kernels import dequantizes_groups_of_16
-from weightonly.operands import aligned_rows
+from weightonly.plain import aligned_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -210,7 +210,7 @@ MUTATIONS = [
         ],
     ),
     *of(
-        "weightonly/operands.py",
+        "weightonly/plain.py",
         "operands",
         [
             ("alignment is not looked at", "aligned", "tensor.data_ptr() % alignment_bytes == 0", "True"),

@@ -23,7 +23,12 @@ MUTATIONS = [
             ("no activation", "gemm", "activation_of(activation).number", "0"),
             ("one group is K long", "gemm", "qweight.k_padded if groups == 1 else ", ""),
             ("what is refused is no memory", "gemm", "REFUSED", "0"),
-            ("blocks at no distance", "gemm", ', "block_stride_n", "segment_stride"', ""),
+            (
+                "blocks at no distance",
+                "gemm",
+                "zip(FIELDS, blocks_of(qweight), strict=True)",
+                "zip(FIELDS[:2], blocks_of(qweight))",
+            ),
             (
                 "one thread",
                 "gemm",
@@ -49,13 +54,13 @@ MUTATIONS = [
         "weightonly/cpu/blocks.py",
         "cpu",
         [
-            ("blocks along k are neighbours", "blocks_of", "k // TILE * size, 0, 1, size)", "size, 0, 1, size)"),
+            ("blocks along k are neighbours", "blocks_of", "k // TILE * size, 0, 1, size", "size, 0, 1, size"),
             ("lines of one column", "blocks_of", "= 16", "= 8"),
             (
                 "rows of a block are neighbours",
                 "blocks_of",
-                "// 8, row_bytes, n * bits // 8, TILE, row_bytes)",
-                "// 8, row_bytes, row_bytes, TILE, row_bytes)",
+                "// 8, row_bytes, n * bits // 8, TILE, row_bytes",
+                "// 8, row_bytes, row_bytes, TILE, row_bytes",
             ),
             ("codes are integers", "blocks_of", "w.code is not None", "False"),
         ],

@@ -97,7 +97,7 @@ MUTATIONS = [
         ],
     ),
     *of(
-        "weightonly/grouped_args.py",
+        "weightonly/args.py",
         "grouped_gemm nn_grouped",
         [
             ("one weight", "GroupedArgs.check_stack", "is None", "== 0"),

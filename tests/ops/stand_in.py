@@ -14,7 +14,7 @@ from tests import ROOT
 
 from weightonly.args import GemmArgs
 from weightonly.heuristics import KernelConfig, Problem, select
-from weightonly.heuristics.configs import CONFIGS, TypeConfig, kernel_types
+from weightonly.heuristics.configs import CONFIGS, kernel_types
 from weightonly.plan import choose, kernel
 from weightonly.plan.kernel import KernelPlan
 
@@ -81,6 +81,5 @@ def choice(p: Problem) -> KernelConfig:
 
 
 def plan_of_an_h200(args: GemmArgs) -> KernelPlan:
-    p = choose.problem_of(args, ARCH, SM_COUNT)
-    types = TypeConfig(choose.DTYPE_NAMES[args.x.dtype], p.format, choose.scale_mode(p.group_size, p.zeros))
-    return KernelPlan(args, p, types, args.config or choice(p))
+    p = choose.problem_of(args.m, args.weight, ARCH, SM_COUNT)
+    return KernelPlan(args, p, choose.types_of(p, args.x.dtype), args.config or choice(p))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightonly.operands import aligned, aligned_rows
+from weightonly.plain import aligned, aligned_rows
 
 
 @pytest.mark.parametrize("alignment_bytes", [4, 16])

@@ -21,6 +21,7 @@ from weightonly.ops import around_experts
 from weightonly.ops.around_experts import MAX_CHOICES
 from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
+from weightonly.plan import grouped as grouped_plans
 
 EXPERTS, HIDDEN, INNER, GROUPS = 5, 64, 128, 2
 
@@ -189,14 +190,14 @@ def make(
         def select(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice:
             return LayerChoice(chosen[0], chosen[1], first.m <= MAX_SORTED_CHOICES and chosen == [SORTS, SORTS])
 
+        monkeypatch.setattr(grouped_plans, "_C", kernels)
+        monkeypatch.setattr(grouped_plans, "grouped_kernel_numbers", Numbers)
         for name, value in (
-            ("_C", kernels),
             ("select_layer", select),
             ("device_arch", lambda device: 90),
             ("sm_count", lambda device: SM_COUNT),
             ("runs_on", lambda config, arch: True),
             ("is_compiled", lambda config, types: True),
-            ("grouped_kernel_numbers", Numbers),
             ("_current_stream", lambda device: STREAM),
         ):
             monkeypatch.setattr(layer_plans, name, value)

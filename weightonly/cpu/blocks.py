@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from ..layout import CPU, INTERLEAVED, TILE, TILED, block_bytes, pack_bytes
 from ..packed import PackedWeight
 
-
-@dataclass(frozen=True)
-class Blocks:
-    """Where the blocks of a weight are: fields of GemmParams of the same names (kernels/cpu/params.h)."""
-
-    block_order: torch.Tensor
-    """int16 [64 * 64]: element of a block of "cpu" -> which one it is in the pieces of the weight's block."""
-
-    block_stride_k: int
-    block_stride_n: int
-    segment_stride: int
-    segments: int
-    segment_bytes: int
+FIELDS = ("block_order", "block_stride_k", "block_stride_n", "segment_stride", "segments", "segment_bytes")
+"""Of GemmParams (kernels/cpu/params.h): where the blocks of a weight are."""
 
 
-def blocks_of(w: PackedWeight) -> Blocks:
-    """The blocks of a weight in another layout than "cpu", whose padded N is a multiple of 64."""
+def blocks_of(w: PackedWeight) -> tuple[int, ...]:
+    """FIELDS of a weight in another layout than "cpu", whose padded N is a multiple of 64."""
     bits, k, n = w.bits, w.k_padded, w.n_padded
-    order = _order(bits, w.layout, w.code is not None)
+    order = order_of(bits, w.layout, w.code is not None).data_ptr()
     if w.layout == TILED:  # a block is contiguous
         size = block_bytes(bits)
-        return Blocks(order, size, k // TILE * size, 0, 1, size)
+        return order, size, k // TILE * size, 0, 1, size
     row_bytes = TILE * bits // 8
     if w.layout == INTERLEAVED:  # lines of 16 / bits columns, in each 64 rows of every column: 128 bytes
         columns = 16 // bits
-        return Blocks(order, columns * row_bytes, TILE * k * bits // 8, columns * k * bits // 8, TILE // columns, 128)
-    return Blocks(order, TILE * n * bits // 8, row_bytes, n * bits // 8, TILE, row_bytes)
+        return order, columns * row_bytes, TILE * k * bits // 8, columns * k * bits // 8, TILE // columns, 128
+    return order, TILE * n * bits // 8, row_bytes, n * bits // 8, TILE, row_bytes
 
 
 @functools.cache
-def _order(bits: int, layout: str, codes: bool) -> torch.Tensor:
-    """`Blocks.block_order`. A matrix of one block is packed with the digits of each element's number, one at a time."""
+def order_of(bits: int, layout: str, codes: bool) -> torch.Tensor:
+    """int16 [64 * 64]: element of a block of "cpu" -> which one it is in the pieces of the weight's block.
+
+    A matrix of one block is packed with the digits of each element's number, one at a time.
+    """
     with torch.device("cpu"):
         numbers = torch.arange(TILE * TILE, dtype=torch.int32)
         of_elements = torch.zeros_like(numbers)  # number in the GPU's block -> element of the matrix

@@ -7,10 +7,10 @@ import torch
 from ..activations import activation_of
 from ..codebooks import codebook_on
 from ..layout import CPU, TILE
-from ..operands import aligned
 from ..packed import PackedWeight
 from ..packing import relayout
-from .blocks import blocks_of
+from ..plain import aligned
+from .blocks import FIELDS, blocks_of
 from .library import REFUSED, TYPES, Backend, Params
 
 _TYPES = {torch.float16: TYPES["fp16"], torch.bfloat16: TYPES["bf16"], torch.float32: TYPES["fp32"]}
@@ -75,10 +75,8 @@ def gemm(
         level=backend.level,
     )
     if qweight.layout != CPU:
-        blocks = blocks_of(qweight)
-        params.block_order = blocks.block_order.data_ptr()
-        for field in ("block_stride_k", "block_stride_n", "segment_stride", "segments", "segment_bytes"):
-            setattr(params, field, getattr(blocks, field))
+        for field, value in zip(FIELDS, blocks_of(qweight), strict=True):
+            setattr(params, field, value)
     if status := backend.library.wo_cpu_gemm(params):
         if status == REFUSED:
             raise ValueError(f"gemm: {backend.library.wo_cpu_error().decode()}")

@@ -8,8 +8,7 @@ from ..args import check_one_device
 from ..device import device_arch
 from ..formats.awq import awq_shape, read_awq
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
-from ..operands import aligned
-from ..plain import are_plain
+from ..plain import aligned, are_plain
 from ..require import require_dtype
 
 AUTO, ARITHMETIC, BIT_TRICKS = range(3)

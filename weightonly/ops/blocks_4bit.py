@@ -27,8 +27,7 @@ from ..dense import WEIGHT_DTYPES, check_weight_dtype, finite_range
 from ..device import device_arch
 from ..formats.words import pack_nibbles, unpack_nibbles
 from ..kernels import _C, FLOAT_TYPES, check_kernels
-from ..operands import aligned
-from ..plain import are_plain
+from ..plain import aligned, are_plain
 from ..require import require_dtype, require_int
 
 BLOCKSIZES = tuple(32 << i for i in range(8))

@@ -13,9 +13,8 @@ from ..heuristics.legal import computes_groups_of_16
 from ..heuristics.slices import slice_columns
 from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_groups_of_16, dequantizes_on
 from ..layout import INTERLEAVED, TILE, TILED
-from ..operands import aligned_rows
 from ..packed import PackedWeight
-from ..plain import are_plain
+from ..plain import aligned_rows, are_plain
 
 _LAYOUT_NUMBERS = {INTERLEAVED: 0, TILED: 1}
 """Layout -> enum PackedLayout of kernels/convert/dequantize.h."""

@@ -13,6 +13,7 @@ from ..heuristics.legal import why_not
 from ..heuristics.problem import CODE_LAYOUTS, layouts_of
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
 from ..layout import CPU, TILE
+from ..weight import QuantizedWeight
 from .base import Plan
 from .cpu import CpuPlan
 from .kernel import KernelPlan
@@ -37,16 +38,20 @@ def make_plan(args: GemmArgs) -> Plan:
     if args.weight.packed.layout == CPU:
         raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
     check_kernels(arch)
-    problem = problem_of(args, arch, sm_count(device))
-    types = TypeConfig(DTYPE_NAMES[args.x.dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
+    problem = problem_of(args.m, args.weight, arch, sm_count(device))
+    types = types_of(problem, args.x.dtype)
     config = choose(problem, types, config, table_of(device) if config is None else None)
     return UnfusedPlan(args, config) if config.unfused else KernelPlan(args, problem, types, config)
 
 
-def problem_of(args: GemmArgs, arch: int, sms: int) -> Problem:
-    """What a call computes on a GPU of `sms` multiprocessors."""
-    w = args.weight
-    return Problem(args.m, w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
+def problem_of(m: int, w: QuantizedWeight, arch: int, sms: int) -> Problem:
+    """The product of `m` rows with a weight, on a GPU of `sms` multiprocessors."""
+    return Problem(m, w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
+
+
+def types_of(problem: Problem, dtype: torch.dtype) -> TypeConfig:
+    """The types of the kernels that compute a problem. dtype: of x."""
+    return TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
 
 
 def scale_mode(group_size: int, has_zeros: bool) -> str:
@@ -83,12 +88,17 @@ def choose(
     else:
         check_config(config, problem, types)
     for part, _ in launches(config, problem):
-        if not runs_on(part, problem.arch) or not is_compiled(part, types):
-            raise RuntimeError(
-                f"no kernel {part.kernel}_{types.name} for {gpu}: built for {', '.join(built_archs())}; "
-                f"rebuild: {HOW_TO_BUILD.format(archs=problem.arch)}"
-            )
+        check_compiled(part, types, problem.arch)
     return config
+
+
+def check_compiled(config: KernelConfig, types: TypeConfig, arch: int) -> None:
+    """Raises RuntimeError unless the build has a kernel in a form that the GPU runs."""
+    if not runs_on(config, arch) or not is_compiled(config, types):
+        raise RuntimeError(
+            f"no kernel {config.kernel}_{types.name} for a GPU of compute capability {arch / 10}: "
+            f"built for {', '.join(built_archs())}; rebuild: {HOW_TO_BUILD.format(archs=arch)}"
+        )
 
 
 def check_sizes(problem: Problem) -> None:

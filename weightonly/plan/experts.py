@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
-from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
 from ..gate import Gate
 from ..grouped import Product
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS
 from ..heuristics.grouped import select_layer
-from ..heuristics.machine import resident_clusters
-from ..kernels import _C, FLOAT_TYPES, grouped_kernel_numbers, is_compiled, runs_on
+from ..kernels import FLOAT_TYPES, is_compiled, runs_on
 from ..ops.around_experts import MAX_CHOICES, add_choices, is_rows, route
 from ..plain import are_plain
 from . import cache
-from .grouped import types_of
+from .choose import problem_of, types_of
+from .grouped import launches_of
 from .kernel import _current_stream
 
 
@@ -67,13 +66,8 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
     )
     if not fits:
         return None
-
-    def problem_of(product: Product) -> Problem:
-        w, sms = product.operand, sm_count(device)
-        return Problem(ids.numel(), w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
-
-    problems = problem_of(first), problem_of(second)
-    choice = select_layer(*problems, experts, gate.has_gate)
+    problems = [problem_of(ids.numel(), p.operand, arch, sm_count(device)) for p in (first, second)]
+    choice = select_layer(problems[0], problems[1], experts, gate.has_gate)
     if choice is None:
         return None
     products = [(problems[0], choice.first), (problems[1], choice.second)]
@@ -117,24 +111,8 @@ class LayerPlan:
         self._second = self._launches(second, products[1], is_in_layer=True, **choices)
 
     def _launches(self, product: Product, chosen: tuple[Problem, KernelConfig], **fields: Any) -> tuple[Any, int]:
-        w, (problem, config) = product.operand.packed, chosen
-        plan = _C.GroupedPlan(
-            kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, self.dtype).name}"],
-            device=self.device,
-            experts=w.experts or 0,
-            m=problem.m,
-            n=w.n,
-            k=w.k,
-            n_padded=w.n_padded,
-            k_padded=w.k_padded,
-            group_size=w.k_padded if problem.per_channel else problem.group_size,
-            ld_scales=w.n_padded,
-            clusters=resident_clusters(problem.sm_count, 1),
-            **fields,
-        )
-        codebook = 0
-        if w.code is not None:
-            codebook = codebook_on(w.code, torch.device("cuda", self.device), self.dtype).data_ptr()
+        w = product.operand.packed
+        plan, codebook = launches_of(w, *chosen, self.dtype, self.device, k=w.k, **fields)
         return plan.launch_choices if self.sorts else plan.launch, codebook
 
     def run(

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from ..activations import activation_of
+from ..args import GroupedArgs
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
-from ..grouped_args import GroupedArgs
 from ..heuristics import KernelConfig, Problem
-from ..heuristics.configs import TypeConfig
 from ..heuristics.grouped import select_grouped, why_not_grouped
 from ..heuristics.machine import resident_clusters
-from ..kernels import _C, HOW_TO_BUILD, built_archs, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
+from ..kernels import _C, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
 from ..layout import CPU
-from ..operands import aligned_rows
+from ..packed import PackedWeight
+from ..plain import aligned_rows
 from .base import Plan
-from .choose import DTYPE_NAMES, check_sizes, problem_of, scale_mode
+from .choose import check_compiled, check_sizes, problem_of, types_of
 from .kernel import _current_stream
 
 
@@ -40,7 +40,7 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     device = args.x.get_device()
     arch = device_arch(device)
     check_kernels(arch)
-    experts, problem = w.experts or 0, problem_of(args, arch, sm_count(device))
+    experts, problem = w.experts or 0, problem_of(args.m, args.weight, arch, sm_count(device))
     types = types_of(problem, args.x.dtype)
     check_sizes(problem)
     if config is None:
@@ -49,28 +49,43 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
             return None
     elif (reason := why_not_grouped(config, problem, experts, types.dtype)) is not None:
         raise ValueError(f"config: {reason}")
-    elif not runs_on(config, arch) or not is_compiled(config, types):
-        raise RuntimeError(
-            f"no kernel {config.kernel}_{types.name} for a GPU of compute capability {arch / 10}: built for "
-            f"{', '.join(built_archs())}; rebuild: {HOW_TO_BUILD.format(archs=arch)}"
-        )
-    return GroupedKernelPlan(args, problem, types, config)
+    else:
+        check_compiled(config, types, arch)
+    return GroupedKernelPlan(args, problem, config)
 
 
-def types_of(problem: Problem, dtype: torch.dtype) -> TypeConfig:
-    """The types of the kernels that compute a problem. dtype: of x."""
-    return TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
+def launches_of(
+    w: PackedWeight, problem: Problem, config: KernelConfig, dtype: torch.dtype, device: int, **fields: Any
+) -> tuple[Any, int]:
+    """The _C.GroupedPlan of a kernel for the rows of all experts, and the address of its codebook, 0 for integers.
+
+    dtype: of x. fields: of the plan, beside those that the weight and the problem say.
+    """
+    plan = _C.GroupedPlan(
+        kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, dtype).name}"],
+        device=device,
+        experts=w.experts or 0,
+        m=problem.m,
+        n=w.n,
+        n_padded=w.n_padded,
+        k_padded=w.k_padded,
+        group_size=w.k_padded if problem.per_channel else problem.group_size,
+        ld_scales=w.n_padded,
+        clusters=resident_clusters(problem.sm_count, 1),
+        **fields,
+    )
+    return plan, 0 if w.code is None else codebook_on(w.code, w.device, dtype).data_ptr()
 
 
 class GroupedKernelPlan(Plan):
     """One launch for the rows of all experts. The host never reads `offs`, so that a CUDA graph can hold the call.
 
-    problem: M counts the rows of all experts. types, config: see `KernelPlan`.
+    problem: M counts the rows of all experts. config: a compiled kernel that computes it.
     """
 
     __slots__ = ("activate", "codebook", "config", "k", "launch", "n_padded", "out_has_rows", "rows_aligned", "x_k")
 
-    def __init__(self, args: GroupedArgs, problem: Problem, types: TypeConfig, config: KernelConfig) -> None:
+    def __init__(self, args: GroupedArgs, problem: Problem, config: KernelConfig) -> None:
         super().__init__(args)
         x, w = args.x, args.weight.packed
         self.config = config
@@ -86,21 +101,9 @@ class GroupedKernelPlan(Plan):
             (x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % 8 == 0
         )
         self.rows_aligned = in_place and self.x_k == w.k
-        self.codebook = 0 if w.code is None else codebook_on(w.code, x.device, x.dtype).data_ptr()
-        self.launch: Any = _C.GroupedPlan(
-            kernel=grouped_kernel_numbers()[f"{config.kernel}_{types.name}"],
-            device=self.device,
-            experts=w.experts or 0,
-            m=self.m,
-            n=w.n,
-            k=self.x_k,
-            n_padded=w.n_padded,
-            k_padded=w.k_padded,
-            group_size=w.k_padded if problem.per_channel else problem.group_size,
-            ld_scales=w.n_padded,
-            clusters=resident_clusters(problem.sm_count, 1),
-            gate=(activation.number if config.rules.in_layers else 0, 1.0, math.inf, 0.0),
-        ).launch
+        gate = (activation.number if config.rules.in_layers else 0, 1.0, math.inf, 0.0)
+        plan, self.codebook = launches_of(w, problem, config, x.dtype, self.device, k=self.x_k, gate=gate)
+        self.launch: Any = plan.launch
 
     def run(self, args: Any) -> torch.Tensor:
         x, w, bias, out = args.x, args.weight, args.bias, args.out

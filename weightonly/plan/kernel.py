@@ -16,7 +16,7 @@ from ..heuristics.configs import TypeConfig
 from ..heuristics.launches import launches
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, kernel_numbers
-from ..operands import aligned_rows
+from ..plain import aligned_rows
 from .base import Plan
 
 Launch = Callable[..., None]

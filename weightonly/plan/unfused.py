@@ -13,8 +13,8 @@ from ..activations import activation_of
 from ..args import GemmArgs
 from ..heuristics import KernelConfig
 from ..heuristics.slices import slice_columns
-from ..operands import aligned_rows
 from ..ops.dequantize import dequantize_columns
+from ..plain import aligned_rows
 from .base import Plan
 
 
