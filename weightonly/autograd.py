@@ -23,6 +23,12 @@ from .ops.dequantize import dequantized_slices
 from .packed import PackedWeight
 from .plain import are_plain
 
+_FIELDS = 8
+"""Inputs of OP_SCHEMA between the bytes of the weight and its scales: k .. has_perm."""
+
+_BIAS = 2 + _FIELDS + 2
+"""The place of the bias among these inputs."""
+
 
 def check_differentiable(args: GemmArgs) -> None:
     """Raises ValueError, naming the argument, for gradients that there are none of; x or another requires one."""
@@ -54,59 +60,54 @@ def check_no_transform(args: GemmArgs) -> None:
             )
 
 
-# --- the operator `weightonly::gemm` is differentiated by these --------------------------------------------------
+# --- the operators `weightonly::gemm` and `weightonly::grouped_gemm` are differentiated by these ------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keeps what `backward` needs of a call; inputs: those of OP_SCHEMA."""
-    x, data, *description = inputs
-    *fields, scales, zeros, bias, activation, perm = description
-    ctx.save_for_backward(data, scales, zeros, bias, perm, kept_for(activation, x, output))
-    ctx.fields = fields
-    ctx.activation = activation
+    """Keeps what `backward` needs of a call; inputs: those of OP_SCHEMA, and (experts, offs, has_rest) if grouped."""
+    x, data, *fields = inputs[: 2 + _FIELDS]
+    scales, zeros, bias, activation, perm, *grouped = inputs[2 + _FIELDS :]
+    rule = activation_of(activation).gradient
+    kept = None if rule is None else output if rule.of_output else x
+    ctx.save_for_backward(data, scales, zeros, bias, perm, kept, *grouped[1:2])
+    ctx.description = fields, activation, grouped[:1], grouped[2:]
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """grad: of y [..., N]. Returns a gradient, or None, for each input of OP_SCHEMA."""
-    data, scales, zeros, bias, perm, kept = ctx.saved_tensors
-    grad = before_activation(
-        grad,
-        kept,
-        ctx.activation,
-        lambda x: torch.ops.weightonly.gemm(x, data, *ctx.fields, scales, zeros, bias, None, perm),
-    )
-    # x, data, the fields of the weight, scales, zeros, bias, activation, perm
-    before_scales = 2 + len(ctx.fields)
-    grads: list[torch.Tensor | None] = [None] * (before_scales + 5)
+    """grad: of y [..., N]. Returns a gradient, or None, for each input of the operator."""
+    data, scales, zeros, bias, perm, kept, *offs = ctx.saved_tensors
+    fields, activation, experts, has_rest = ctx.description
+    operators: Any = torch.ops.weightonly
+    flops.tell_counters()  # this begins a backward pass
+    rule = activation_of(activation).gradient
+    if rule is not None:
+        if not rule.of_output:
+            product = operators.grouped_gemm if offs else operators.gemm
+            kept = product(kept, data, *fields, scales, zeros, bias, None, perm, *experts, *offs, *has_rest)
+        grad = rule.function(grad.float(), kept.float()).to(grad.dtype)
+    grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if ctx.needs_input_grad[0]:
-        # The rule of the operator is there to refuse a second derivative.
-        is_last = are_plain(grad) and not torch.is_grad_enabled()
-        of_x = gradient_of_x if is_last else torch.ops.weightonly.gemm_gradient
-        grads[0] = of_x(grad, data, *ctx.fields, scales, zeros, perm)
-    if ctx.needs_input_grad[before_scales + 2]:
-        grads[before_scales + 2] = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
+        of_x = operators.grouped_gemm_gradient if offs else operators.gemm_gradient
+        if not offs and are_plain(grad) and not torch.is_grad_enabled():
+            of_x = gradient_of_x  # the rule of the operator is there to refuse a second derivative
+        grads[0] = of_x(grad, data, *fields, scales, zeros, perm, *experts, *offs)
+    if ctx.needs_input_grad[_BIAS]:
+        of_bias = operators.grouped_bias_gradient if offs else _gradient_of_bias
+        grads[_BIAS] = of_bias(grad, *offs)
     return tuple(grads)
 
 
-def kept_for(activation: str | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """What the backward pass of a call needs for its activation: its y, its x, or nothing."""
-    rule = activation_of(activation).gradient
-    return None if rule is None else y if rule.of_output else x
+def _gradient_of_bias(grad: torch.Tensor) -> torch.Tensor:
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
 
 
-def before_activation(
-    grad: torch.Tensor,
-    kept: torch.Tensor | None,
-    activation: str | None,
-    product: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """grad_z of grad_y; kept: what `kept_for` gave. product: x -> z."""
-    flops.tell_counters()  # this begins a backward pass
-    rule = activation_of(activation).gradient
-    if rule is None or kept is None:
-        return grad
-    kept = kept if rule.of_output else product(kept)
-    return rule.function(grad.float(), kept.float()).to(grad.dtype)
+def once(name: str) -> Callable[[Any, torch.Tensor], None]:
+    """The rule of the operators that compute gradients of `name`."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        raise RuntimeError(f"{name} is differentiable once: there is no gradient of its gradient (create_graph=True)")
+
+    return backward
 
 
 def gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -136,8 +137,4 @@ def _result_of_gradient(grad: torch.Tensor, data: torch.Tensor, k: int, *rest: A
     return grad.new_empty((*grad.shape[:-1], k))
 
 
-def _no_second_backward(ctx: Any, grad: torch.Tensor) -> None:
-    raise RuntimeError("gemm is differentiable once: there is no gradient of its gradient (create_graph=True)")
-
-
-_gradient_op.register_autograd(_no_second_backward)
+_gradient_op.register_autograd(once("gemm"))

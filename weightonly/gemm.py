@@ -183,7 +183,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return *autograd.backward(ctx, grads[0]), None
+        return autograd.backward(ctx, grads[0])
 
 
 # --- torch.compile, and autograd with it ---------------------------------------------------------------------

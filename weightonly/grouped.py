@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from . import autograd
 from .args import GRADIENT_SCHEMA, OP_SCHEMA, GroupedArgs
-from .autograd import before_activation, kept_for
 from .gemm import autocast, compute, dispatch, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
@@ -182,37 +182,10 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
     return x.new_empty((x.shape[0], n))
 
 
+_grouped_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
+
+
 # --- gradients: those of `gemm`, expert by expert ---------------------------------------------------------------
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, data, *description = inputs
-    *fields, scales, zeros, bias, activation, perm, experts, offs, has_rest = description
-    ctx.save_for_backward(data, scales, zeros, bias, perm, offs, kept_for(activation, x, output))
-    ctx.description = fields, activation, experts, has_rest
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """grad: of y [T, N]. Returns a gradient, or None, for each input of the operator."""
-    data, scales, zeros, bias, perm, offs, kept = ctx.saved_tensors
-    fields, activation, experts, has_rest = ctx.description
-    tail = (experts, offs, has_rest)
-    grad = before_activation(
-        grad,
-        kept,
-        activation,
-        lambda x: torch.ops.weightonly.grouped_gemm(x, data, *fields, scales, zeros, bias, None, perm, *tail),
-    )
-    before_scales = 2 + len(fields)
-    grads: list[torch.Tensor | None] = [None] * (before_scales + 8)
-    if ctx.needs_input_grad[0]:
-        grads[0] = _gradient_op(grad, data, *fields, scales, zeros, perm, experts, offs)
-    if ctx.needs_input_grad[before_scales + 2]:
-        grads[before_scales + 2] = _bias_gradient_op(grad, offs)
-    return tuple(grads)
-
-
-_grouped_op.register_autograd(_backward, setup_context=_setup_context)
 
 _GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
 
@@ -250,9 +223,5 @@ def _result_of_bias_gradient(grad: torch.Tensor, offs: torch.Tensor) -> torch.Te
     return grad.new_empty((offs.shape[0], grad.shape[1]))
 
 
-def _no_second_backward(ctx: Any, grad: torch.Tensor) -> None:
-    raise RuntimeError("grouped_gemm is differentiable once: there is no gradient of its gradient (create_graph=True)")
-
-
-_gradient_op.register_autograd(_no_second_backward)
-_bias_gradient_op.register_autograd(_no_second_backward)
+_gradient_op.register_autograd(autograd.once("grouped_gemm"))
+_bias_gradient_op.register_autograd(autograd.once("grouped_gemm"))
