@@ -88,7 +88,7 @@ def preprocess(
         raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
     k, n = matrix_shape(q[0] if is_stack else q, bits)
     format = format_of(bits, format)
-    layout = code_layout(format, arch, layout, q.device) if is_code else _resolve_layout(q, arch, layout)
+    layout = resolve_layout(format, arch, layout, q.device)
     codebook_of(format, code)  # raises for a wrong code now, before any work
     require_bool("zeros", zeros, or_none=True)
     require_bool("perm", perm, or_none=True)
@@ -126,10 +126,7 @@ def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
-    w = qweight
-    is_code = w.code is not None
-    layout = code_layout(w.format, arch, None, w.device) if is_code else _resolve_layout(w.data, arch, None)
-    return relayout(w, layout)
+    return relayout(qweight, resolve_layout(qweight.format, arch, device=qweight.device))
 
 
 def relayout(w: PackedWeight, layout: str) -> PackedWeight:
@@ -190,25 +187,27 @@ def format_of(bits: int | None, format: str | None) -> str:
     return format
 
 
-def code_layout(
+def resolve_layout(
     format: str, arch: Arch | None, layout: str | None = None, device: torch.device | str | int | None = None
 ) -> str:
-    """The layout of a code format: that of `arch`.
+    """The layout to pack a format in: `layout`, or the one for `arch`.
 
-    With neither arch nor layout that of the GPU `device`, for other devices that of the visible GPU, else "cpu". A GPU
-    whose layout has no codes gets "tiled", which it can `dequantize`. Raises ValueError for another layout, and for an
-    arch whose layout has no codes.
+    With neither that of the GPU `device`, for other devices that of the visible GPU, else "cpu". A GPU whose layout has
+    no codes gets "tiled" for them, which it can `dequantize`. Raises ValueError for a layout that is not that of arch,
+    and for codes in a layout, or for an arch, that has none.
     """
-    if arch is not None and layout_for_arch(arch) not in CODE_LAYOUTS:
+    is_code = format in CODE_FORMATS
+    if is_code and arch is not None and layout_for_arch(arch) not in CODE_LAYOUTS:
         archs = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) in CODE_LAYOUTS)
         raise ValueError(f"arch: expected {archs} for {format}, which has no layout for other GPUs, got {arch!r}")
-    if layout is not None:
-        check_layout(layout)
+    if layout is None:
+        return record_code_layout(arch, device) if is_code else default_layout(device, arch)
+    check_layout(layout)
+    if is_code:
         check_code_layout(4, layout)
-        if arch is not None and layout_for_arch(arch) != layout:
-            raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
-        return layout
-    return record_code_layout(arch, device)
+    if arch is not None and layout_for_arch(arch) != layout:
+        raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
+    return layout
 
 
 def record_code_layout(arch: Arch | None, device: torch.device | str | int | None = None) -> str:
@@ -229,12 +228,3 @@ def default_layout(device: torch.device | str | int | None, arch: Arch | None = 
         if 10 * major + minor in ARCHS:
             return layout_for_arch((major, minor))
     return CPU
-
-
-def _resolve_layout(q: torch.Tensor, arch: Arch | None, layout: str | None) -> str:
-    if layout is not None:
-        check_layout(layout)
-        if arch is not None and layout_for_arch(arch) != layout:
-            raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
-        return layout
-    return default_layout(q.device, arch)

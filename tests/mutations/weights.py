@@ -121,10 +121,9 @@ MUTATIONS = [
         "packing code_preprocess packed_experts arch code_packed",
         [
             ("codes of uint8", "preprocess", "uint8:", "int16:"),
-            ("an arch of another layout", "_resolve_layout", "arch is not None", "False"),
             (
-                "an arch of another layout of codes",
-                "code_layout",
+                "an arch of another layout",
+                "resolve_layout",
                 "arch is not None and layout_for_arch(arch) !=",
                 "False and layout_for_arch(arch) !=",
             ),

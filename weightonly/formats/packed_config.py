@@ -18,7 +18,7 @@ from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
 from ..layout import LAYOUTS
-from ..packing import code_layout
+from ..packing import resolve_layout
 from .expect import option
 from .layers import LayerShape
 
@@ -94,7 +94,7 @@ def check_runs(shapes: Mapping[str, LayerShape], arch: Arch | None) -> None:
             ) from error
         if shape.format in CODE_FORMATS:
             try:
-                code_layout(shape.format, arch)
+                resolve_layout(shape.format, arch)
             except ValueError as error:
                 raise ValueError(
                     f"{name}: {error}. Leave arch away to load it on a CPU, or quantize the model to int4"

@@ -21,10 +21,9 @@ from transformers.utils import logging
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
-from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
 from ..nn.recipe import Recipe
-from ..packing import code_layout, layout_for_arch
+from ..packing import resolve_layout
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
 from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
@@ -137,8 +136,7 @@ class WeightOnlyQuantizer(HfQuantizer):
     def _layout(self) -> str:
         """The layout to pack for. Raises ValueError for codes on a visible GPU that does not read them."""
         config = self.quantization_config
-        arch = arch_or_visible(config.arch)
-        return code_layout(config.format, arch) if config.format in CODE_FORMATS else layout_for_arch(arch)
+        return resolve_layout(config.format, arch_or_visible(config.arch))
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""

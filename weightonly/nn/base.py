@@ -14,7 +14,7 @@ from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
-from ..packing import code_layout, default_layout, repack
+from ..packing import repack, resolve_layout
 from ..quantize_codes import check_scales_as
 from ..require import require_bool, require_dtype, require_int
 from ..weight import LooseWeight, QuantizedWeight
@@ -201,10 +201,10 @@ def zero_weight(
     require_bool("act_order", act_order)
     check_weight_dtype(dtype)
     device = None if device is None else check_visible(device)
-    bits, is_code = format_bits(format), format in CODE_FORMATS
-    if is_code and not symmetric:
+    bits = format_bits(format)
+    if format in CODE_FORMATS and not symmetric:
         raise ValueError(f"symmetric: expected True for {format}, got False")
-    layout = code_layout(format, arch, None, device) if is_code else default_layout(device, arch)
+    layout = resolve_layout(format, arch, device=device)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     groups = k // resolve_group_size(FORMAT_GROUPS.get(format, 128) if group_size is None else group_size, k)
     if k_padded * n_padded >= 1 << 63:

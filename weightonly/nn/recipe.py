@@ -11,7 +11,7 @@ from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
 from ..packed import format_bits
-from ..packing import code_layout, format_of, layout_for_arch, preprocess
+from ..packing import format_of, preprocess, resolve_layout
 from ..quantize import quantize_for
 from ..quantize_codes import check_code_groups
 from ..require import require_bool, require_int
@@ -46,10 +46,7 @@ class Recipe:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
         if self.dtype is not None:
             check_weight_dtype(self.dtype)
-        if self.is_code:
-            code_layout(self.format, self.arch)
-        elif self.arch is not None:
-            layout_for_arch(self.arch)
+        resolve_layout(self.format, self.arch)
         require_int("group_size", self.group_size)
 
     @classmethod
