@@ -140,7 +140,7 @@ def test_every_pair_of_values_in_every_pair_of_positions(convert: Convert, seed:
 @pytest.mark.parametrize("bits", FIELD, ids="int{}".format)
 def test_order_is_that_of_the_interleaved_layout(convert: Convert, generator: torch.Generator, bits: int) -> None:
     """The words that `preprocess` leaves: the last pass of the layout and the conversion undo each other."""
-    from weightonly.layout import add_bias_and_interleave
+    from weightonly.layout.words import add_bias_and_interleave
 
     limit = 1 << (bits - 1)
     q = torch.randint(-limit, limit, (64, 32), generator=generator, dtype=torch.int8)

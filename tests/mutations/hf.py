@@ -156,13 +156,6 @@ MUTATIONS = [
             ),
             ("the output embedding", "WeightOnlyQuantizer._process_model_before_weight_loading", "True", "False"),
             (
-                "codes have the layout of integers",
-                "WeightOnlyQuantizer._layout",
-                "in CODE_FORMATS",
-                "is None",
-                "where the layouts differ, the layer that is made for this arch raises the same error",
-            ),
-            (
                 "experts in several shapes",
                 "WeightOnlyQuantizer._plan_folder",
                 "check_stacked(self.plan, checkpoint)\n",

@@ -96,9 +96,9 @@ MUTATIONS = [
         "weightonly/layout/words.py",
         "layout",
         [
-            ("the bias of a nibble", "bias_and_pack_unchecked", "(136)", "(135)"),
-            ("bytes keep their sign", "bias_and_pack_unchecked", ".bitwise_xor_(0x80)", ""),
-            ("codes the other way round", "pack_codes_unchecked", "[..., 0], pairs[..., 1]", "[..., 1], pairs[..., 0]"),
+            ("the bias of a nibble", "add_bias_and_interleave", "(136)", "(135)"),
+            ("bytes keep their sign", "add_bias_and_interleave", ".bitwise_xor_(0x80)", ""),
+            ("codes the other way round", "pack_codes", "[..., 0], pairs[..., 1]", "[..., 1], pairs[..., 0]"),
         ],
     ),
     *of(

@@ -11,6 +11,7 @@ import torch
 from tests.packed_cases import bits_4_and_8, random_q
 
 from weightonly import layout
+from weightonly.layout import interleaved, tiled, words
 
 GOLDEN = Path(__file__).parent / "golden" / "ft_layout_sm80.npz"
 GOLDEN_SHAPES = [(64, 64), (128, 192), (256, 128), (192, 320)]
@@ -150,11 +151,11 @@ def test_first_bytes_of_codes() -> None:
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_round_trip_of_every_pass_and_layout(bits: int, name: str, generator: torch.Generator) -> None:
     q = random_q(192, 320, bits, generator)
-    assert torch.equal(layout.unpermute_rows(layout.permute_rows(q, bits), bits), q)
-    assert torch.equal(layout.untranspose(layout.transpose(q)), q)
-    assert torch.equal(layout.deinterleave_columns(layout.interleave_columns(q.t(), bits), bits), q.t())
-    assert torch.equal(layout.untile_fragments(layout.tile_fragments(q, bits), bits), q)
-    assert torch.equal(layout.remove_bias_and_deinterleave(layout.add_bias_and_interleave(q, bits), bits), q)
+    assert torch.equal(interleaved.unpermute_rows(interleaved.permute_rows(q, bits), bits), q)
+    assert torch.equal(interleaved.untranspose(interleaved.transpose(q)), q)
+    assert torch.equal(interleaved.deinterleave_columns(interleaved.interleave_columns(q.t(), bits), bits), q.t())
+    assert torch.equal(tiled.untile_fragments(tiled.tile_fragments(q, bits), bits), q)
+    assert torch.equal(words.remove_bias_and_deinterleave(words.add_bias_and_interleave(q, bits), bits), q)
     assert torch.equal(layout.unpack_bytes(layout.pack_bytes(q, bits, name), 192, 320, bits, name), q)
 
 
@@ -162,7 +163,7 @@ def test_round_trip_of_every_pass_and_layout(bits: int, name: str, generator: to
 def test_permute_rows_table(bits: int) -> None:
     block = 128 // bits
     q = torch.arange(128, dtype=torch.int8)[:, None].expand(128, 32)
-    rows = layout.permute_rows(q, bits)[:, 0].tolist()
+    rows = interleaved.permute_rows(q, bits)[:, 0].tolist()
     assert rows == [base + permuted_row(t, bits) for base in range(0, 128, block) for t in range(block)]
     assert rows[:8] == {8: [0, 1, 8, 9, 2, 3, 10, 11], 4: [0, 1, 8, 9, 16, 17, 24, 25]}[bits]
 
@@ -266,35 +267,35 @@ def test_unpack_some_columns_of_codes(columns: tuple[int, int], generator: torch
 
 
 BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], str]] = {
-    "bits": (lambda q: layout.permute_rows(q, 5), ValueError, "bits: expected 4 or 8, got 5"),
+    "bits": (lambda q: interleaved.permute_rows(q, 5), ValueError, "bits: expected 4 or 8, got 5"),
     "dtype": (
-        lambda q: layout.permute_rows(q.int(), 4),
+        lambda q: interleaved.permute_rows(q.int(), 4),
         TypeError,
         "q: expected dtype torch.int8, got torch.int32",
     ),
     "not a tensor": (
-        lambda q: layout.transpose(q.tolist()),  # type: ignore[arg-type]
+        lambda q: interleaved.transpose(q.tolist()),  # type: ignore[arg-type]
         TypeError,
         "q: expected a tensor, got list",
     ),
-    "rank": (lambda q: layout.permute_rows(q[None], 4), ValueError, r"got shape \[1, 64, 64\]"),
-    "rows": (lambda q: layout.permute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
-    "inverse rows": (lambda q: layout.unpermute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
+    "rank": (lambda q: interleaved.permute_rows(q[None], 4), ValueError, r"got shape \[1, 64, 64\]"),
+    "rows": (lambda q: interleaved.permute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
+    "inverse rows": (lambda q: interleaved.unpermute_rows(q[:40], 4), ValueError, "multiple of 32, got 40"),
     "interleaved k": (
-        lambda q: layout.interleave_columns(q[:, :32], 8),
+        lambda q: interleaved.interleave_columns(q[:, :32], 8),
         ValueError,
         "multiple of 64, got 32",
     ),
-    "interleaved n": (lambda q: layout.interleave_columns(q[:2], 4), ValueError, "multiple of 4, got 2"),
-    "tiled k": (lambda q: layout.tile_fragments(q[:48], 4), ValueError, "rows of q: expected a multiple of 64, got 48"),
-    "tiled n": (lambda q: layout.tile_fragments(q[:, :32], 8), ValueError, "columns of q: .* of 64, got 32"),
-    "tiled bits": (lambda q: layout.tile_fragments(q, 2), ValueError, "bits: expected 4 or 8, got 2"),
-    "panel": (lambda q: layout.untile_fragments(q, 4), ValueError, "columns of q: .* of 4096, got 64"),
-    "line": (lambda q: layout.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
-    "word": (lambda q: layout.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
-    "bytes": (lambda q: layout.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
-    "odd codes": (lambda q: layout.pack_codes(q[:, :3]), ValueError, "columns of q: expected a multiple of 2, got 3"),
-    "large code": (lambda q: layout.pack_codes(q + 16), ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
+    "interleaved n": (lambda q: interleaved.interleave_columns(q[:2], 4), ValueError, "multiple of 4, got 2"),
+    "tiled k": (lambda q: tiled.tile_fragments(q[:48], 4), ValueError, "rows of q: expected a multiple of 64, got 48"),
+    "tiled n": (lambda q: tiled.tile_fragments(q[:, :32], 8), ValueError, "columns of q: .* of 64, got 32"),
+    "tiled bits": (lambda q: tiled.tile_fragments(q, 2), ValueError, "bits: expected 4 or 8, got 2"),
+    "panel": (lambda q: tiled.untile_fragments(q, 4), ValueError, "columns of q: .* of 4096, got 64"),
+    "line": (lambda q: interleaved.deinterleave_columns(q, 8), ValueError, "multiple of 128, got 64"),
+    "word": (lambda q: words.add_bias_and_interleave(q[:, :12], 4), ValueError, "multiple of 8, got 12"),
+    "bytes": (lambda q: words.remove_bias_and_deinterleave(q, 4), ValueError, "expected uint8"),
+    "odd codes": (lambda q: words.pack_codes(q[:, :3]), ValueError, "columns of q: expected a multiple of 2, got 3"),
+    "large code": (lambda q: words.pack_codes(q + 16), ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
     "negative code": (
         lambda q: layout.pack_bytes(q - 1, 4, "tiled", codes=True),
         ValueError,
@@ -310,9 +311,9 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         ValueError,
         "bits: expected 4 for codes of a codebook, got 8",
     ),
-    "bytes of codes": (layout.unpack_codes, ValueError, r"data: expected uint8 \[rows, bytes\], got torch.int8"),
+    "bytes of codes": (words.unpack_codes, ValueError, r"data: expected uint8 \[rows, bytes\], got torch.int8"),
     "too large": (
-        lambda q: layout.add_bias_and_interleave(q + 8, 4),
+        lambda q: words.add_bias_and_interleave(q + 8, 4),
         ValueError,
         r"-8\.\.7 for bits=4, got 8\.\.8",
     ),

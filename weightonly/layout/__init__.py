@@ -13,16 +13,7 @@ Each pass is a few strided copies on the device of its input. It needs no index 
 never more than two int8 copies of the weight are alive.
 """
 
-from .cpu import pack_panels, unpack_panels
 from .cut import Range, blocks_of, can_cut, cut_bytes
-from .interleaved import (
-    deinterleave_columns,
-    interleave_columns,
-    permute_rows,
-    transpose,
-    unpermute_rows,
-    untranspose,
-)
 from .pack import pack_bytes, unpack_bytes
 from .shapes import (
     CODE_LAYOUTS,
@@ -30,7 +21,6 @@ from .shapes import (
     INTERLEAVED,
     K_ALIGN,
     LAYOUTS,
-    N_ALIGN,
     PANEL,
     ROW_MAJOR,
     SLICED_LAYOUTS,
@@ -46,8 +36,6 @@ from .shapes import (
     padded_shape,
     stored_shape,
 )
-from .tiled import tile_fragments, untile_fragments
-from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterleave, unpack_codes
 
 __all__ = [
     "CODE_LAYOUTS",
@@ -55,14 +43,12 @@ __all__ = [
     "INTERLEAVED",
     "K_ALIGN",
     "LAYOUTS",
-    "N_ALIGN",
     "PANEL",
     "ROW_MAJOR",
     "SLICED_LAYOUTS",
     "TILE",
     "TILED",
     "Range",
-    "add_bias_and_interleave",
     "block_bytes",
     "blocks_of",
     "can_cut",
@@ -72,22 +58,9 @@ __all__ = [
     "column_align",
     "column_step",
     "cut_bytes",
-    "deinterleave_columns",
-    "interleave_columns",
     "matrix_shape",
     "pack_bytes",
-    "pack_codes",
-    "pack_panels",
     "padded_shape",
-    "permute_rows",
-    "remove_bias_and_deinterleave",
     "stored_shape",
-    "tile_fragments",
-    "transpose",
     "unpack_bytes",
-    "unpack_codes",
-    "unpack_panels",
-    "unpermute_rows",
-    "untile_fragments",
-    "untranspose",
 ]

@@ -32,7 +32,7 @@ from .shapes import (
     stored_shape,
 )
 from .tiled import tile_fragments, untile_fragments
-from .words import bias_and_pack_unchecked, pack_codes_unchecked, remove_bias_and_deinterleave, unpack_codes
+from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterleave, unpack_codes
 
 
 def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
@@ -48,15 +48,11 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
     if (k, n) != padded_shape(k, n, bits, layout):
         align = column_align(bits, layout)
         raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
-    if codes:
-        check_codes(q)
-        if layout == CPU:
-            return pack_panels(q, bits, bias=0).view(-1)
-        return pack_codes_unchecked(_in_order(q, bits, layout)).view(-1)
-    check_range(q, bits)
     if layout == CPU:
-        return pack_panels(q, bits, bias=1 << (bits - 1)).view(-1)
-    return bias_and_pack_unchecked(_in_order(q, bits, layout), bits).view(-1)
+        check_codes(q) if codes else check_range(q, bits)
+        return pack_panels(q, bits, bias=0 if codes else 1 << (bits - 1)).view(-1)
+    q = _in_order(q, bits, layout)
+    return (pack_codes(q) if codes else add_bias_and_interleave(q, bits)).view(-1)
 
 
 def _in_order(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:

@@ -20,7 +20,20 @@ def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
     Returns uint8 [rows, L * bits / 8]. Raises ValueError for another shape or for values out of range.
     """
     check_range(q, bits)
-    return bias_and_pack_unchecked(q, bits)
+    rows, length = q.shape
+    words = length // check_multiple("columns of q", length, 32 // bits)
+    unsigned = q.contiguous().view(torch.uint8)
+    if bits == 8:
+        # x + 128 modulo 256 flips the top bit
+        swapped = unsigned.view(rows, words, 2, 2).transpose(2, 3)  # (rows, word, parity, pair)
+        return swapped.reshape(rows, length).bitwise_xor_(0x80)
+    elements = unsigned.view(rows, words, 2, 2, 2)  # (rows, word, pair, s, parity)
+    low = elements[:, :, :, 0, :].transpose(2, 3)  # (rows, word, parity, pair)
+    high = elements[:, :, :, 1, :].transpose(2, 3)
+    packed = torch.empty(rows, words, 2, 2, dtype=torch.uint8, device=q.device)
+    # (low + 8) | (high + 8) << 4  ==  low + 16 * high + 136 modulo 256: one pass instead of four
+    torch.add(low, high, alpha=16, out=packed)
+    return packed.add_(136).view(rows, length // 2)
 
 
 def remove_bias_and_deinterleave(data: torch.Tensor, bits: int) -> torch.Tensor:
@@ -39,24 +52,6 @@ def remove_bias_and_deinterleave(data: torch.Tensor, bits: int) -> torch.Tensor:
     return q.sub_(8).view(torch.int8).view(rows, words * 8)  # 0 - 8 wraps to 248, which is -8 as int8
 
 
-def bias_and_pack_unchecked(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """`add_bias_and_interleave` without its range check: `pack_bytes` has made it already."""
-    rows, length = q.shape
-    words = length // check_multiple("columns of q", length, 32 // bits)
-    unsigned = q.contiguous().view(torch.uint8)
-    if bits == 8:
-        # x + 128 modulo 256 flips the top bit
-        swapped = unsigned.view(rows, words, 2, 2).transpose(2, 3)  # (rows, word, parity, pair)
-        return swapped.reshape(rows, length).bitwise_xor_(0x80)
-    elements = unsigned.view(rows, words, 2, 2, 2)  # (rows, word, pair, s, parity)
-    low = elements[:, :, :, 0, :].transpose(2, 3)  # (rows, word, parity, pair)
-    high = elements[:, :, :, 1, :].transpose(2, 3)
-    packed = torch.empty(rows, words, 2, 2, dtype=torch.uint8, device=q.device)
-    # (low + 8) | (high + 8) << 4  ==  low + 16 * high + 136 modulo 256: one pass instead of four
-    torch.add(low, high, alpha=16, out=packed)
-    return packed.add_(136).view(rows, length // 2)
-
-
 def pack_codes(q: torch.Tensor) -> torch.Tensor:
     """Put two codes into a byte, the even one into the low nibble; order and values stay as they are.
 
@@ -64,20 +59,15 @@ def pack_codes(q: torch.Tensor) -> torch.Tensor:
     for values out of range.
     """
     check_codes(q)
-    return pack_codes_unchecked(q)
+    rows, length = q.shape
+    pairs = q.contiguous().view(torch.uint8).view(rows, length // check_multiple("columns of q", length, 2), 2)
+    return torch.add(pairs[..., 0], pairs[..., 1], alpha=16)
 
 
 def unpack_codes(data: torch.Tensor) -> torch.Tensor:
     """The inverse of `pack_codes`: uint8 [rows, bytes] -> int8 [rows, 2 * bytes]."""
     _check_bytes(data)
     return torch.stack((data & 0x0F, data >> 4), dim=-1).view(torch.int8).flatten(1)
-
-
-def pack_codes_unchecked(q: torch.Tensor) -> torch.Tensor:
-    """`pack_codes` without its range check: `pack_bytes` has made it already."""
-    rows, length = q.shape
-    pairs = q.contiguous().view(torch.uint8).view(rows, length // check_multiple("columns of q", length, 2), 2)
-    return torch.add(pairs[..., 0], pairs[..., 1], alpha=16)
 
 
 def _check_bytes(data: torch.Tensor) -> tuple[int, int]:
