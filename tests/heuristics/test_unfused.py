@@ -26,7 +26,7 @@ from weightonly.heuristics.launches import estimate_us
 from weightonly.heuristics.machine import machine
 from weightonly.heuristics.problem import layouts_of
 from weightonly.heuristics.slices import WORKSPACE_BYTES, slice_columns
-from weightonly.plan import unfused
+from weightonly.ops import dequantize
 from weightonly.plan.unfused import UnfusedPlan
 
 UNFUSED = {c.layout: c for c in FITTED_CONFIGS if c.unfused}
@@ -260,7 +260,7 @@ def dequantized(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         w.copy_(reference.dequantize(qweight, scales[:, :n], None if zeros is None else zeros[:, :n])[:, begin:end])
         made.append(w)
 
-    monkeypatch.setattr(unfused, "dequantize_columns", columns)
+    monkeypatch.setattr(dequantize, "dequantize_columns", columns)
     monkeypatch.setattr(slices, "WORKSPACE_BYTES", 2 * K * 256)
     return made
 

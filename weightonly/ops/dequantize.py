@@ -26,10 +26,7 @@ def dense(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | Non
     """`weightonly.dequantize` of one weight; the arguments are checked."""
     if not _has_kernel(qweight, scales, zeros):
         return reference.dequantize(qweight, scales, zeros)
-    w = torch.empty(qweight.k, qweight.n, dtype=scales.dtype, device=qweight.device)
-    scales = aligned_rows(scales, qweight.n_padded)
-    zeros = None if zeros is None else aligned_rows(zeros, qweight.n_padded)
-    dequantize_columns(qweight, scales, zeros, 0, qweight.n, w)
+    ((_, _, w),) = kernel_slices(qweight, scales, zeros, qweight.n)
     return w
 
 
@@ -47,13 +44,19 @@ def dequantized_slices(
         for begin, end in reference.column_blocks(qweight):
             yield begin, end, reference.dequantize_columns(qweight, scales, zeros, begin, end)
         return
+    yield from kernel_slices(qweight, scales, zeros, slice_columns(qweight.n, qweight.k, limit_bytes) or TILE)
+
+
+def kernel_slices(
+    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, step: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """`dequantized_slices` of `step` columns, by the kernel: in memory that the next slice overwrites."""
     scales = aligned_rows(scales, qweight.n_padded)
     zeros = None if zeros is None else aligned_rows(zeros, qweight.n_padded)
-    step = slice_columns(qweight.n, qweight.k, limit_bytes) or TILE
     workspace = scales.new_empty(qweight.k, step)
     for begin in range(0, qweight.n, step):
         end = min(begin + step, qweight.n)
-        w = workspace[:, : end - begin]
+        w = workspace if end - begin == step else workspace[:, : end - begin]
         dequantize_columns(qweight, scales, zeros, begin, end, w)
         yield begin, end, w
 

@@ -13,8 +13,7 @@ from ..activations import activation_of
 from ..args import GemmArgs
 from ..heuristics import KernelConfig
 from ..heuristics.slices import slice_columns
-from ..ops.dequantize import dequantize_columns
-from ..plain import aligned_rows
+from ..ops.dequantize import kernel_slices
 from .base import Plan
 
 
@@ -31,19 +30,12 @@ class UnfusedPlan(Plan):
 
     def run(self, args: GemmArgs) -> torch.Tensor:
         x, w, bias = args.x, args.weight, args.bias
-        qweight, scales, zeros = w.packed, w.scales, w.zeros
         out = x.new_empty(self.shape) if args.out is None else args.out
-        rows = x.reshape(self.m, qweight.k)  # [M, K]
+        rows = x.reshape(self.m, w.k)  # [M, K]
         y = out if out.dim() == 2 else out.view(self.m, self.n)  # [M, N]
-        workspace = x.new_empty((qweight.k, self.columns))
         with torch.no_grad():  # PyTorch refuses out= where bias, a parameter, might ask for a gradient
-            scales = aligned_rows(scales, qweight.n_padded)
-            if zeros is not None:
-                zeros = aligned_rows(zeros, qweight.n_padded)
-            for begin in range(0, self.n, self.columns):
-                end = min(begin + self.columns, self.n)
-                columns, part = workspace[:, : end - begin], y[:, begin:end]
-                dequantize_columns(qweight, scales, zeros, begin, end, columns)
+            for begin, end, columns in kernel_slices(w.packed, w.scales, w.zeros, self.columns):
+                part = y[:, begin:end]
                 if bias is None:
                     torch.mm(rows, columns, out=part)
                 else:
