@@ -13,7 +13,7 @@ Each pass is a few strided copies on the device of its input. It needs no index 
 never more than two int8 copies of the weight are alive.
 """
 
-from .cut import Range, blocks_of, can_cut, cut_bytes
+from .cut import Blocks, Range, blocks_of, can_cut, cut_bytes
 from .pack import pack_bytes, unpack_bytes
 from .shapes import (
     CODE_LAYOUTS,
@@ -48,6 +48,7 @@ __all__ = [
     "SLICED_LAYOUTS",
     "TILE",
     "TILED",
+    "Blocks",
     "Range",
     "block_bytes",
     "blocks_of",

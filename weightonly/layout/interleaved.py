@@ -1,6 +1,6 @@
 """The passes of "interleaved", each followed by its inverse.
 
-The order is that of FasterTransformer's `preprocess_weights_for_mixed_gemm` for sm75 to sm89, byte for byte. With `b`
+The order is as FasterTransformer's `preprocess_weights_for_mixed_gemm` has it for sm75 to sm89, byte for byte. With `b`
 bits per weight, I = 16 / b columns per line and k' the permuted row:
 
     element(k', n) = (n // I) * K * I  +  (k' // 64) * 64 * I  +  (n % I) * 64  +  k' % 64

@@ -16,10 +16,10 @@ CPU = "cpu"
 LAYOUTS = (*GPU_LAYOUTS, CPU)
 
 CODE_LAYOUTS = (*GPU_CODE_LAYOUTS, CPU)
-"""Those that codes of a codebook are packed in."""
+"""Layouts that codes of a codebook are packed in."""
 
 SLICED_LAYOUTS = (TILED, CPU)
-"""Those whose weights `slice_n` and `slice_k` cut."""
+"""Layouts that `slice_n` and `slice_k` cut."""
 
 K_ALIGN = K_ALIGNMENT
 """K is padded to a multiple of this: 64 activations of 16 bits are one 128-byte line."""

@@ -40,7 +40,7 @@ def tile_fragments(q: torch.Tensor, bits: int) -> torch.Tensor:
         i        --------------- 0 --------------|--------------- 1 --------------
 
     The order of n gives a lane the 8 neighbouring columns 8 g .. 8 g + 7 over the four warps: its scales, zeros,
-    biases and results are 16 bytes each. The order of k is that of the MMA and cannot be chosen, because wgmma
+    biases and results are 16 bytes each. The order of k is the order of the MMA and cannot be chosen, because wgmma
     reads the other operand, x, from shared memory as it is. Below is where a lane finds a weight after
     `add_bias_and_interleave`, in bytes from the start of its warp fragment; c = 8 g + 2 w:
 
@@ -64,7 +64,7 @@ def tile_fragments(q: torch.Tensor, bits: int) -> torch.Tensor:
         bytes 0 and 2 are register 2i, bytes 1 and 3 register 2i + 1: a byte permute each, or a mask and a shift;
         512 = one 16-byte access of all lanes
 
-    codes of a codebook, after `pack_codes`: the word of MMA j where that of int4 is; nibble p = e + 2 h + 4 i
+    codes of a codebook, after `pack_codes`: the word of MMA j where int4 has it; nibble p = e + 2 h + 4 i
 
         bits    31..28   27..24   23..20   19..16   15..12   11..8     7..4     3..0
         n        c + 1    c + 1      c        c      c + 1    c + 1      c        c

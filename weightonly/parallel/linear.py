@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..activations import activation_of
 from ..grouped import Product
 from ..heuristics.arch import Arch
-from ..layout import CPU, INTERLEAVED, K_ALIGN, PANEL, ROW_MAJOR, TILED, Range, column_align, padded_shape, stored_shape
+from ..layout import K_ALIGN, Blocks, Range, blocks_of, column_align, padded_shape, stored_shape
 from ..nn.base import PackedLayer, frozen
 from ..nn.linear import METADATA, Linear
 from ..packed import PackedWeight, format_bits
@@ -23,8 +23,8 @@ from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
 
 DENSE, PACKED, WHOLE, OWN = "dense", "packed", "whole", "own"
-"""`Linear.reads`: whose tensors a loader cuts while it reads them, by the placements of the DTensors in the state dict:
-those of a dense layer, or of a packed one; or none, as all come whole; or none, as all are this rank's part."""
+"""`Linear.reads`: what a loader cuts while it reads, by the placements of the DTensors in the state dict: tensors of a
+dense layer, or of a packed one; or none, as all come whole; or none, as all are this rank's part."""
 
 
 class ParallelLinear(Linear):
@@ -163,12 +163,14 @@ class ParallelLinear(Linear):
     def full_shape(self, name: str) -> torch.Size:
         """The shape of a tensor of the whole layer."""
         k, n, bits = self.full_in_features, self.full_out_features, format_bits(self.format)
-        shapes = {
-            "qweight": stored_shape(*padded_shape(k, n, bits, self.layout), bits, self.layout),
-            "bias": (n,),
-            "perm": (k,),
-        }
+        qweight = stored_shape(*padded_shape(k, n, bits, self.layout), bits, self.layout)
+        shapes = {"qweight": qweight, "bias": (n,), "perm": (k,)}
         return torch.Size(shapes.get(name, (k // self.full_group_size, n)))
+
+    def _blocks(self) -> Blocks:
+        """The bytes of the whole weight, as they can be cut."""
+        k, n, bits = self.full_in_features, self.full_out_features, format_bits(self.format)
+        return blocks_of(*padded_shape(k, n, bits, self.layout), bits, self.layout)
 
     def _as_dtensor(self, name: str, tensor: torch.Tensor, placement: Placement) -> DTensor:
         shape = self.full_shape(name)
@@ -228,7 +230,7 @@ class ParallelLinear(Linear):
         return f".rank{self.rank}_of_{self.ranks}"
 
     def _take(self, part: Product | None) -> None:
-        """The tensors of this rank's part, in place of those of the layer."""
+        """The tensors of this rank's part, in place of the layer's own."""
         if part is None:
             self._packed, self._packed_from, self._operand = None, (self.qweight, self.codebook), None
             self._scales_from = (self.scales, self.scales.dtype)
@@ -272,12 +274,11 @@ class ColwiseLinear(ParallelLinear):
             return None
         if name != "qweight":
             return Shard(1 if name in ("scales", "zeros") else 0)
-        n, align = self.full_out_features, column_align(format_bits(self.format), self.layout)
-        columns = {TILED: align, CPU: PANEL, INTERLEAVED: 16 // format_bits(self.format)}.get(self.layout)
-        if columns is None:
+        blocks = self._blocks()
+        if blocks.column_dim != 0:
             return None
-        stored = self.full_shape(name)[0]
-        return Shard(0) if _cuts_alike(n, align, stored, columns, self.ranks) else None
+        n, align = self.full_out_features, column_align(format_bits(self.format), self.layout)
+        return Shard(0) if _cuts_alike(n, align, self.full_shape(name)[0], blocks.columns, self.ranks) else None
 
     def _dense_placement(self) -> Placement | None:
         return Shard(0) if self.parts is None else None
@@ -328,7 +329,7 @@ class RowwiseLinear(ParallelLinear):
         self.rows, self.ranges, self.slices = (begin, end), [(0, layer.out_features)], slices
         if part is None:
             dims = {name: 0 for name in self._own_tensors() if self.differs(name)}
-            _make_empty(self, dims | {"qweight": 0 if self.layout == ROW_MAJOR else 1})
+            _make_empty(self, dims | {"qweight": self._blocks().row_dim})
             self.in_features = 0
         self._take(part)
         self.register_buffer("perm", perm)
@@ -375,12 +376,9 @@ class RowwiseLinear(ParallelLinear):
         if name in ("scales", "zeros"):
             group = self.full_group_size
             return Shard(0) if _cuts_alike(k, group, k // group, group, self.ranks) else None
-        shape = self.full_shape("qweight")
-        dim = 0 if self.layout == ROW_MAJOR else 1
-        blocks = -(-k // K_ALIGN)
-        is_alike = self.layout in (TILED, CPU, INTERLEAVED, ROW_MAJOR) and _cuts_alike(
-            k, K_ALIGN, shape[dim], K_ALIGN, self.ranks, shape[dim] // blocks
-        )
+        dim = self._blocks().row_dim
+        stored = self.full_shape("qweight")[dim]
+        is_alike = _cuts_alike(k, K_ALIGN, stored, K_ALIGN, self.ranks, stored // -(-k // K_ALIGN))
         return Shard(dim) if is_alike else None
 
     def _dense_placement(self) -> Placement | None:
