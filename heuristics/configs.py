@@ -15,10 +15,10 @@ def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
 CONFIGS = _configs(grouped=False)
 
 FITTED_CONFIGS = tuple(c for c in CONFIGS if not c.groups_of_16)
-"""Those that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
+"""Configurations that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
 
 GROUPED_CONFIGS = _configs(grouped=True)
-"""Those of grouped products, which compute nothing else."""
+"""Configurations of grouped products, which compute nothing else."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the constants of the cost model are. Their values are those of an H200 (h200.py), fitted by tools/fit.
+"""What the constants of the cost model are. Their values are for an H200 (h200.py), fitted by tools/fit.
 
 `fitted_to` of each says to what.
 """
@@ -26,7 +26,7 @@ class WaveTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class WaveConstants:
-    """The kernels before Hopper, whose CTAs share SMs.
+    """The kernels before Hopper: their CTAs share SMs.
 
     launch_us         a launch
     reduce_launch_us  a launch of the kernel that adds the partials of split-K

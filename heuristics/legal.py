@@ -36,14 +36,14 @@ def candidates(problem: Problem) -> list[KernelConfig]:
 
 
 def ever_legal(problem: Problem) -> list[KernelConfig]:
-    """Those that are legal for some M, N and K, with the problem's GPU, format, layout and kind of scales."""
+    """Configurations that are legal for some M, N and K, with the problem's GPU, format, layout and kind of scales."""
     of_layout = (config for config in CONFIGS if config.layout == problem.layout and problem.format in config.formats)
     of_arch = (c for c in of_layout if c.is_verified and c.rules.first_arch <= problem.arch <= c.rules.last_arch)
     return [c for config in of_arch for c in config.splits if c.rules.why_unsupported(c, problem) is None]
 
 
 def considered(problem: Problem) -> list[KernelConfig]:
-    """Those of `ever_legal` that `select` considers: calibrated, and not only where nothing else computes a problem."""
+    """What `select` considers of `ever_legal`: calibrated, and not only where nothing else computes a problem."""
     return [
         c
         for c in ever_legal(problem)

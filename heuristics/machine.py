@@ -1,4 +1,4 @@
-"""What the cost model knows of GPUs. Rates are of one SM, relative to the H200, whose constants are in h200.py."""
+"""What the cost model knows of GPUs. Rates are of one SM, relative to the H200; its constants are in h200.py."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ MAX_CLUSTER = 8
 def resident_clusters(sm_count: int, ctas: int) -> int:
     """Clusters of so many CTAs, one CTA on an SM, that run at once; at least 1: where none fits the launch says so.
 
-    A cluster lies in one GPC, whose SMs it rarely divides. Other GPUs are taken for an H200 with more or fewer GPCs.
+    A cluster lies in one GPC, and rarely divides its SMs. Other GPUs are taken for an H200 with more or fewer GPCs.
     """
     return max(1, sm_count * _CLUSTER_SMS[ctas] // 132 // ctas)

@@ -45,7 +45,7 @@ KERNEL_FORMATS: tuple[str, ...] = (*INTEGER_FORMATS, "code4")
 FORMATS_BY_BITS: tuple[tuple[str, ...], ...] = tuple(
     tuple(name for name in KERNEL_FORMATS if FORMATS[name] == bits) for bits in sorted({*FORMATS.values()})
 )
-"""KERNEL_FORMATS, those of one width together."""
+"""KERNEL_FORMATS, formats of one width together."""
 
 FORMAT_GROUPS: dict[str, int] = {name: format.group_size for name, format in _FORMATS.items() if format.group_size}
 """Format -> rows that share a scale, where the format says so."""
@@ -57,14 +57,14 @@ K_ALIGNMENT = 64
 LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
 
 CODE_LAYOUTS: tuple[str, ...] = ("interleaved", "tiled")
-"""Those that codes are packed in."""
+"""Layouts that codes are packed in."""
 
 
 def layouts_of(arch: int) -> tuple[str, ...]:
     """The weight layouts that the kernels of an architecture read, its own (what `preprocess` makes) first.
 
     sm70 and sm72 have no ldmatrix: their kernels read the weight row by row and dequantize it after the global load.
-    sm90 has wgmma, whose operand in registers is A: the weight becomes A, in the order of its fragments. sm90 still
+    sm90 has wgmma, with operand A in registers: the weight becomes A, in the order of its fragments. sm90 still
     runs the kernels of sm80, for weights that were packed for those.
     """
     if arch == 90:

@@ -60,7 +60,7 @@ class Kernel:
 def kernels_of(
     format: str, arch: int, sm_count: int, layout: str, group_step: int, per_channel: bool, zeros: bool
 ) -> tuple[Kernel, ...]:
-    """Those that `select` considers: the kernels that are calibrated, verified and legal for some M, N and K."""
+    """What `select` considers: the kernels that are calibrated, verified and legal for some M, N and K."""
     k = group_step if per_channel else 2 * group_step  # any with such groups
     problem = Problem(1, 1, k, format, -1 if per_channel else group_step, arch, sm_count, layout, zeros)
     launches: dict[str, list[Launch]] = {}
@@ -114,7 +114,7 @@ def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -
     """The quickest configurations of two launches, and their times: at most `count`, below limit_us, the best first.
 
     A first launch takes its full waves of CTAs, the best of all others the columns that are left. Of the first launches
-    `count` are considered, those with the least bound for both.
+    `count` are considered, with the least bounds for both.
     """
     m, n, k, of_column = problem.m, problem.n, problem.k, column_bytes(problem)
     kernels = [kernel for kernel in kernels_for(problem) if kernel.takes_tail]

@@ -128,7 +128,7 @@ class GemmArgs:
         return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), bias, activation)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that the call reads, by the arguments that they belong to."""
+        """The tensors that the call reads, by the arguments that they belong to."""
         w = self.weight
         data = getattr(w._packed, "data", None)
         named = {"x": self.x, "scales": w._scales, "zeros": w._zeros, "bias": self.bias, "perm": w._perm}
@@ -224,7 +224,7 @@ class GemmArgs:
 class GroupedArgs(GemmArgs):
     """The arguments of one call of `grouped_gemm`, which says what each of them is.
 
-    has_rest: whether rows may follow those of the last expert: they are of no expert here, and their results are zeros.
+    has_rest: whether rows of no expert may follow the rows of the last one; their results are zeros.
     """
 
     __slots__ = ("has_rest", "offs")
@@ -288,7 +288,7 @@ class GroupedArgs(GemmArgs):
             )
 
     def of_expert(self, expert: int, begin: int, end: int) -> GemmArgs:
-        """The product of rows begin..end, which are those of one expert."""
+        """The product of rows begin..end, all of one expert."""
         bias = None if self.bias is None else self.bias[expert]
         out = None if self.out is None else self.out[begin:end]
         return GemmArgs(self.x[begin:end], self.weight.expert(expert), bias, self.activation, out)

@@ -64,7 +64,7 @@ def check_no_transform(args: GemmArgs) -> None:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keeps what `backward` needs of a call; inputs: those of OP_SCHEMA, and (experts, offs, has_rest) if grouped."""
+    """Keeps what `backward` needs of a call; inputs: of OP_SCHEMA, and (experts, offs, has_rest) if grouped."""
     x, data, *fields = inputs[: 2 + _FIELDS]
     scales, zeros, bias, activation, perm, *grouped = inputs[2 + _FIELDS :]
     rule = activation_of(activation).gradient

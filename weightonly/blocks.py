@@ -67,7 +67,7 @@ def rows_of_blocks(
     top_k: int,
     experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `grouped_gemm` takes: choices by expert, int64 [tokens * top_k], those of none last; offs, int32 [experts].
+    """What `grouped_gemm` takes: choices by expert, int64 [tokens * top_k], without one last; offs, int32 [experts].
 
     Rows are `x[order // top_k]`, without padding; within an expert they are in the order of x. On a GPU rows after the
     last end are of no expert. On a CPU `grouped_gemm` wants `offs[-1]` rows.

@@ -42,7 +42,7 @@ class BuildInfo:
 def read(path: Path | None = None) -> BuildInfo:
     """The metadata of the installed build. A source tree that was never built has a BuildInfo without CUDA.
 
-    path    of the file; None: that of the kernels, if they are here, else what says why not
+    path    of the file; None: of the kernels' file if they are here, else of the one that says why not
     Raises ValueError, naming the file, for a file that is not what a build writes.
     """
     if path is None:

@@ -1,7 +1,7 @@
 """Codebooks: the 16 numbers that the 4-bit codes of a weight stand for.
 
-w[k, n] = scales[k // g, n] * codebook[code[k, n]]. Those of named formats are fixed; the caller brings that of "code4".
-A codebook is a tuple of 16 floats, each exact in fp32. A device keeps one copy of it for each dtype in use.
+w[k, n] = scales[k // g, n] * codebook[code[k, n]]. Named formats have fixed codebooks, the caller
+brings one for "code4": a tuple of 16 floats, each exact in fp32. A device keeps one copy for each dtype in use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
 """Format -> its codebook."""
 
 BLOCK_FORMATS = ("nf4", "fp4")
-"""Formats of bitsandbytes, whose scale is the largest magnitude of a block."""
+"""Formats of bitsandbytes: a scale is the largest magnitude of a block."""
 
 
 def codebook(format: str, device: torch.device | str = "cpu") -> torch.Tensor:

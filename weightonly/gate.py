@@ -24,7 +24,7 @@ _FUNCTIONS: dict[str, tuple[int, Function | None]] = {
 """Name -> enum GateFunction of cutlass_ext/grouped_params.h, and the function where it has no alpha."""
 
 _NAMED: dict[str, dict[str, Any]] = {"swigluoai": {"activation": "silu", "alpha": 1.702, "limit": 7.0, "shift": 1.0}}
-"""Gates that have a name of their own in vLLM: that of gpt-oss."""
+"""Gates that have a name of their own in vLLM: the gate of gpt-oss."""
 
 
 @dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones

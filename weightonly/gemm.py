@@ -67,7 +67,7 @@ def gemm(
     operator `weightonly::gemm` of PyTorch's dispatcher.
 
     Raises TypeError for wrong types and dtypes, and for scales, zeros or perm beside a QuantizedWeight; ValueError for
-    wrong shapes, devices, group sizes, activations and configurations, for tensors whose memory was freed, and for
+    wrong shapes, devices, group sizes, activations and configurations, for tensors in memory that was freed, and for
     scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for the device, and inside of
     torch.func and of forward-mode differentiation.
     """
@@ -79,7 +79,7 @@ def gemm(
     if is_dynamo_compiling():
         return _general(args)
     # A call that was made before and that needs no dispatcher: what follows is all that a decode step costs the host.
-    # Inside of torch.jit.trace sizes are tensors, and those of torch.func have no address: there is no plan of them.
+    # Inside of torch.jit.trace sizes are tensors, and tensors of torch.func have no address: there is no plan of them.
     plan = None
     try:
         is_seen = dispatch_modes() or function_modes() or forward_ad._current_level >= 0
@@ -152,7 +152,7 @@ def compute(args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
 
 
 def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
-    """args: of a call whose memory the plan has checked."""
+    """args: of a call; the plan has checked that all of them are in memory."""
     if args.out is not None and checks_out:
         plan.check_out(args)
     if args.weight._perm is not None:
@@ -160,7 +160,7 @@ def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
     return plan.run(args)
 
 
-# --- autograd without the dispatcher, whose operators cost the host some 0.2 ms a call more --------------------
+# --- autograd without the dispatcher: its operators cost the host some 0.2 ms a call more --------------------
 
 
 def _differentiable(args: GemmArgs) -> torch.Tensor:

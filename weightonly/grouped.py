@@ -38,7 +38,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
 
-    x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then those of expert 1, ...
+    x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then the rows of expert 1, ...
     qweight     what `preprocess` returned for q [E, K, N], on the device of x; or a QuantizedWeight of it, which has
                 scales, zeros and perm: grouped_gemm(x, w, offs=offs) gives the same bits.
     scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
@@ -49,7 +49,7 @@ def grouped_gemm(
     activation  None or "identity", "relu", "gelu" (the erf form), "silu".
     out         [T, N], the result's tensor, if it is there already; must not overlap an input.
     config      the kernel to run, one of `grouped_kernels()` (CUDA only); default: what suits T rows of E experts.
-    perm        [E, K] int32 or int64, act-order: row perm[e] is that of expert e, see `gemm`.
+    perm        [E, K] int32 or int64, act-order: perm[e] is the order of expert e, see `gemm`.
 
     Returns [T, N] in the dtype of x; T = 0 gives an empty result. Results are bit-identical from run to run.
 
@@ -58,13 +58,13 @@ def grouped_gemm(
     On a GPU one launch computes up to 1024 experts, packed in layout "tiled" (compute capability 9.0), or up to 512 in
     layout "interleaved" (8.0 and later) and in groups of 32 and more. The host does not read `offs`: the call can be
     captured in a CUDA graph, with ends that change from replay to replay. Ends that are no ascending numbers up to T
-    are no error then: nothing is written outside of the result, whose rows after the last end are zeros. An activation
-    is applied to the rounded product.
+    are no error then: nothing is written outside of the result, and its rows after the last end are zeros. An
+    activation is applied to the rounded product.
 
     Otherwise each expert that has rows is one `gemm`, on a GPU too, and the host waits for `offs`. Row t is then bit
     for bit what `gemm` of all rows of its expert gives. torch.compile can trace both.
 
-    Gradients: of x and bias, as those of `gemm`.
+    Gradients: of x and bias, as `gemm` has them.
 
     Raises TypeError for wrong types and dtypes, and for operands beside a QuantizedWeight, which has them; ValueError
     for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
@@ -142,7 +142,7 @@ class Product:
 
     def holds(self) -> bool:
         """Whether kernels may read all of it by its addresses. Storages are looked at once for a set of addresses, and
-        `kind` is that of the tensors which are there. Raises TypeError where there is no kind."""
+        `kind` is of the tensors which are there. Raises TypeError where there is no kind."""
         w = self.operand
         tensors = (w._packed._data, w._scales, w._zeros, self.bias)
         if any(t is not None and type(t) not in PLAIN for t in tensors):
@@ -185,7 +185,7 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
 _grouped_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
 
 
-# --- gradients: those of `gemm`, expert by expert ---------------------------------------------------------------
+# --- gradients: as `gemm` has them, expert by expert ---------------------------------------------------------------
 
 _GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
 

@@ -40,7 +40,7 @@ MAX_M = (1 << 31) - 4096
 """Rows that the kernels count in 32 bits, with room for a tile more."""
 
 MAX_N = (1 << 30) - 64
-"""Columns whose 16-bit scales they step over in 32-bit numbers of bytes."""
+"""Columns: they step over 16-bit scales of these in 32-bit numbers of bytes."""
 
 FLOAT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """dtype -> enum FloatType of kernels/convert/conversions.h."""
@@ -90,7 +90,7 @@ def arch_runs_on(built: str, device: int) -> bool:
     """Whether code built for an architecture runs on a device of compute capability `device`.
 
     Machine code runs on its own major version from its own minor on; code of an "a" target on that one alone. PTX runs
-    on every later GPU: that of compute_75, as which 70 and 75 are kept, and of targets with "+PTX".
+    on every later GPU: of compute_75, as which 70 and 75 are kept, and of targets with "+PTX".
     """
     number = target_number(built)
     if number <= 75:
@@ -138,12 +138,12 @@ def kernels(device: int | None = None) -> list[KernelConfig]:
 
 
 def grouped_kernels(device: int | None = None) -> list[KernelConfig]:
-    """The same of `grouped_gemm(..., config=c)`: those that compute the rows of all experts in one launch."""
+    """The same for `grouped_gemm(..., config=c)`: kernels that compute the rows of all experts in one launch."""
     return _here(GROUPED_CONFIGS, device)
 
 
 def _here(configs: tuple[KernelConfig, ...], device: int | None) -> list[KernelConfig]:
-    """Those that are compiled, and run on the device."""
+    """The compiled ones that run on the device."""
     compiled = [c for c in configs if is_compiled(c)]
     if not torch.cuda.is_available():
         return compiled

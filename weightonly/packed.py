@@ -298,7 +298,7 @@ def _rebuild(data: torch.Tensor, fields: dict[str, Any]) -> PackedWeight:
 
 
 def format_groups(format: str, group_size: int | None, k: int) -> int | None:
-    """`group_size`, or that of a format which has one. Raises ValueError for another, or a wrong K."""
+    """`group_size`, or the one size that a format has. Raises ValueError for another, or a wrong K."""
     expected = FORMAT_GROUPS.get(format)
     if expected is None:
         return group_size

@@ -61,7 +61,7 @@ def preprocess(
         columns are dropped.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
-    layout: the layout itself, instead of an arch. With neither: that of the GPU that `q` is on; for a CPU tensor that
+    layout: the layout itself, instead of an arch. With neither: the layout of the GPU that `q` is on; for a CPU tensor
         of the visible GPU, else "cpu".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
         codes of `code`.
@@ -116,13 +116,13 @@ def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
     """The same numbers in the byte order of another GPU's kernels, or of a CPU's.
 
     qweight: a packed [K, N] weight, on any device.
-    arch: the GPU to pack for, or "cpu"; None: that of the device of `qweight` (see `preprocess`).
+    arch: the GPU to pack for, or "cpu"; None: the device of `qweight` (see `preprocess`).
 
     Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch`; `qweight`
     itself where it has that layout already.
 
     Raises TypeError for anything but a PackedWeight. Raises ValueError for an unknown arch, and for codes and an arch
-    whose GPU does not read them.
+    that does not read them.
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
@@ -192,8 +192,8 @@ def resolve_layout(
 ) -> str:
     """The layout to pack a format in: `layout`, or the one for `arch`.
 
-    With neither that of the GPU `device`, for other devices that of the visible GPU, else "cpu". A GPU whose layout has
-    no codes gets "tiled" for them, which it can `dequantize`. Raises ValueError for a layout that is not that of arch,
+    With neither the one of the GPU `device`, for other devices of the visible GPU, else "cpu". A GPU whose layout has
+    no codes gets "tiled" for them, which it can `dequantize`. Raises ValueError for a layout that arch has not,
     and for codes in a layout, or for an arch, that has none.
     """
     is_code = format in CODE_FORMATS
@@ -211,13 +211,13 @@ def resolve_layout(
 
 
 def record_code_layout(arch: Arch | None, device: torch.device | str | int | None = None) -> str:
-    """That of codes of a checkpoint, for every GPU: "tiled" where its own layout has no codes, to `dequantize` them."""
+    """The layout of codes of a checkpoint, for every GPU: "tiled" where its own has no codes, to `dequantize` them."""
     layout = default_layout(device, arch)
     return layout if layout in CODE_LAYOUTS else TILED
 
 
 def default_layout(device: torch.device | str | int | None, arch: Arch | None = None) -> str:
-    """The layout for `arch`; None: that of the GPU `device`, for other devices that of the visible GPU, else "cpu"."""
+    """The layout for `arch`; None: for the GPU `device`, for other devices the visible GPU, else "cpu"."""
     if arch is not None:
         return layout_for_arch(arch)
     device = require_device("cpu" if device is None else device)

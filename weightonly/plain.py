@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types of tensors whose memory is their own: a subclass may be a wrapper without any."""
+"""Types of tensors with memory of their own: a subclass may be a wrapper without any."""
 
 
 def is_watched() -> bool:

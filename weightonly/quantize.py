@@ -28,7 +28,7 @@ def quantize(
     w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
     bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
-        which take powers of two from 32 to 4096, 64. Those of mxfp4 are 32, of nvfp4 16.
+        which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
     symmetric: True: scale = absmax / (2^(bits-1) - 1), without zero points. False: the 2^bits levels span the range of
         the group and 0, which is represented exactly; integers alone.
 
@@ -40,9 +40,9 @@ def quantize(
     zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
     zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
 
-    Codes: those of nf4 and fp4 are bitsandbytes', whose absmax is rounded to the dtype of w. Scales of mxfp4 are powers
-    of two: that of OCP's specification, or the next one where the sum of squares is smaller. Those of nvfp4 are numbers
-    of E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
+    Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
+    the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
+    E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
     back exactly.
 
     Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
@@ -58,7 +58,7 @@ def quantize(
 def quantize_for(
     w: torch.Tensor, dtype: torch.dtype | None, format: str, group_size: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`quantize`, with scales and zeros in `dtype`, which need not be that of `w`.
+    """`quantize`, with scales and zeros in `dtype`, which `w` need not have.
 
     Raises what `quantize` does, TypeError for a `dtype` that is not a 16- or 32-bit float, and ValueError for weights
     beyond the largest number of `dtype`.

@@ -70,8 +70,8 @@ def quantize_codes(
 def check_scales_as(scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:
     """Raises ValueError for scales of mxfp4 and nvfp4 that do not fit into another dtype; others are not looked at.
 
-    Those of mxfp4 have to be exact, and so has every weight that they make. Those of nvfp4 may be rounded, but not to 0
-    or to infinity.
+    Scales of mxfp4 have to be exact, and so has every weight that they make. Scales of nvfp4 may be rounded, but not to
+    0 or to infinity.
     """
     if format not in FORMAT_GROUPS or scales.dtype == dtype or scales.is_meta:
         return
@@ -123,9 +123,9 @@ def _e2m1_codes(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _e8m0_scale(block: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Powers of two, fp32 (G, n), with the smaller sum of squares of two: that of OCP's rule, and the next one.
+    """Powers of two, fp32 (G, n), with the smaller sum of squares of two: by OCP's rule, and the next one.
 
-    OCP's rule is the largest power of two in a group over that of E2M1, which is 4. A group of zeros gets 1.
+    OCP's rule is the largest power of two in a group over the largest in E2M1, which is 4. A group of zeros gets 1.
     """
     low, high = mxfp4_range(dtype)
     exponent = torch.frexp(peak).exponent - 3

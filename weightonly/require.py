@@ -32,7 +32,7 @@ def require_tensor(name: str, value: object, in_memory: bool = True) -> None:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a plain tensor on a CPU or a GPU whose storage is shorter than the tensor."""
+    """Raises ValueError for a plain tensor on a CPU or a GPU with a storage shorter than the tensor."""
     if type(tensor) not in PLAIN or tensor.device.type not in ("cpu", "cuda") or is_virtual(tensor):
         return
     if not has_memory(tensor):

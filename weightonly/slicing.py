@@ -43,7 +43,7 @@ def cut_rows(w: QuantizedWeight, begin: int, end: int) -> QuantizedWeight:
 def rows_of_a_group(k: int, group_size: int, begin: int, end: int) -> int:
     """How many rows share a scale in rows begin..end of a weight [K, N] alone.
 
-    group_size: that of the weight. Inside of one of its groups all of the rows share one. Raises ValueError for bounds
+    group_size: of the weight. Inside of one of its groups all of the rows share one. Raises ValueError for bounds
     between which no groups fit that `gemm` takes.
     """
     rows = end - begin

@@ -88,7 +88,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[dict[str, torch.Tensor], Fields]:
-    """Tensors, on `device`, and what describes those that are the bytes of a packed weight.
+    """Tensors, on `device`, and what describes the bytes of packed weights among them.
 
     Raises FileNotFoundError for a missing file. Raises ValueError, naming the file, for one that is damaged or that was
     not written by this library, and for what is no regular file.

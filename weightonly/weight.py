@@ -121,7 +121,7 @@ class QuantizedWeight:
         return kind
 
     def check(self, name: str, x: torch.Tensor | None = None) -> None:
-        """Checks all but the numbers. name: what errors call `packed`; x: whose dtype and device all must have.
+        """Checks all but the numbers. name: what errors call `packed`; x: all must have its dtype and device.
 
         Raises what `QuantizedWeight` raises.
         """
@@ -194,7 +194,7 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """w [K, N], of stacked experts [E, K, N], its rows in the order of x: computed in fp32 and rounded once.
 
-        dtype: float16, bfloat16 or float32; None: that of the scales. Raises TypeError for another one.
+        dtype: float16, bfloat16 or float32; None: the dtype of the scales. Raises TypeError for another one.
         """
         dtype = self.dtype if dtype is None else dtype
         check_weight_dtype(dtype)

@@ -134,7 +134,7 @@ class DequantizeCublasSm75(DequantizeCublas):
 class DequantizeCublasSm90(DequantizeCublas):
     """For what no kernel of Hopper can compute, and for many rows of x and groups of 16.
 
-    Those of other groups were quicker in 787 of 788 measured problems, and their accumulators are fp32, whatever
+    Kernels of other groups were quicker in 787 of 788 measured problems, and their accumulators are fp32, whatever
     PyTorch allows cuBLAS.
     """
 

@@ -45,7 +45,7 @@ class GemmSm80(WaveFamily):
         return {**tile_constants(config), "kStages": config.stages, "kLeastGroup": config.least_group}
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
-        """Those of all but two cp.async stages, and on short tiles three.
+        """None for kernels of two cp.async stages, nor on short tiles for kernels of three.
 
         This keeps a new shape quick to decide, and is not free: of 110 measured cells an excluded kernel was the best
         in 6 (two stages, M >= 512), by 1.6 to 6.1% in three of them. The excluded are compiled, legal, and open to

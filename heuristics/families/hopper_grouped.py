@@ -24,7 +24,7 @@ def expected_tiles(config: KernelConfig, problem: Problem, experts: int) -> Tile
 def grouped_us(
     config: KernelConfig, problem: Problem, tiles: Tiles, times: GroupedTimes | None = None, in_a_row: int = 1
 ) -> float:
-    """times: of the kernel, None: those of h200.py. in_a_row: tiles that one CTA has to compute one after another.
+    """times: of the kernel, None: the times of h200.py. in_a_row: tiles that one CTA has to compute one after another.
 
     Raises KeyError where the kernel is not calibrated.
     """

@@ -18,7 +18,7 @@ from ..problem import Problem, padded_k
 from .base import Family, KernelConfig, Launch
 
 MAX_SPLIT_K = 7
-"""Parts of K whose sums meet in global memory."""
+"""Parts of K: their sums meet in global memory."""
 
 _REGISTERS = 65536
 _MAX_WARPS = 48

@@ -14,7 +14,7 @@ FIELDS = ("block_order", "block_stride_k", "block_stride_n", "segment_stride", "
 
 
 def blocks_of(w: PackedWeight) -> tuple[int, ...]:
-    """FIELDS of a weight in another layout than "cpu", whose padded N is a multiple of 64."""
+    """FIELDS of a weight in another layout than "cpu", with a padded N that is a multiple of 64."""
     bits, k, n = w.bits, w.k_padded, w.n_padded
     order = order_of(bits, w.layout, w.code is not None).data_ptr()
     if w.layout == TILED:  # a block is contiguous

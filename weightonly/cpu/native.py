@@ -33,7 +33,7 @@ def gemm(
     activation: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = act(x @ w + bias) on the CPU; sums are fp32, and y is rounded once. The arguments are those of `reference`.
+    """y = act(x @ w + bias) on the CPU; sums are fp32, and y is rounded once. `reference.gemm` has the same arguments.
 
     Raises MemoryError where there is none for blocks of the weight, ValueError for what the library refuses.
     """
@@ -85,7 +85,7 @@ def gemm(
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] whose rows are contiguous inside, do not overlap, and begin at a multiple of an element."""
+    """[rows, columns] with rows that are contiguous inside, do not overlap, and begin at a multiple of an element."""
     apart = matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1
     is_dense = apart and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
     return (

@@ -51,7 +51,7 @@ def is_rows(rows: torch.Tensor) -> bool:
 
 
 def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of x by expert, in the order of the choices ids [M, top_k]; those of no expert come last.
+    """Rows of x by expert, in the order of the choices ids [M, top_k]; rows of no expert come last.
 
     Returns the rows [M * top_k, H], the ends of experts int32 [E], and places, integers [M * top_k]: the row of each
     choice. Rows of no expert may hold any numbers. Raises ValueError for ids out of range, on the CPU.
@@ -136,7 +136,7 @@ def add_choices(
 
 
 def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in `ids` sorted by expert, those of no expert last, int64 [M * top_k]; the ends of experts, int32 [E].
+    """Positions in `ids` sorted by expert, choices of none last, int64 [M * top_k]; the ends of experts, int32 [E].
 
     Raises ValueError for ids out of range, on the CPU: on a GPU the host would have to wait for them.
     """

@@ -25,7 +25,7 @@ def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Te
 
     All are on one device, CPU or CUDA. Returns [K, N] in the dtype of scales, the same bits on each device.
 
-    The arguments are those of SGLang's op. vLLM's op has three more: they tune its kernel, and its callers pass 0.
+    SGLang's op has the same arguments, vLLM's three more: they tune its kernel, and its callers pass 0.
     On a GPU this runs on the current stream and can be captured in a CUDA graph. Tensors that are not contiguous, and
     scales that are not 16-byte aligned, are copied first. Not differentiable. Subclasses of torch.Tensor, and calls
     that are traced, go through the operator `weightonly::awq_dequantize`.

@@ -4,7 +4,7 @@ The weight is flattened in row-major order and cut into blocks. A block is divid
 Each element then becomes the code of the nearest number in the codebook. A byte holds two codes, the even element in
 the high nibble. QLoRA: Dettmers et al., https://arxiv.org/abs/2305.14314.
 
-These details are those of bitsandbytes 0.50 on a CPU (https://github.com/bitsandbytes-foundation/bitsandbytes). Another
+These details are as in bitsandbytes 0.50 on a CPU (https://github.com/bitsandbytes-foundation/bitsandbytes). Another
 order of roundings would give other codes for ties:
 
 - A number midway between two of the codebook goes to the lower one. Where the codebook has a number twice (FP4 has two
@@ -44,7 +44,7 @@ def quantize_4bit(
     quant_type: str = "nf4",
     code: torch.Tensor | Sequence[float] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as blocks of 4-bit codes, byte for byte those of bitsandbytes.
+    """A weight as blocks of 4-bit codes, byte for byte as in bitsandbytes.
 
     w: float16, bfloat16 or float32, on a CPU or a GPU, of any shape and strides; it is cut in row-major order.
     blocksize: elements that share an absmax: 32, 64, 128, ..., 4096.

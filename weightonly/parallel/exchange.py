@@ -15,7 +15,7 @@ from .ranges import chunk
 
 @dataclass(frozen=True)
 class Exchange:
-    """How x comes to a parallel layer and how y leaves it; the arguments are those of torch's ColwiseParallel."""
+    """How x comes to a parallel layer and how y leaves it; torch's ColwiseParallel has the same arguments."""
 
     mesh: DeviceMesh
     input_layout: Placement
@@ -33,11 +33,11 @@ class Exchange:
                 return x
             x = self._spread(x, self.input_layout, columns)
         x = x.redistribute(placements=[layout])
-        # Each rank has the gradient of its own columns of y: their sum is that of x.
+        # Each rank has the gradient of its own columns of y: their sum is the gradient of x.
         return x.to_local(grad_placements=[Partial()] if layout == Replicate() else None)
 
     def leave(self, y: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
-        """y as its users want it. layout: that of the y that each rank has, Shard(-1) or Partial; columns: of all."""
+        """y as its users want it. layout: of the y that each rank has, Shard(-1) or Partial; columns: of all."""
         return self.finish(self.redistribute(y, layout, columns))
 
     def redistribute(self, y: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Exchange:
         return y.to_local() if isinstance(y, DTensor) and self.use_local_output else y
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
-        """A tensor that every rank has, so that its gradient is that of all."""
+        """A tensor that every rank has, so that its gradient is the gradient of all."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def _spread(self, x: torch.Tensor, layout: Placement, columns: int) -> DTensor:

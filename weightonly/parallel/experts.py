@@ -38,7 +38,7 @@ class ParallelExperts(Experts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As that of `Experts`; x, the experts and their weights, and y are laid out as the style says.
+        """As `Experts.forward`; x, the experts and their weights, and y are laid out as the style says.
 
         Ids of all ranks' experts: 0 .. full_num_experts - 1; -1 and full_num_experts say: to none.
         """
@@ -47,7 +47,7 @@ class ParallelExperts(Experts):
         ids = exchange.enter(top_k_index, Replicate(), top_k_index.shape[-1])
         weights = exchange.enter(top_k_weights, Replicate(), top_k_weights.shape[-1])
         if self.is_empty:
-            y = x * 0  # in the graph of x, whose gradient the other ranks wait for
+            y = x * 0  # in the graph of x: the other ranks wait for its gradient
             y = y + (weights * 0).sum(-1, keepdim=True).to(y.dtype)
         else:
             ids = ids - self.first_expert
@@ -117,11 +117,11 @@ class ExpertParallel(ParallelStyle):
 
 class ExpertTensorParallel(ExpertParallel):
     """Each rank has a part of each expert of a `weightonly.nn.Experts`: columns of gate and up, and the rows of down
-    that meet them. Arguments are those of `ExpertParallel`.
+    that meet them. `ExpertParallel` has the same arguments.
 
-    The cut of I, the size between the products, is that of `RowwiseParallel` for K. The bias of down is added once.
+    I, the size between the products, is cut as `RowwiseParallel` cuts K. The bias of down is added once.
     Raises what `ExpertParallel` raises, ValueError with the next I that works for a cut that would leave groups that
-    `gemm` does not take, and for down layers in act-order, whose rows meet columns of all ranks.
+    `gemm` does not take, and for down layers in act-order: their rows meet columns of all ranks.
     """
 
     def _first(self, module: Experts, ranks: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rows or columns of a weight are whose: as torch.chunk cuts, which is how DTensor cuts, too."""
+"""Which rows or columns of a weight a rank has: as torch.chunk cuts, which is how DTensor cuts, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def chunk(size: int, ranks: int, rank: int) -> Range:
 
 
 def columns_of(n: int, parts: Sequence[int] | None, ranks: int, rank: int) -> list[Range]:
-    """The columns of a rank: its chunk of each part, without those that are empty.
+    """The columns of a rank: its chunk of each part, without empty ones.
 
     parts: columns of each of the layers that are fused into this one. Raises ValueError unless their sum is n.
     """
@@ -48,7 +48,7 @@ def check_rows(k: int, group_size: int, ranks: int) -> None:
 
 
 def _first_refused(k: int, group_size: int, ranks: int) -> int | None:
-    """The first rank whose rows make no groups that `gemm` takes."""
+    """The first rank with rows that make no groups which `gemm` takes."""
     for rank in range(ranks):
         begin, end = chunk(k, ranks, rank)
         try:

@@ -29,12 +29,12 @@ class ColwiseParallel(TorchColwiseParallel):
         has its columns of each side by side. None: it is one layer. It needs output_layouts=Shard(-1) and
         use_local_output=True, as no placement describes such an order.
 
-    Cuts are those of torch.chunk: ceil(N / ranks) columns for each rank but the last ones, which have fewer or none.
-    Any N works. Bytes are cut where they lie if the columns begin and end at multiples of 64, 32 for some layouts of
-    int8; else the columns are packed anew. Where `parallelize_module` has a src_data_rank (0 by default), the tensors
-    are those of that rank; None takes each rank's own, without a word to others.
+    A weight is cut as by torch.chunk: ceil(N / ranks) columns for each rank but the last ones, which have fewer or
+    none. Any N works. Bytes are cut where they lie if the columns begin and end at multiples of 64, 32 for some layouts
+    of int8; else the columns are packed anew. Where `parallelize_module` has a src_data_rank (0 by default), the tensors
+    come from that rank; None takes each rank's own, without a word to others.
 
-    Other modules are those of torch's ColwiseParallel. Raises ValueError, naming the argument, for parts that do not
+    Other modules are cut as torch's ColwiseParallel does. Raises ValueError, naming the argument, for parts that do not
     add up to N or that another layout is asked for, and for a layer that is cut already.
     """
 
@@ -70,15 +70,15 @@ class RowwiseParallel(TorchRowwiseParallel):
     output_layouts: the layout of y: Replicate() (the default), or Shard(d), with Shard(1) for sequence parallelism.
     use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
 
-    Cuts are those of torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none. They
-    must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the same scale, and no
+    A weight is cut as by torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none.
+    Rows of a rank must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the same scale, and no
     weight changes. Scales per channel allow any cut. The bias and the activation come after the sum. Of a weight in
-    act-order x is gathered, as a rank's rows meet columns of all ranks. src_data_rank is that of `ColwiseParallel`.
+    act-order x is gathered, as a rank's rows meet columns of all ranks. src_data_rank: see `ColwiseParallel`.
 
     slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
         computed; 1 (the default): one sum. It needs output_layouts=Replicate().
 
-    Other modules are those of torch's RowwiseParallel. Raises ValueError, with the next K that works, for a cut
+    Other modules are cut as torch's RowwiseParallel does. Raises ValueError, with the next K that works, for a cut
     that would leave other groups, and for a layer that is cut already.
     """
 
@@ -116,7 +116,7 @@ def _prepare(layer: Linear, mesh: DeviceMesh, src_data_rank: int | None) -> None
 
 
 def same_on_all(layer: Linear | GroupedLinear, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Makes the tensors of a layer those of one rank. Raises ValueError for a mesh of several dimensions."""
+    """Gives every rank the tensors of one. Raises ValueError for a mesh of several dimensions."""
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh: expected one dimension, got {mesh.ndim}; take one of them by its name")
     if src_data_rank is None or mesh.size() == 1 or layer.qweight.is_meta:

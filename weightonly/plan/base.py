@@ -10,7 +10,7 @@ from ..plain import has_memory, span_bytes
 
 
 class Plan:
-    """Computes the calls of one key of the cache. This class: those with an x without rows, which take no kernel.
+    """Computes the calls of one key of the cache. This class: calls with an x without rows, which take no kernel.
 
     It holds no address of a weight, so that all weights of one kind share it.
     """

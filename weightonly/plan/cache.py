@@ -27,7 +27,7 @@ layers: dict[Key, object] = {}
 """The plans of whole layers of experts (experts.py), by keys of their own."""
 
 checked_layers: set[Key] = set()
-"""Kinds of such layers whose weights were checked: what is checked depends on nothing else."""
+"""Kinds of such layers that were checked: what is checked depends on nothing else."""
 
 find = _plans.get
 """The plan of a key, or None."""
@@ -50,7 +50,7 @@ def clear() -> None:
 
 
 def plans() -> list[Plan]:
-    """Those that are kept, the oldest first."""
+    """The plans that are kept, the oldest first."""
     return list(_plans.values())
 
 

@@ -12,7 +12,7 @@ from ..plain import has_memory
 from .base import Plan
 
 MAX_K = 1 << 28
-"""Rows of a weight whose scales the native kernels step over in 32-bit numbers, in groups of 16."""
+"""Rows of a weight: the native kernels step over its scales in 32-bit numbers, in groups of 16."""
 
 
 class CpuPlan(Plan):

@@ -1,7 +1,7 @@
 """The plan of a layer of experts on Hopper.
 
-Few choices of tokens are three launches: the kernel of the first product sorts them and gates its result, that of the
-second sorts them again while the first one ends, and a small kernel adds the results of each token. More choices are
+Few choices of tokens are three launches: the first product's kernel sorts them and gates its result, the second's
+sorts them again while the first one ends, and a small kernel adds the results of each token. More choices are
 five: they are sorted and their rows of x gathered in front.
 """
 
@@ -122,7 +122,10 @@ class LayerPlan:
         ids = ids.contiguous()
         weights = weights.float().contiguous()
         numbers = torch.empty(rows + (1 if self.sorts else self.experts), dtype=torch.int32, device=x.device)
-        places, ends = numbers[:rows], numbers[rows:]  # (T), and the end of all rows, or (E): those of each expert
+        places, ends = (
+            numbers[:rows],
+            numbers[rows:],
+        )  # (T), and the end of all rows, or (E): of each expert's
         between = x.new_empty(rows, self.inner)
         parts = x.new_empty(rows, self.columns)
         y = x.new_empty(self.tokens, self.columns)
@@ -133,7 +136,7 @@ class LayerPlan:
             source, distance = x, x.stride(0) if self.tokens > 1 else self.columns
             of_first, of_second = (ids.data_ptr(), row_of, end_of), (ids.data_ptr(), 0, 0)
         else:
-            # The rows of x become those of the result: the second product writes no row before all of the first are.
+            # The rows of x lie where the result will: the second product writes no row before all of the first are.
             source, distance = parts, self.columns
             route(x, ids, parts, ends, places)
         stream = _current_stream(self.device)

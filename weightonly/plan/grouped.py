@@ -59,7 +59,7 @@ def launches_of(
 ) -> tuple[Any, int]:
     """The _C.GroupedPlan of a kernel for the rows of all experts, and the address of its codebook, 0 for integers.
 
-    dtype: of x. fields: of the plan, beside those that the weight and the problem say.
+    dtype: of x. fields: of the plan, beside what the weight and the problem say.
     """
     plan = _C.GroupedPlan(
         kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, dtype).name}"],

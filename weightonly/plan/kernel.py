@@ -20,7 +20,7 @@ from ..plain import aligned_rows
 from .base import Plan
 
 Launch = Callable[..., None]
-"""`_C.Plan.launch`, whose positional arguments _C.pyi lists in their order."""
+"""`_C.Plan.launch`: _C.pyi lists its positional arguments in their order."""
 
 
 _current_stream: Any = getattr(

@@ -50,7 +50,7 @@ class Origin:
 
     @classmethod
     def of(cls, device: int) -> Origin:
-        """That of a CUDA device, now."""
+        """What tables for a CUDA device count for, now."""
         name = torch.cuda.get_device_name(device)
         return cls(VERSION, name, device_arch(device), sm_count(device), driver_version() or "")
 
@@ -95,8 +95,8 @@ def _key(problem: Problem, dtype: str) -> _Key:
 class Table:
     """Entries, by problem; of two for the same problem the later one.
 
-    kernels: what can run here, as `weightonly.kernels` lists it. Raises ValueError for an entry whose configuration is
-    not among it, or does not compute the problem.
+    kernels: what can run here, as `weightonly.kernels` lists it. Raises ValueError for an entry with a configuration
+    that is not among it, or does not compute the problem.
     """
 
     def __init__(self, origin: Origin, entries: Iterable[Entry], kernels: Iterable[KernelConfig]) -> None:
@@ -193,7 +193,7 @@ def read(path: Path, origin: Origin, kernels: Iterable[KernelConfig]) -> Table:
 
 
 def _checked(kind: type[Any], record: object) -> Any:
-    """The dataclass of a JSON object, whose fields must be those of `kind` in name and type."""
+    """The dataclass of a JSON object, which must have the fields of `kind` by name and type."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}  # as text
     if not isinstance(record, dict) or record.keys() != types.keys():
         raise ValueError(f"it is damaged (expected {', '.join(types)}, got {record!r:.80})")
