@@ -31,7 +31,7 @@ class ColwiseParallel(TorchColwiseParallel):
 
     A weight is cut as by torch.chunk: ceil(N / ranks) columns for each rank but the last ones, which have fewer or
     none. Any N works. Bytes are cut where they lie if the columns begin and end at multiples of 64, 32 for some layouts
-    of int8; else the columns are packed anew. Where `parallelize_module` has a src_data_rank (0 by default), the tensors
+    of int8; else the columns are packed anew. Where `parallelize_module` has a src_data_rank (0 by default), tensors
     come from that rank; None takes each rank's own, without a word to others.
 
     Other modules are cut as torch's ColwiseParallel does. Raises ValueError, naming the argument, for parts that do not
@@ -71,9 +71,10 @@ class RowwiseParallel(TorchRowwiseParallel):
     use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
 
     A weight is cut as by torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none.
-    Rows of a rank must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the same scale, and no
-    weight changes. Scales per channel allow any cut. The bias and the activation come after the sum. Of a weight in
-    act-order x is gathered, as a rank's rows meet columns of all ranks. src_data_rank: see `ColwiseParallel`.
+    Rows of a rank must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the
+    same scale, and no weight changes. Scales per channel allow any cut. The bias and the activation come after the sum.
+    Of a weight in act-order x is gathered, as a rank's rows meet columns of all ranks. `ColwiseParallel` says what
+    src_data_rank is.
 
     slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
         computed; 1 (the default): one sum. It needs output_layouts=Replicate().
