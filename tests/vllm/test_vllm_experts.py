@@ -15,7 +15,6 @@ pytest.importorskip("vllm")
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_experts as moe
 from vllm import envs
-from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers import activation as layers
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, MoEActivation, RoutedExperts
@@ -524,7 +523,7 @@ def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that our kernels are built for."""
     platform = type(current_platform)
     moe.keep_configs(monkeypatch)
-    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, list(_POSSIBLE_KERNELS[PlatformEnum.CUDA]))
+    cases.keep_kernels(monkeypatch)
     monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
     monkeypatch.setenv(VARIABLE, "on" if asked else "off")
     with monkeypatch.context() as gpu:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 import vllm
 from tests.vllm import vllm_cases as cases
 from vllm import envs
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -258,13 +259,12 @@ def test_batch_invariant_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[type[MPLinearKernel]]:
     """A platform that says it is a Hopper GPU. Returns a copy of the list of its kernels, which `register` changes."""
-    kernels = list(_POSSIBLE_KERNELS[PlatformEnum.CUDA])
-    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, kernels)
+    cases.keep_kernels(monkeypatch)
     platform = type(current_platform)
     monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
     monkeypatch.setattr(platform, "is_cuda", lambda _: True)
     monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0))
-    return kernels
+    return linear._POSSIBLE_KERNELS[PlatformEnum.CUDA]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +278,8 @@ def test_register(
     register()
     register()
     assert cuda == ([WeightOnlyLinearKernel] if is_first else []) + others
+    for name in filter(linear.__dict__.get, cases.LISTS_OF_FP4_KERNELS):  # older versions have no such lists
+        assert getattr(linear, name)[PlatformEnum.CUDA][0].__name__.startswith("WeightOnly") == is_first
 
 
 def test_register_is_silent_on_a_cpu() -> None:

@@ -50,6 +50,21 @@ class Held:
         return self._made[1]
 
 
+def multiplies_fp4() -> bool:
+    """Whether the GPU multiplies 4-bit floats itself: Blackwell. What vLLM quantizes x for is left to it there."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and int(capability.major) >= 10
+
+
+def finite_scales(scales: torch.Tensor) -> torch.Tensor:
+    """`scales`. Raises ValueError for infinite ones and NaN."""
+    if not bool(scales.isfinite().all()):
+        raise ValueError("scales: expected finite numbers, got NaN or infinity")
+    return scales
+
+
 def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype) -> str | None:
     """Why `gemm` cannot compute x [M, K] @ w [K, N] on the current device; None: it can.
 
