@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,10 @@ from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
 from weightonly.gate import Gate
-from weightonly.vllm import register
+from weightonly.vllm import register, support
 from weightonly.vllm.expert_tensors import of_rows
 from weightonly.vllm.experts import Shard, WeightOnlyExpertsMethod, _why_not, gate_of
-from weightonly.vllm.support import VARIABLE, experts_wanted
+from weightonly.vllm.support import VARIABLE, experts_wanted, is_asked_for
 
 HIDDEN, INNER = 128, 192
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
@@ -62,7 +63,7 @@ def inputs(g: torch.Generator, dtype: torch.dtype, rows: int = 7) -> tuple[torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [-1, 32, 64])
+@pytest.mark.parametrize("group", [-1, 16, 32, 64])
 @pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_layer_of_each_method(
     method: str,
@@ -264,6 +265,11 @@ def test_gates_are_what_vllm_applies(activation: str, fields: dict[str, Any], ge
     torch.testing.assert_close(gate_of(moe_config)(z), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_an_activation_that_no_gate_has() -> None:
+    with pytest.raises(ValueError, match=r"activation: expected one of silu, .*, relu2_no_mul, got swiglustep"):
+        gate_of(fake_layer(activation=SimpleNamespace(value="swiglustep")).moe_config)
+
+
 def test_experts_without_a_gate(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Nemotron: one first projection, whose tensors come as those of "w1"."""
     moe.take_ours(monkeypatch)
@@ -313,7 +319,7 @@ def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("changes", "group", "reason"),
     [
-        ({"activation": "swigluoai"}, 64, "activation: expected one of silu, .*, relu2_no_mul, got swigluoai"),
+        ({"activation": "swigluoai"}, 64, "activation: expected swigluoai for experts of gpt-oss, and for no others"),
         ({"activation": "gelu", "swiglu_limit": 7.0}, 64, "activation: expected gelu without alpha, beta and limit"),
         ({"swiglu_limit": 0.0}, 64, "limit: expected a finite number above 0, got 0.0"),
         ({"apply_router_weight_on_input": True}, 64, "no experts with router weights on the input"),
@@ -349,8 +355,9 @@ def fake_layer(**changes: Any) -> Any:
         intermediate_size_per_partition=INNER,
         hidden_dim=HIDDEN,
         in_dtype=torch.float16,
+        moe_backend="auto",
     )
-    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2)
+    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2, local_num_experts=moe.E)
     for name, value in changes.items():
         holder: Any = next(each for each in (layer, moe_config, parallel) if hasattr(each, name))
         setattr(holder, name, value)
@@ -364,13 +371,19 @@ def fake_layer(**changes: Any) -> Any:
         ({"enable_eplb": True}, "load balancing of experts"),
         ({"use_all2all_kernels": True}, "all-to-all kernels"),
         ({"apply_router_weight_on_input": True}, "router weights on the input with top_k above 1"),
+        ({"moe_backend": "marlin"}, "a --moe-backend of vLLM"),
     ],
-    ids=["LoRA", "EPLB", "all-to-all", "weights of two experts on the input"],
+    ids=["LoRA", "EPLB", "all-to-all", "weights of two experts on the input", "the user's choice"],
 )
 def test_what_experts_do_not_have(changes: dict[str, Any], reason: str) -> None:
     tensors = of_rows("int4", 64, 64, False)
     assert _why_not(fake_layer(), tensors) is None
     assert str(_why_not(fake_layer(**changes), tensors)).startswith(f"weightonly has no experts with {reason}")
+
+
+def test_asked_for_experts_are_no_choice_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    assert _why_not(fake_layer(moe_backend="marlin"), of_rows("int4", 64, 64, False)) is None
 
 
 def test_batch_invariant_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,14 +510,40 @@ def test_reload(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> 
 # --- the switch ------------------------------------------------------------------------------------------------
 
 
-def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_unless_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert not experts_wanted()
+    assert experts_wanted() and not is_asked_for()
     monkeypatch.setenv(VARIABLE, "on")
-    assert experts_wanted()
+    assert experts_wanted() and is_asked_for()
+    monkeypatch.setenv(VARIABLE, "off")
+    assert not experts_wanted() and not is_asked_for()
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected on or off, got 'yes'"):
         experts_wanted()
+
+
+@pytest.mark.parametrize(
+    ("arch", "group", "is_one"),
+    [(75, 64, False), (80, 64, True), (80, 16, False), (86, 32, True), (90, 16, True), (90, -1, True)],
+    ids=["sm75", "sm80", "sm80 in groups of 16", "sm86", "sm90 in groups of 16", "sm90 per channel"],
+)
+def test_by_default_one_launch(arch: int, group: int, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are a `gemm` each, for which the host waits, are taken only where they are asked for."""
+    built = (str(arch) if arch < 90 else "90a",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(support, "device_arch", lambda _: arch)
+    monkeypatch.setattr(support, "sm_count", lambda _: 132)
+    choose = sys.modules["weightonly.plan.choose"]
+    monkeypatch.setattr(sys.modules["weightonly.kernels"], "built_archs", lambda: built)
+    for module in (support, choose):
+        monkeypatch.setattr(module, "is_compiled", lambda config, types: True)
+    tensors = of_rows("int4", group, group, False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    reason = _why_not(fake_layer(), tensors)
+    assert reason is None if is_one else f"w13: no kernel has all experts in one launch; {VARIABLE}=on" in str(reason)
+    monkeypatch.setenv(VARIABLE, "on")
+    assert _why_not(fake_layer(), tensors) is None
 
 
 def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,10 @@ from vllm.platforms import current_platform
 
 from weightonly.vllm.fp4_kernels import WeightOnlyMxFp4LinearKernel, WeightOnlyNvFp4LinearKernel
 
+pytestmark = pytest.mark.skipif(
+    not set(cases.LISTS_OF_FP4_KERNELS) <= vars(linear).keys(), reason="this vLLM has no choice of such kernels"
+)
+
 LAYERS = [
     pytest.param("compressed-tensors", "nvfp4", id="ct-nvfp4"),
     pytest.param("compressed-tensors", "mxfp4", id="ct-mxfp4"),

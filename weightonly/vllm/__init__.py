@@ -17,8 +17,8 @@ logger = logging.getLogger("vllm.weightonly")
 def register() -> None:
     """Registers the quantization method and the load format "weightonly", and our linear kernels as the first.
 
-    The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and where
-    WEIGHTONLY_VLLM_EXPERTS is on, experts are taken, too. Calls after the first one change nothing.
+    The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and unless
+    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. Calls after the first one change nothing.
 
     A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """

@@ -80,7 +80,7 @@ class _InPlaceOfMarlin:
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N]"""
         if self.held is None:
-            return super().apply_weights(layer, x, bias)  # type: ignore[misc, no-any-return]
+            return super().apply_weights(layer, x, bias)  # type: ignore[misc]
         return gemm(x, self.held.operand(layer.weight, layer.weight_scale, None, None), bias=bias)
 
 
