@@ -132,16 +132,12 @@ def write_mixtral(folder: Path, packer: Packer, options: dict[str, Any], g: torc
 @pytest.mark.parametrize(
     "name", ["gptq-4bit-zeros", "awq-4bit", "ct-8bit-zeros", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4"]
 )
-def test_experts_of_each_format(
-    name: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, "on")
+def test_experts_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_mixtral(tmp_path / name, *FOLDERS[name], generator)
     check(load(folder), folder, generator)
 
 
-def test_converted_experts(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "on")
+def test_converted_experts(tmp_path: Path, generator: torch.Generator) -> None:
     source = write_mixtral(tmp_path / "source", *FOLDERS["ct-8bit-zeros"], generator)
     wo.formats.convert(source, tmp_path / "converted", arch="sm90", progress=False)
     check(load(tmp_path / "converted", quantization=None), source, generator)
