@@ -297,6 +297,18 @@ def test_groups_that_a_rank_cuts_are_counted_on_the_cpu() -> None:
     assert shard.source is not None and shard.source.tolist() == [0, 1, 1] and shard.group_size == 32
 
 
+def test_parameters_that_move(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a trainer moves them: the scales alone, too."""
+    moe.take_ours(monkeypatch)
+    x, logits = inputs(generator, torch.float16)
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER)
+        moe.load(runner, moe.random_experts(generator, HIDDEN, INNER).tensors("gptq"))
+        before = moe.forward(runner, x, logits)
+        runner.routed_experts.w2_scales.data = runner.routed_experts.w2_scales.data * 2
+        torch.testing.assert_close(moe.forward(runner, x, logits), before * 2)
+
+
 def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     moe.take_ours(monkeypatch)
     x, logits = inputs(generator, torch.float16)
@@ -502,6 +514,7 @@ def test_reload(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *first.stacks("sm90"), ids, weights))
         layerwise.initialize_layerwise_reload(layer)
         list(layer.load_weights(second.tensors("awq")))
+        assert not layerwise.get_layerwise_info(layer).can_load(), "kept until all layers are loaded"
         layerwise.finalize_layerwise_reload(layer, None)
         assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *second.stacks("sm90"), ids, weights))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses

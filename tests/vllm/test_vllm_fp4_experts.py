@@ -108,6 +108,7 @@ def test_reload(method: str, format: str, generator: torch.Generator, monkeypatc
         moe.forward(runner, x, logits)
         layerwise.initialize_layerwise_reload(layer)
         list(layer.load_weights(second.tensors(method)))
+        assert not layerwise.get_layerwise_info(layer).can_load(), "kept until all layers are loaded"
         layerwise.finalize_layerwise_reload(layer, None)
         assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *second.stacks("sm90"), ids, weights))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses

@@ -200,16 +200,15 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Parameters for the experts of this rank, named as in the file; weights in the form of rows.py."""
         tensors, self.dtype = self.tensors, params_dtype
+        of_scales = params_dtype if tensors.scales_of is None else torch.uint8
         for stem, shard in self.shards.items():
             width = shard.k * FORMATS[tensors.format] // 8
             shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
                 tensors.qweight: ((shard.n, width), torch.uint8),
-                tensors.scales: (
-                    (shard.n, len(shard.groups)),
-                    params_dtype if tensors.scales_of is None else torch.uint8,
-                ),
-                "bias": ((shard.n,), params_dtype),
+                tensors.scales: ((shard.n, len(shard.groups)), of_scales),
             }
+            if getattr(self.moe, "has_bias", True):  # what is not loaded would delay a reload to its end
+                shapes["bias"] = (shard.n,), params_dtype
             if tensors.zeros is not None:
                 shapes[tensors.zeros] = shapes[tensors.scales]
             if tensors.factor is not None:
@@ -321,6 +320,8 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
                     _replace(layer, f"{stem}_{name}", data.contiguous())
             if stem not in self.loaded_biases:
                 layer.register_parameter(f"{stem}_bias", None)
+        names = (f"{stem}_{name}" for stem in self.shards for name in (*tensors.read, "bias"))
+        self.held = tuple(name for name in names if getattr(layer, name, None) is not None)
 
     def _scales(self, layer: Any, stem: str, raw: torch.Tensor) -> torch.Tensor:
         """Scales of 4-bit floats, in the dtype of x."""
@@ -376,7 +377,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
 
     def _weights(self, layer: Any) -> tuple[Any, ...]:
         """w13 and w2, made when they are asked for first, and again where a reload brought others."""
-        places = tuple(getattr(layer, f"{stem}_{self.tensors.qweight}").data_ptr() for stem in self.shards)
+        places = tuple(getattr(layer, name).data_ptr() for name in self.held)
         if self._made is None or self._made[0] != places:
             self._made = places, tuple(self._weight(layer, stem) for stem in self.shards)
         return self._made[1]
