@@ -62,7 +62,9 @@ def test_fp4_by_its_own_method(name: str, generator: torch.Generator, monkeypatc
     check(load(CHECKPOINTS / name, quantization=None, load_format="auto"), CHECKPOINTS / name, generator)
 
 
-@pytest.mark.parametrize("name", ["gptq4", "gptq4_g16", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4"])
+@pytest.mark.parametrize(
+    "name", ["gptq4", "gptq4_g16", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4", "ct_mxfp4", "ct_nvfp4"]
+)
 def test_by_weightonly(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = folder_of(name, tmp_path)
     check(load(folder), folder, generator)
@@ -73,8 +75,6 @@ def test_by_weightonly(name: str, tmp_path: Path, generator: torch.Generator) ->
     [
         ("gptq4_g16", r"qkv_proj: group_size must be .* got 16"),
         ("gptq4_moe", rf"experts: has quantized experts, which {VARIABLE}=off leaves to vLLM"),
-        ("ct_mxfp4", "mxfp4"),
-        ("ct_nvfp4", "nvfp4"),
     ],
 )
 def test_refused(name: str, reason: str, no_groups_of_16: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ..formats.expect import expect
 from ..formats.words import to_signed, unpack_words
 from ..heuristics.problem import FORMAT_GROUPS
 from .blocks import expect_bytes
-from .rows import pack_rows
+from .rows import EXACT_SCALES, pack_rows
 from .support import finite_scales, multiplies_fp4
 
 Read = Callable[[torch.Tensor], torch.Tensor]
@@ -37,8 +37,8 @@ class ExpertTensors:
     read: name -> how it is read.
     unread: names of tensors that may be there and say nothing more.
     factor: the name of a number that belongs to all scales of a projection; None where there is none.
-    scales_of: (scales as loaded, uint8 [E, N, groups], factors [E, N, 1] or None) -> scales, exactly. None: they are
-        loaded as they are, in the dtype of x.
+    scales_dtype: in which scales [E, N, groups] are loaded; None: that of x.
+    scales_of: (scales as loaded, factors [E, N, 1] or None) -> scales, exactly.
     alternates: the tensors are those of all experts, and columns of gate and up alternate in them, as gpt-oss has it.
     """
 
@@ -51,7 +51,8 @@ class ExpertTensors:
     read: Mapping[str, Read]
     unread: tuple[str, ...] = ()
     factor: str | None = None
-    scales_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+    scales_dtype: torch.dtype | None = None
+    scales_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = lambda scales, _: scales
     alternates: bool = False
 
     def inner(self, moe: Any) -> int:
@@ -67,7 +68,9 @@ def of_rows(format: str, first_group: int, down_group: int, has_zeros: bool) -> 
     """As our own loader brings them (see folders.py)."""
     names = ("scales", "zeros") if has_zeros else ("scales",)
     read = dict[str, Read]({"qweight": expect_bytes}) | {name: lambda t: t for name in names}
-    return ExpertTensors(format, first_group, down_group, "qweight", "scales", "zeros" if has_zeros else None, read)
+    zeros = "zeros" if has_zeros else None
+    exact = EXACT_SCALES.get(format)
+    return ExpertTensors(format, first_group, down_group, "qweight", "scales", zeros, read, scales_dtype=exact)
 
 
 def _gptq(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | None:
@@ -167,7 +170,9 @@ def _nvfp4(
         return finite_scales(apply(scales.view(torch.float8_e4m3fn).float(), factors))
 
     read = {qweight: _raw(qweight, torch.uint8), "weight_scale": _raw("weight_scale", torch.float8_e4m3fn)}
-    return ExpertTensors("nvfp4", rows, rows, qweight, "weight_scale", None, read, unread, factor, scales_of)
+    return ExpertTensors(
+        "nvfp4", rows, rows, qweight, "weight_scale", None, read, unread, factor, torch.uint8, scales_of
+    )
 
 
 def _mxfp4(qweight: str, alternates: bool = False) -> ExpertTensors | str:
@@ -182,6 +187,7 @@ def _mxfp4(qweight: str, alternates: bool = False) -> ExpertTensors | str:
         "weight_scale",
         None,
         {qweight: _raw(qweight, torch.uint8), "weight_scale": _raw("weight_scale", *E8M0_DTYPES)},
+        scales_dtype=torch.uint8,
         scales_of=lambda scales, _: e8m0_scales("weight_scale", scales),
         alternates=alternates,
     )

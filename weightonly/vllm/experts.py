@@ -200,7 +200,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Parameters for the experts of this rank, named as in the file; weights in the form of rows.py."""
         tensors, self.dtype = self.tensors, params_dtype
-        of_scales = params_dtype if tensors.scales_of is None else torch.uint8
+        of_scales = tensors.scales_dtype or params_dtype
         for stem, shard in self.shards.items():
             width = shard.k * FORMATS[tensors.format] // 8
             shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -314,7 +314,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
             for name in (tensors.scales, tensors.zeros):
                 if name is not None:
                     data = getattr(layer, f"{stem}_{name}").data
-                    data = self._scales(layer, stem, data) if tensors.scales_of is not None else data
+                    data = self._scales(layer, stem, data) if name == tensors.scales else data
                     data = data.transpose(1, 2)  # (E, groups, N)
                     data = data if shard.source is None else data[:, shard.source.to(data.device)]
                     _replace(layer, f"{stem}_{name}", data.contiguous())
@@ -324,13 +324,12 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         self.held = tuple(name for name in names if getattr(layer, name, None) is not None)
 
     def _scales(self, layer: Any, stem: str, raw: torch.Tensor) -> torch.Tensor:
-        """Scales of 4-bit floats, in the dtype of x."""
+        """In the dtype of x. Raises ValueError for those that do not fit."""
         factors, name = None, self.tensors.factor
         if name is not None:
             columns = self.shards[stem].n // self.shards[stem].parts
             factors = getattr(layer, f"{stem}_{name}").data.repeat_interleave(columns, 1)[..., None]  # (E, N, 1)
             layer.register_parameter(f"{stem}_{name}", None)
-        assert self.tensors.scales_of is not None
         try:
             scales = self.tensors.scales_of(raw, factors)
             check_scales_as(scales, self.dtype, self.tensors.format)
