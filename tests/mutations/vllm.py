@@ -303,6 +303,7 @@ MUTATIONS = [
                 "",
             ),
             ("every expert is the first", "WeightOnlyExpertsMethod._pack", "[expert]", "[0]"),
+            ("configs that no process can be sent", "_with_experts", ', "__reduce__": reduce', ""),
             (
                 "experts that are not for us",
                 "_with_experts.get_quant_method",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
+import pickle
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -557,6 +559,17 @@ def test_by_default_one_launch(arch: int, group: int, is_one: bool, monkeypatch:
     assert reason is None if is_one else f"w13: no kernel has all experts in one launch; {VARIABLE}=on" in str(reason)
     monkeypatch.setenv(VARIABLE, "on")
     assert _why_not(fake_layer(), tensors) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "zeros"), [("gptq", 4, False), ("awq", 4, True), ("compressed-tensors", 8, True)]
+)
+def test_configs_are_sent_to_processes(method: str, bits: int, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one that has not registered ours yet; a copy is one of ours, too."""
+    moe.take_ours(monkeypatch)
+    config = quantization.get_quantization_config(method).from_config(cases.config(method, bits, 64, zeros))
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert type(other) is type(config) and repr(vars(other)) == repr(vars(config))
 
 
 def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

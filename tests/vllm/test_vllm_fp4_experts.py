@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,16 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("vllm.model_executor.kernels.linear.nvfp4")
 
+from safetensors.torch import save_file
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_experts as moe
 from tests.vllm import vllm_fp4 as fp4
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import gpt_oss as model
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -222,6 +229,56 @@ def test_experts_of_gpt_oss_on_other_ranks(generator: torch.Generator, monkeypat
                 layer.quant_method.process_weights_after_loading(layer)
                 total += moe.forward(runner, x, logits).double()
     near(total, dense(experts, x, ids, weights), torch.bfloat16)
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_local_experts": moe.E,
+    "num_experts_per_tok": moe.TOP_K,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def test_folder_of_gpt_oss(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own quantizer writes it, by vLLM's config, model and loader; without attention, which CPUs do not have."""
+    moe.take_ours(monkeypatch, "sm90")
+    monkeypatch.setattr(model, "Attention", lambda *_, **__: torch.nn.Module())
+    layers = [fp4.experts(generator, "mxfp4", HIDDEN, INNER, has_bias=True) for _ in range(2)]
+    names = {"w13": "gate_up_proj", "w2": "down_proj"}
+    tensors = {}
+    for number, experts in enumerate(layers):
+        for name, tensor in experts.of_gpt_oss().items():
+            stem, _, kind = name.partition("_")
+            kind = {"weight": "blocks", "weight_scale": "scales", "bias": "bias"}[kind]
+            tensor = tensor.unflatten(2, (-1, 16)) if kind == "blocks" else tensor
+            tensors[f"model.layers.{number}.mlp.experts.{names[stem]}_{kind}"] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    x, _, weights, ids = inputs(generator, torch.bfloat16)
+    with cases.serving(torch.bfloat16):
+        arguments = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config):
+            built: Any = initialize_model(vllm_config=config)
+        # The rest of the model is not there.
+        monkeypatch.setattr(DefaultModelLoader, "track_weights_loading", lambda *_: None, raising=False)
+        get_model_loader(config.load_config).load_weights(built, config.model_config)
+        for number, experts in enumerate(layers):
+            layer = built.model.layers[number].mlp.experts.routed_experts
+            layer.quant_method.process_weights_after_loading(layer)
+            y = layer.forward_modular(x, weights, ids.int())
+            assert torch.equal(
+                y, wo.fused_experts(x, *experts.stacks("sm90", torch.bfloat16), ids, weights, "swigluoai")
+            )
 
 
 def test_reload_of_gpt_oss(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..packed import PackedWeight
 from ..packing import preprocess
 from ..quantize_codes import check_scales_as
 from ..weight import QuantizedWeight
-from .expert_tensors import CONFIGS, ExpertTensors, TensorsOf
+from .expert_tensors import CONFIGS, ExpertTensors
 from .rows import unpack_rows
 from .support import is_asked_for, why_many_launches, why_not
 
@@ -37,20 +38,24 @@ _WITHOUT_GATE = ("silu", "gelu", "gelu_tanh", "relu2")
 
 def take_experts() -> None:
     """Registers configs in place of vLLM's, which differ in one thing: experts that we can compute are ours."""
-    for place, (methods, tensors_of) in CONFIGS.items():
-        module, _, name = place.rpartition(".")
+    for place, (methods, _) in CONFIGS.items():
         try:
-            config = getattr(importlib.import_module(f"{quantization.__name__}.{module}"), name)
+            ours = _with_experts(place)
         except (ImportError, AttributeError) as error:
-            logger.info("Experts of %s are left to this vLLM: %s", name, error)
+            logger.info("Experts of %s are left to this vLLM: %s", place, error)
             continue
-        ours = _with_experts(config, tensors_of)
         for method in methods:
             if method in QUANTIZATION_METHODS:
                 register_quantization_config(method)(ours)
 
 
-def _with_experts(config: type[QuantizationConfig], tensors_of: TensorsOf) -> type[QuantizationConfig]:
+@functools.cache
+def _with_experts(place: str) -> type[QuantizationConfig]:
+    """The config of vLLM at a place of `CONFIGS`, with our experts."""
+    module, _, name = place.rpartition(".")
+    config: type[Any] = getattr(importlib.import_module(f"{quantization.__name__}.{module}"), name)
+    _, tensors_of = CONFIGS[place]
+
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         tensors = tensors_of(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
         if tensors is not None:
@@ -58,13 +63,23 @@ def _with_experts(config: type[QuantizationConfig], tensors_of: TensorsOf) -> ty
                 if isinstance(tensors, str):
                     raise ValueError(f"{prefix}: {tensors}")
                 method = WeightOnlyExpertsMethod(prefix, layer, tensors)
-                logger.info_once("Using WeightOnlyExpertsMethod for %s", config.__name__)
+                logger.info_once("Using WeightOnlyExpertsMethod for %s", name)
                 return method
             except ValueError as error:
                 logger.warning_once("Experts are left to vLLM's kernels: %s", error)
         return config.get_quant_method(self, layer, prefix)
 
-    return type(config.__name__, (config,), {"get_quant_method": get_quant_method})
+    def reduce(self: Any) -> Any:  # vLLM sends configs to processes, which find no class like this by its name
+        return _sent, (place, vars(self))
+
+    return type(name, (config,), {"get_quant_method": get_quant_method, "__reduce__": reduce})
+
+
+def _sent(place: str, fields: dict[str, Any]) -> QuantizationConfig:
+    config = _with_experts(place)
+    sent = config.__new__(config)
+    vars(sent).update(fields)
+    return sent
 
 
 def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
