@@ -115,5 +115,5 @@ def _adapter(job: Job) -> Path:
 if __name__ == "__main__":
     what, provider, *models = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
-    print(RESULT + json.dumps({"logprobs": logprobs, "features": features}[what](provider, *models)), flush=True)
+    print(RESULT + json.dumps(features(provider, *models) if what == "features" else logprobs(provider)), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py
