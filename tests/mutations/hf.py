@@ -234,7 +234,7 @@ MUTATIONS = [
                 "check_scales_as(only.scales, dtype, only.weight.format)\n",
                 "",
             ),
-            ("the dtype of the file", "Read.convert", ".to(dtype) if value.is_floating_point() else value", ""),
+            ("the dtype of the file", "Read.convert", ".to(dtype) if t.is_floating_point() else t", ""),
             (
                 "packed tensors are converted",
                 "Beside.rename_source_key",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import threading
@@ -27,13 +26,11 @@ from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .experts import in_turns_in_files, plan_experts, read_gates_first, stacked
 from .files import biased_layers, check_complete, check_declared
+from .memory import after_packing
 from .modules import Plan, Stack
 from .names import Names
 
 logger = logging.get_logger(__name__)
-
-_TRIM_BYTES = 1 << 27
-"""Of packed layers between two calls of `_give_memory_back`, which costs time: freed pages are new ones again."""
 
 
 class CheckpointWeights:
@@ -59,7 +56,6 @@ class CheckpointWeights:
         self._stacks: dict[str, Stack] = {}
         self._lock = threading.Lock()  # layers are read one after another: the unpacked numbers of one at a time
         self._read: dict[str, dict[str, torch.Tensor]] = {}
-        self._untrimmed_bytes = 0
         self._model: PreTrainedModel | None = None
         self._names: dict[str, str] = {}
 
@@ -144,11 +140,8 @@ class CheckpointWeights:
                 record = self.checkpoint.read_layer(layer, self.pack_arch)
                 return record.dequantize().t()
             if tensor not in self._read.get(layer, {}):
-                self._read[layer] = self._stack(layer) if layer in self._stacks else self._tensors(layer)
-                self._untrimmed_bytes += sum(value.nbytes for value in self._read[layer].values())
-                if self._untrimmed_bytes >= _TRIM_BYTES:
-                    _give_memory_back()
-                    self._untrimmed_bytes = 0
+                read = self._stack if layer in self._stacks else self._tensors
+                self._read[layer] = after_packing(read(layer))
             value = self._read[layer].pop(tensor)
             if not self._read[layer]:
                 del self._read[layer]
@@ -186,12 +179,6 @@ class CheckpointWeights:
         find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
         layout = find(self.pack_arch)
         return dataclasses.replace(shape, layout=layout)
-
-
-def _give_memory_back() -> None:
-    """Freed memory goes to the system: glibc keeps what transformers' threads free, in time as much as the model."""
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _check_scales(layer: str, scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:

@@ -19,6 +19,7 @@ from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .config import WeightOnlyConfig
 from .experts import in_turns_in_files, read_gates_first, stacked
+from .memory import after_packing
 from .modules import Plan, expert_name
 
 Sources: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
@@ -144,7 +145,7 @@ class Quantize(ConversionOps):
             if weight.shape != expected:
                 raise ValueError(f"{name}: expected [E, K, N] = {list(expected)}, got {list(weight.shape)}")
             columns = gates_first if in_turns_in_files(model, name) else None
-            return _tensors(name, quantize_stack(weight, recipe, name, columns=columns))
+            return after_packing(_tensors(name, quantize_stack(weight, recipe, name, columns=columns)))
         shape = plan.layers[name]
         weight = weight.t() if name in self.hf_quantizer.conv1d else weight
         is_cut = isinstance(target, ParallelLinear) and target.comes_cut("qweight")
@@ -161,7 +162,7 @@ class Quantize(ConversionOps):
         inside = {"qweight": w.packed.data.view(rows), "scales": w.scales, "zeros": w.zeros}
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
-        return {f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None}
+        return after_packing({f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None})
 
 
 def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
@@ -253,13 +254,13 @@ class Read(ConversionOps):
         ]
         dtype = model.get_submodule(name).scales.dtype
         if is_stack:
-            return _tensors(name, stacked(name, self.hf_quantizer.plan.stacks[name], records, dtype))
+            return after_packing(_tensors(name, stacked(name, self.hf_quantizer.plan.stacks[name], records, dtype)))
         [[only]] = records
         check_scales_as(only.scales, dtype, only.weight.format)
         tensors = {
             f"{name}.{tensor.removeprefix(f'{only.name}.')}": value for tensor, value in tensors_of(only).items()
         }
-        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+        return after_packing({key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()})
 
 
 class SplitExperts(WeightConverter):
