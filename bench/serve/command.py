@@ -106,23 +106,23 @@ def serve(
 
 
 def _run(job: Job) -> dict[str, Any] | str:
-    """What the engine measured; a str: why it did not."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.engine"],
-        input=json.dumps(asdict(job)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    for line in reversed(lines):
-        if line.startswith(RESULT):
-            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-            return found
-    print("\n".join(lines[-60:]), file=sys.stderr)
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["no output"])[-1].strip()
+    """What the engine measured; a str: why it did not. What it prints goes to stderr."""
+    command = [sys.executable, "-c", f"from {__package__}.engine import main; main()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.close()
+        last, error = "no output", ""
+        for line in process.stdout:
+            if line.startswith(RESULT):
+                found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+                return found
+            print(line, end="", file=sys.stderr, flush=True)
+            last = line.strip() or last
+            error = line.strip() if "Error: " in line else error
+    return error or last
 
 
 def _table(frame: pd.DataFrame) -> str:

@@ -1,7 +1,6 @@
-"""One engine of vLLM in a process of its own: `python -m weightonly.bench.serve.engine` with a `Job` as JSON on stdin.
+"""One engine of vLLM in a process of its own, which alone imports vLLM: a `Job` comes as JSON on stdin.
 
-The last line that it prints begins with `RESULT` and is what it measured, as JSON. vLLM is imported in this process
-alone.
+The last line that `main` prints begins with `RESULT` and is what it measured, as JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
     job = Job(**json.loads(sys.stdin.read()))
     set_environment(job)
     llm = engine(job)
-    result: dict[str, Any] = {"kernels": llm.apply_model(_kernels)[0], "decode": {}, "ttft": {}}
+    result: dict[str, Any] = {"kernels": llm.apply_model(kernels)[0], "decode": {}, "ttft": {}}
     if job.logprobs:
         result["logprobs"] = prompt_logprobs(llm, job.prompt)
     for batch in job.batch:
@@ -157,7 +156,7 @@ def random_weights(job: Job, device: torch.device, seed: int = 0) -> Weights:
     return Weights(served, quant, job.quant, job.group_size, getattr(torch, job.dtype), device, seed)
 
 
-def _kernels(model: torch.nn.Module) -> dict[str, int]:
+def kernels(model: torch.nn.Module) -> dict[str, int]:
     """Which class computes each kind of layer -> how many layers."""
     found = collections.Counter[str]()
     for name, module in model.named_modules():
@@ -204,7 +203,3 @@ def prompt_logprobs(llm: Any, length: int, **more: Any) -> list[list[float]]:
 
 def _seen(ids: Sequence[int], logprobs: Iterable[Any]) -> Iterator[float]:
     return (at[i].logprob for i, at in zip(ids, logprobs, strict=True) if at is not None)
-
-
-if __name__ == "__main__":
-    main()
