@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -51,6 +53,11 @@ def llama(**options: Any) -> PreTrainedModel:
 def qwen2(**options: Any) -> PreTrainedModel:
     """Attention with biases; the head is tied."""
     return Qwen2ForCausalLM(Qwen2Config(**SIZES | {"tie_word_embeddings": True} | options))
+
+
+def phi3() -> PreTrainedModel:
+    """The gate and the other half of its feed-forward network are one layer."""
+    return Phi3ForCausalLM(Phi3Config(**SIZES | {"intermediate_size": 256, "pad_token_id": 0}))
 
 
 def gpt2() -> PreTrainedModel:

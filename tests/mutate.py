@@ -267,8 +267,8 @@ def _run(mutation: Mutation, key: str, tree: Path, seconds: float, first: str) -
         problem = build_cpu(tree) if mutation.file.startswith(CPU_SOURCES) else ""
         if problem:
             log.write_text(f"ERROR {problem}", encoding="utf-8")
-        result = BROKEN if problem else run_tests(tree, [first], log, seconds) if first else SURVIVED
-        if result not in (KILLED, BROKEN):
+        result = run_tests(tree, [first], log, seconds) if first and not problem else BROKEN
+        if result != KILLED and not problem:  # also where there is no such test any more
             result = run_tests(tree, test_files(mutation), log, seconds)
     finally:
         place.write_bytes(before)

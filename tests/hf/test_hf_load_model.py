@@ -452,6 +452,15 @@ def test_run_writes_text(packed: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert text.startswith(transformers.AutoTokenizer.from_pretrained(packed).decode(expected[0]) + "\n")
 
 
+def test_run_writes_letters_of_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = transformers.Qwen2Tokenizer(vocab={"a": 0, "\u00c3": 1, "\u00a9": 2}, merges=[])
+    printer = run._Printer(tokenizer)
+    for token in (0, 1, 2, 0):  # the bytes of \u00e9 are two tokens
+        printer.put(torch.tensor([token]))
+    printer.end()
+    assert capsys.readouterr().out == "a\u00e9a\n"
+
+
 def test_run_writes_nothing_that_a_terminal_obeys(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither text of the model nor what transformers logs of its config."""
     decoded = "a\x1b]52;c;aGk=\x07\r\u202eb\n"

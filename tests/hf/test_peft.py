@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def train(model: Any, steps: int, rate: float = 1e-2, lines: int = 8) -> list[fl
     return losses
 
 
+def adapted_layer(bias: bool) -> tuple[Any, Any]:
+    """A model of one int4 layer whose adapters have a bias, and that layer."""
+    base = Linear.from_linear(torch.nn.Linear(64, 32, bias=bias), group_size=32)
+    config = LoraConfig(target_modules=["0"], r=2, lora_alpha=8, lora_bias=True, init_lora_weights=False)
+    model = get_peft_model(torch.nn.Sequential(base), config)
+    return model, model.base_model.model[0]
+
+
 # --- get_peft_model ------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +101,13 @@ def test_all_linear_layers_get_adapters_and_nothing_else_is_trained() -> None:
     losses = train(model, 5)
     assert losses[-1] < losses[0]
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_all_linear_leaves_a_packed_output_embedding() -> None:
+    base = wo.nn.quantize_model(llama(), group_size=32, only=["lm_head", "*.q_proj"])
+    model = get_peft_model(base, lora())
+    inside = model.base_model.model
+    assert type(inside.lm_head) is Linear and isinstance(inside.model.layers[1].self_attn.q_proj, LoraLinear)
 
 
 def test_layers_by_name_and_dense_ones_beside_them() -> None:
@@ -188,6 +204,43 @@ def test_a_merge_keeps_the_order_of_the_rows_and_can_be_undone() -> None:
         assert not torch.equal(layer(x), before)
         layer.unmerge()
         assert torch.equal(layer.base_layer(x), before) and torch.equal(layer(x), adapted)
+
+
+def test_adapters_that_are_merged_one_by_one_are_undone_at_once() -> None:
+    model, layer = adapted_layer(bias=True)
+    model.add_adapter("other", LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    before = copy.deepcopy(layer.base_layer.state_dict())
+    for name in ("default", "other"):
+        with pytest.warns(UserWarning, match="merged into int4"):
+            model.merge_adapter([name])
+    model.unmerge_adapter()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.base_layer.state_dict().items())
+
+
+def test_a_merge_adds_the_bias_of_adapters() -> None:
+    model, layer = adapted_layer(bias=True)
+    expected = layer.base_layer.bias + 4 * layer.lora_B["default"].bias.detach()  # lora_alpha / r = 4
+    with pytest.warns(UserWarning, match="merged into int4"):
+        merged = model.merge_and_unload()
+    torch.testing.assert_close(merged[0].bias, expected)
+
+
+def test_a_merge_of_a_bias_without_a_place_is_refused() -> None:
+    with pytest.warns(UserWarning, match="merging LoRA weights won't be possible"):
+        model, layer = adapted_layer(bias=False)
+    before = layer.base_layer.qweight.clone()
+    with pytest.raises(ValueError, match="lora_bias: expected False for a layer without a bias, got True"):
+        model.merge_adapter()
+    assert torch.equal(layer.base_layer.qweight, before) and not layer.merged
+
+
+def test_activated_adapters_are_not_merged() -> None:
+    model = get_peft_model(quantized(), lora(["q_proj"], alora_invocation_tokens=[3, 5], init_lora_weights=False))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    before = layer.base_layer.qweight.clone()
+    with pytest.raises(NotImplementedError, match="adapters: expected plain LoRA to merge, got aLoRA"):
+        model.merge_adapter()
+    assert torch.equal(layer.base_layer.qweight, before) and not layer.merged
 
 
 @pytest.mark.filterwarnings("ignore:adapters are merged")

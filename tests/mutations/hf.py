@@ -250,7 +250,7 @@ MUTATIONS = [
         "weightonly/hf/tensors.py",
         "parallel_hf hf_from_pretrained hf_load_model",
         [
-            ("tensors of other modules", "LayerTensors.rename_source_key", "layer not in self.layers or ", ""),
+            ("a tensor of another module", "CutPart.convert", "isinstance(layer, ParallelLinear) and ", ""),
             ("a part is cut again", "CutPart.convert", " and not layer.comes_cut(inside)", ""),
             ("tied tensors are gathered twice", "whole_state_dict", "id(tensor) not in gathered", "state is not None"),
             ("parts are saved", "whole_state_dict", ".gather()", ""),

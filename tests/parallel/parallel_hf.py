@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.expert_models import make as make_experts
 from tests.formats_llama import FFN, HEADS, HIDDEN, LAYERS, VOCABULARY
 from tests.formats_llama import MODELS as QUANTIZED
-from tests.hf_models import llama, logits, packed_layers, qwen2, saved
+from tests.hf_models import gpt2, llama, logits, packed_layers, phi3, qwen2, saved
 from tests.parallel.parallel_linear import error
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,11 +30,25 @@ from weightonly.parallel import ParallelLinear
 
 logging.disable_progress_bar()
 
+Plan = str | dict[str, str]
+"""What transformers takes as `tp_plan`."""
+
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Cut by 2 and 4 at multiples of 64."""
 
 ODD = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Cut by 4 at multiples of 32 and 96."""
+
+FUSED = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+"""Of Phi-3: each rank has columns of the gate and of the rest."""
+
+CONV1D = {
+    "transformer.h.*.attn.c_attn": "colwise_gather_output",
+    "transformer.h.*.attn.c_proj": "rowwise_split_input",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+}
+"""Of GPT-2, which transformers has no plan for."""
 
 
 @contextmanager
@@ -50,12 +64,12 @@ def folder(mesh: DeviceMesh, make: Callable[[Path], Any]) -> Iterator[Path]:
     distributed.barrier()
 
 
-def check(mesh: DeviceMesh, path: Path, load: Callable[..., PreTrainedModel]) -> float:
+def check(mesh: DeviceMesh, path: Path, load: Callable[..., PreTrainedModel], plan: Plan = "auto") -> float:
     """The logits of the parallel model, and its file, are those of the model of one process."""
     whole = load()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = load(tp_plan="auto")
+        model = load(tp_plan=plan)
     parts = [layer for layer in packed_layers(model).values() if isinstance(layer, ParallelLinear)]
     assert len(parts) == len(packed_layers(whole))
     total = sum(layer.qweight.numel() for layer in packed_layers(whole).values())
@@ -75,15 +89,15 @@ def check(mesh: DeviceMesh, path: Path, load: Callable[..., PreTrainedModel]) ->
     return error(logits(model), logits(whole))
 
 
-def quantized(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], **options: Any) -> float:
+def quantized(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], plan: Plan = "auto", **options: Any) -> float:
     """A dense model, quantized while each rank reads its part."""
     with folder(mesh, lambda path: saved(path, make)) as path:
         config = WeightOnlyConfig(**options)
         load = partial(AutoModelForCausalLM.from_pretrained, path, quantization_config=config, dtype=torch.float32)
-        return check(mesh, path, load)
+        return check(mesh, path, load, plan)
 
 
-def packed(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], **options: Any) -> float:
+def packed(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], plan: Plan = "auto", **options: Any) -> float:
     """A folder that save_pretrained wrote."""
 
     def save(path: Path) -> None:
@@ -92,7 +106,7 @@ def packed(mesh: DeviceMesh, make: Callable[[], PreTrainedModel], **options: Any
         model.save_pretrained(path)
 
     with folder(mesh, save) as path:
-        return check(mesh, path, partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32))
+        return check(mesh, path, partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32), plan)
 
 
 def experts(mesh: DeviceMesh) -> float:
@@ -103,6 +117,13 @@ def experts(mesh: DeviceMesh) -> float:
         model = load(quantization_config=WeightOnlyConfig(group_size=32), tp_plan="auto")
         assert packed_layers(model).keys() == packed_layers(whole).keys()
         return error(logits(model), logits(whole))
+
+
+def groups_that_no_kernel_takes(mesh: DeviceMesh) -> None:
+    """The error names the layer."""
+    message = r"layer 'model\.layers\.0\.mlp\.down_proj': in_features: expected a K that 2 ranks can cut into groups"
+    with pytest.raises(ValueError, match=message):
+        quantized(mesh, partial(llama, intermediate_size=80), group_size=16)
 
 
 def folder_of_others(mesh: DeviceMesh) -> None:
@@ -159,12 +180,16 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "quantized while loading, a rank without columns": partial(
         quantized, make=partial(llama, **WIDE | {"intermediate_size": 9}), format="int8", group_size=64
     ),
+    "quantized while loading, fused layers": partial(quantized, make=phi3, plan=FUSED, group_size=32),
+    "quantized while loading, Conv1D": partial(quantized, make=gpt2, plan=CONV1D, group_size=32, symmetric=False),
     "experts of a mixture stay dense": experts,
+    "groups that no kernel takes": groups_that_no_kernel_takes,
     "the folder of another quantizer": folder_of_others,
     "packed": partial(packed, make=partial(llama, **WIDE), group_size=64, arch="sm90"),
     "packed, cuts inside of tiles": partial(
         packed, make=partial(llama, **ODD), group_size=32, symmetric=False, arch=80
     ),
+    "packed, fused layers": partial(packed, make=phi3, plan=FUSED, group_size=32),
     "packed, row_major, biases": partial(packed, make=partial(qwen2, **WIDE), group_size=64, arch=70),
     **{
         f"{case}, {arch}": partial(checkpoint, case=case, arch=arch)

@@ -130,3 +130,17 @@ def test_what_becomes_of_a_fault(
 def test_no_tests_are_no_answer(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text("x = 1\n")
     assert mutate.run_tests(tmp_path, ["test_nothing.py"], tmp_path / "log", 120) == "broken"
+
+
+def test_a_test_that_is_gone_is_not_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It noticed the fault the last time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(mutate, "test_files", lambda mutation: ["test_planted.py"])
+    monkeypatch.setattr(mutate, "mutated", lambda mutation: "def more(x):\n    return x - 1\n")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "planted_code.py").write_text("def more(x):\n    return x + 1\n")
+    test = "from planted_code import more\n\n\ndef test_more():\n    assert more(1) == 2\n"
+    (tmp_path / "tree" / "test_planted.py").write_text(test)
+    fault = Mutation("planted_code.py: less", "planted_code.py", "more", "+", "-", ("planted",))
+    record = mutate._run(fault, "key", tmp_path / "tree", 120, "test_planted.py::test_gone")
+    assert (record["result"], mutate.test_of(record["by"])) == ("killed", "test_planted.py::test_more")

@@ -482,6 +482,28 @@ def test_a_layout_of_another_gpu_is_packed_again(
     assert w.packed.layout == "tiled"
 
 
+def test_parts_in_several_layouts_are_packed_again(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that was saved after `repack` of some of its layers."""
+    register()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layout in (("a", "tiled"), ("b", "interleaved")):
+        (tmp_path / name).mkdir()
+        packed = converted_layers(tmp_path / name, layout, "int4", {name: (256, 128)}, generator)
+        tensors |= load_file(next(packed.glob("*.safetensors")))
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["layers"] = {"a": {"layout": "tiled"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    records = [record for record in wo.load_checkpoint(tmp_path, progress=False) if isinstance(record, QuantizedLayer)]
+    x = torch.randn(3, 256, generator=generator).half()
+    with cases.serving():
+        y = loaded_part(tmp_path, "merged", 128, "sm90", 0, 1, monkeypatch)(x)[0]
+    dense = torch.cat([record.dequantize() for record in records], 1)
+    torch.testing.assert_close(y.float(), x.float() @ dense, rtol=2e-3, atol=2e-2 * float(dense.abs().max()))
+
+
 @pytest.mark.parametrize("converted", [False, True], ids=["awq", "converted"])
 def test_headers_are_read_once(
     converted: bool, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch

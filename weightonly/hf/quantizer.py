@@ -160,14 +160,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         """How tensors of the files find their layer: the conversions of the model, and those of packed layers."""
         targets = Targets(self.plan, model.base_model_prefix)
         read = [] if self._read is None else [self._read]
-        return [*read, *beside_packed(weight_conversions, targets), *self._conversions(model, targets)]
+        return [*read, *beside_packed(weight_conversions, targets), *self._conversions(targets)]
 
-    def _conversions(self, model: PreTrainedModel, targets: Targets) -> list[Any]:
-        prefix = f"{model.base_model_prefix}."  # which files of the base model alone have not, or others have
-        layers = {full for name in self.plan.layers for full in (name, name.removeprefix(prefix), prefix + name)}
-        if not self.pre_quantized:
-            return [DenseWeights.of(targets), *(converters(layers, ("bias",)) if self._is_parallel else ())]
-        return converters(layers) if self._is_parallel else []
+    def _conversions(self, targets: Targets) -> list[Any]:
+        dense = [] if self.pre_quantized else [DenseWeights.of(targets)]
+        return [*dense, *(converters() if self._is_parallel else [])]
 
     def _reader(self, model: PreTrainedModel, weights: CheckpointWeights, layers: Sequence[str]) -> ReadLayers | None:
         """What reads `layers` of a checkpoint, and experts that are stored one by one; None: every tensor is as it is.

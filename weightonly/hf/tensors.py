@@ -11,37 +11,18 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..parallel import ParallelLinear
 
-_TENSORS = ("qweight", "scales", "zeros", "perm", "bias")
 
-
-def converters(layers: set[str], names: tuple[str, ...] = _TENSORS) -> list[WeightConverter]:
-    """What cuts the tensors of packed layers that come whole. layers: their names in the files."""
-    found = []
-    for name in names:
-        converter = LayerTensors(f"{name}$", name, [CutPart()])
-        converter.layers, converter.tensor = layers, name
-        found.append(converter)
-    return found
+def converters() -> list[WeightConverter]:
+    """What cuts the tensors of packed layers that come whole."""
+    return [LayerTensors(f"{name}$", name, [CutPart()]) for name in ("qweight", "scales", "zeros", "perm", "bias")]
 
 
 class LayerTensors(WeightConverter):
-    """A tensor of the packed layers alone: other modules have one of this name, too.
-
-    layers: names of the layers in the files. tensor: its name inside of them.
-    """
-
-    __slots__ = ("layers", "tensor")
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        layer, _, tensor = source_key.rpartition(".")
-        if layer not in self.layers or tensor != self.tensor:
-            return source_key, None
-        found: tuple[str, str | None] = super().rename_source_key(source_key)
-        return found
+    """Tensors of one name."""
 
 
 class CutPart(ConversionOps):
-    """This rank's part of a tensor of a packed layer."""
+    """This rank's part of a tensor of a packed layer; the tensor as it is, if another module has one of that name."""
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
