@@ -273,6 +273,14 @@ MUTATIONS = [
                 "",
             ),
             ("every expert is the first", "WeightOnlyExpertsMethod._pack", "[expert]", "[0]"),
+            (
+                "a reload waits for biases that do not come",
+                "WeightOnlyExpertsMethod.create_weights",
+                'getattr(self.moe, "has_bias", True)',
+                "True",
+            ),
+            ("scales that move", "WeightOnlyExpertsMethod._weights", "self.held", "self.held[:1]"),
+            ("a line for each layer", "_with_experts.get_quant_method", '.removeprefix(f"{prefix}: ")', ""),
             ("configs that no process can be sent", "_with_experts", ', "__reduce__": reduce', ""),
             (
                 "experts that are not for us",
@@ -354,6 +362,7 @@ MUTATIONS = [
         [
             ("fp8 activations", "_compressed_tensors", "inputs.num_bits == 8", "False"),
             ("compressed-tensors multiplies", "_compressed_tensors", "torch.div", "torch.mul"),
+            ("layers of other algorithms", "_modelopt_mixed", "configs.get(", 'configs["NVFP4"] or ('),
             ("ModelOpt divides", "_modelopt", "torch.mul", "torch.div"),
             ("ModelOpt's experts that are not quantized", "_modelopt", "config.is_layer_excluded(prefix)", "False"),
             ("groups of 32", "_modelopt", 'config.group_size != FORMAT_GROUPS["nvfp4"]', "False"),

@@ -33,6 +33,7 @@ from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
 from weightonly.gate import Gate
+from weightonly.vllm import experts as experts_module
 from weightonly.vllm import register, support
 from weightonly.vllm.expert_layer import Shard, gate_of, why_no_experts
 from weightonly.vllm.expert_tensors import of_rows
@@ -465,6 +466,19 @@ def test_tensors_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is True
     monkeypatch.setattr(method, "local_expert", lambda expert: -1)
     assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is False
+
+
+def test_one_line_says_why_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr(AutoGPTQConfig, "get_quant_method", lambda *_: None)
+    monkeypatch.setattr(experts_module.logger, "warning_once", lambda *words: said.append(words))
+    moe.take_ours(monkeypatch)
+    config: Any = quantization.get_quantization_config("gptq").from_config(cases.config("gptq", 4, 64, False))
+    with cases.serving():
+        layer = moe.build(None, {}, HIDDEN, INNER, swiglu_limit=0.0).routed_experts  # no Gate has such a limit
+        for number in range(2):
+            config.get_quant_method(layer, f"model.layers.{number}.experts")
+    assert said == [("Experts are left to vLLM's kernels: %s", "limit: expected a finite number above 0, got 0.0")] * 2
 
 
 @needs_cpu_experts

@@ -57,12 +57,13 @@ def _with_experts(place: str) -> type[QuantizationConfig]:
         if tensors is not None:
             try:
                 if isinstance(tensors, str):
-                    raise ValueError(f"{prefix}: {tensors}")
+                    raise ValueError(tensors)
                 method = WeightOnlyExpertsMethod(prefix, layer, tensors)
                 logger.info_once("Using WeightOnlyExpertsMethod for %s", name)
                 return method
-            except ValueError as error:
-                logger.warning_once("Experts are left to vLLM's kernels: %s", error)
+            except ValueError as error:  # said once for all layers
+                reason = str(error).removeprefix(f"{prefix}: ")
+                logger.warning_once("Experts are left to vLLM's kernels: %s", reason)
         return config.get_quant_method(self, layer, prefix)
 
     def reduce(self: Any) -> Any:  # vLLM sends configs to processes, which find no class like this by its name
