@@ -297,7 +297,7 @@ def test_reload_of_gpt_oss(generator: torch.Generator, monkeypatch: pytest.Monke
         addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
         layerwise.initialize_layerwise_reload(layer)
         load(layer, second, 128, 160)
-        monkeypatch.setattr(torch, "empty_strided", lambda *sizes, **options: empty(*sizes, **options).fill_(3))
+        monkeypatch.setattr(torch, "empty_strided", lambda *sizes, **options: empty(*sizes, **options).fill_(119))
         layerwise.finalize_layerwise_reload(layer, None)
         assert torch.equal(moe.forward(runner, x, logits), moe.forward(fresh, x, logits))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
