@@ -33,9 +33,11 @@ from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
 from weightonly.gate import Gate
+from weightonly.vllm import experts as experts_module
 from weightonly.vllm import register, support
+from weightonly.vllm.expert_layer import Shard, gate_of, why_no_experts
 from weightonly.vllm.expert_tensors import of_rows
-from weightonly.vllm.experts import Shard, WeightOnlyExpertsMethod, _why_not, gate_of
+from weightonly.vllm.experts import WeightOnlyExpertsMethod
 from weightonly.vllm.support import VARIABLE, experts_wanted, is_asked_for
 
 HIDDEN, INNER = 128, 192
@@ -359,7 +361,7 @@ def test_refused(
 
 
 def fake_layer(**changes: Any) -> Any:
-    """What `_why_not` looks at, of a layer that is computed."""
+    """What `why_no_experts` looks at, of a layer that is computed."""
     parallel = SimpleNamespace(tp_rank=0, tp_size=1, enable_eplb=False, use_all2all_kernels=False)
     moe_config = SimpleNamespace(
         activation=MoEActivation.SILU,
@@ -391,18 +393,18 @@ def fake_layer(**changes: Any) -> Any:
 )
 def test_what_experts_do_not_have(changes: dict[str, Any], reason: str) -> None:
     tensors = of_rows("int4", 64, 64, False)
-    assert _why_not(fake_layer(), tensors) is None
-    assert str(_why_not(fake_layer(**changes), tensors)).startswith(f"weightonly has no experts with {reason}")
+    assert why_no_experts(fake_layer(), tensors) is None
+    assert str(why_no_experts(fake_layer(**changes), tensors)).startswith(f"weightonly has no experts with {reason}")
 
 
 def test_asked_for_experts_are_no_choice_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "on")
-    assert _why_not(fake_layer(moe_backend="marlin"), of_rows("int4", 64, 64, False)) is None
+    assert why_no_experts(fake_layer(moe_backend="marlin"), of_rows("int4", 64, 64, False)) is None
 
 
 def test_batch_invariant_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert "VLLM_BATCH_INVARIANT" in str(_why_not(fake_layer(), of_rows("int4", 64, 64, False)))
+    assert "VLLM_BATCH_INVARIANT" in str(why_no_experts(fake_layer(), of_rows("int4", 64, 64, False)))
 
 
 GROUPS_OF_TWO_KINDS = {
@@ -464,6 +466,19 @@ def test_tensors_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is True
     monkeypatch.setattr(method, "local_expert", lambda expert: -1)
     assert method.load(layer.w13_qweight, whole, "w13_qweight", "w1", 0, return_success=True) is False
+
+
+def test_one_line_says_why_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr(AutoGPTQConfig, "get_quant_method", lambda *_: None)
+    monkeypatch.setattr(experts_module.logger, "warning_once", lambda *words: said.append(words))
+    moe.take_ours(monkeypatch)
+    config: Any = quantization.get_quantization_config("gptq").from_config(cases.config("gptq", 4, 64, False))
+    with cases.serving():
+        layer = moe.build(None, {}, HIDDEN, INNER, swiglu_limit=0.0).routed_experts  # no Gate has such a limit
+        for number in range(2):
+            config.get_quant_method(layer, f"model.layers.{number}.experts")
+    assert said == [("Experts are left to vLLM's kernels: %s", "limit: expected a finite number above 0, got 0.0")] * 2
 
 
 @needs_cpu_experts
@@ -555,10 +570,10 @@ def test_by_default_one_launch(arch: int, group: int, is_one: bool, monkeypatch:
         monkeypatch.setattr(module, "is_compiled", lambda config, types: True)
     tensors = of_rows("int4", group, group, False)
     monkeypatch.delenv(VARIABLE, raising=False)
-    reason = _why_not(fake_layer(), tensors)
+    reason = why_no_experts(fake_layer(), tensors)
     assert reason is None if is_one else f"w13: no kernel has all experts in one launch; {VARIABLE}=on" in str(reason)
     monkeypatch.setenv(VARIABLE, "on")
-    assert _why_not(fake_layer(), tensors) is None
+    assert why_no_experts(fake_layer(), tensors) is None
 
 
 @pytest.mark.parametrize(
@@ -570,6 +585,19 @@ def test_configs_are_sent_to_processes(method: str, bits: int, zeros: bool, monk
     config = quantization.get_quantization_config(method).from_config(cases.config(method, bits, 64, zeros))
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert type(other) is type(config) and repr(vars(other)) == repr(vars(config))
+
+
+def test_experts_that_vllm_quantizes_again_are_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--quantization-config` asks for it."""
+    theirs = object()
+    monkeypatch.setattr(AutoAWQConfig, "get_quant_method", lambda *_: theirs)
+    moe.take_ours(monkeypatch)
+    config: Any = quantization.get_quantization_config("awq").from_config(cases.config("awq", 4, 64, True))
+    with cases.serving():
+        layer = moe.build(None, {}, HIDDEN, INNER).routed_experts
+        assert isinstance(config.get_quant_method(layer, "experts"), WeightOnlyExpertsMethod)
+        config.online_quantization_config = object()
+        assert config.get_quant_method(layer, "experts") is theirs
 
 
 def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

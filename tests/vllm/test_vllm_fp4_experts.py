@@ -28,7 +28,7 @@ from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
 from weightonly.gate import Gate
-from weightonly.vllm.expert_tensors import CONFIGS
+from weightonly.vllm.expert_tensors import CONFIGS, ExpertTensors
 from weightonly.vllm.experts import WeightOnlyExpertsMethod
 
 pytestmark = pytest.mark.skipif(
@@ -297,7 +297,7 @@ def test_reload_of_gpt_oss(generator: torch.Generator, monkeypatch: pytest.Monke
         addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
         layerwise.initialize_layerwise_reload(layer)
         load(layer, second, 128, 160)
-        monkeypatch.setattr(torch, "empty_strided", lambda *sizes, **options: empty(*sizes, **options).fill_(3))
+        monkeypatch.setattr(torch, "empty_strided", lambda *sizes, **options: empty(*sizes, **options).fill_(119))
         layerwise.finalize_layerwise_reload(layer, None)
         assert torch.equal(moe.forward(runner, x, logits), moe.forward(fresh, x, logits))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
@@ -353,6 +353,37 @@ def test_blackwell_keeps_activations_of_16_bits(monkeypatch: pytest.MonkeyPatch)
     with cases.serving():
         layer = moe.build("modelopt_fp4", fp4.config("modelopt_fp4", "nvfp4"), HIDDEN, INNER).routed_experts
     assert isinstance(layer.quant_method, WeightOnlyExpertsMethod)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "MXFP8"])
+def test_layers_of_several_algorithms(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModelOpt's mixed checkpoints name one for each layer."""
+    layers = {"a.mlp.experts.0.up_proj": {"quant_algo": algorithm}, "b.mlp": {"quant_algo": "FP8"}}
+    options = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config: Any = get_quantization_config("modelopt_mixed").from_config(options)
+    _, tensors_of = CONFIGS["modelopt.ModelOptMixedPrecisionConfig"]
+    found = tensors_of(config, None, "a.mlp.experts")
+    assert (found is None) if algorithm == "MXFP8" else isinstance(found, ExpertTensors) and found.format == "nvfp4"
+    config.exclude_modules = ["a.mlp.experts"]
+    assert tensors_of(config, None, "a.mlp.experts") is None
+
+
+def test_experts_without_a_gate(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Nemotron, of ModelOpt: one first projection with one factor."""
+    moe.take_ours(monkeypatch)
+    monkeypatch.setattr(type(current_platform), "is_xpu", lambda _: True)  # vLLM has none on CPUs
+    experts = fp4.experts(generator, "nvfp4", HIDDEN, INNER)
+    x, _, weights, ids = inputs(generator, torch.float16)
+    with cases.serving():
+        names = {"ckpt_names": ("up_proj", "down_proj", None), "activation": "relu2_no_mul"}
+        layer = moe.build("modelopt_fp4", fp4.config("modelopt_fp4", "nvfp4"), HIDDEN, INNER, **names).routed_experts
+        monkeypatch.undo()
+        list(layer.load_weights((name, t) for name, t in experts.tensors("modelopt_fp4") if "gate" not in name))
+        layer.quant_method.process_weights_after_loading(layer)
+        y = layer.quant_method.apply(layer, x, weights, ids)
+    up, down = (experts.weights[name] for name in ("up_proj", "down_proj"))
+    first, second = (fp4.stack([(w,) for w in each], None, torch.float16, None) for each in (up, down))
+    assert torch.equal(y, wo.fused_experts(x, first, second, ids, weights, "relu2"))
 
 
 def test_excluded_experts_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:

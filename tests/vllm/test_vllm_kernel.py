@@ -128,11 +128,12 @@ def test_ranks(
     assert (total - expected).abs().max() <= 4 * 2.0**-10 * expected.abs().max()
 
 
-def test_groups_of_192(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [16, 192])
+def test_groups_of_other_sizes(group: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     cases.take_first(monkeypatch, "sm90")
-    w = cases.weight(generator, 384, 64, bits=4, group=192, zeros=True, dtype=torch.float16)
+    w = cases.weight(generator, 384, 64, bits=4, group=group, zeros=True, dtype=torch.float16)
     with cases.serving():
-        layer = cases.build("compressed-tensors", cases.config("compressed-tensors", 4, 192, True), 384, 64)
+        layer = cases.build("compressed-tensors", cases.config("compressed-tensors", 4, group, True), 384, 64)
         cases.load(layer, cases.tensors("compressed-tensors", w))
         cases.finish(layer)
         x = torch.randn(3, 384, generator=generator).half()

@@ -19,7 +19,7 @@ from vllm.platforms.interface import DeviceCapability
 import weightonly as wo
 from weightonly.vllm.fp4_kernels import WeightOnlyMxFp4LinearKernel, WeightOnlyNvFp4LinearKernel, take_marlins_place
 
-__all__ = ["ROWS", "Fp4Experts", "Fp4Weight", "config", "experts", "take_place", "tensors", "weight"]
+__all__ = ["ROWS", "Fp4Experts", "Fp4Weight", "config", "experts", "stack", "take_place", "tensors", "weight"]
 
 
 def take_place(monkeypatch: pytest.MonkeyPatch, arch: str | None = None, capability: tuple[int, int] = (9, 0)) -> None:
@@ -53,8 +53,8 @@ class Fp4Experts(moe.Experts):
         if self.bias is not None:
             biases = (torch.cat([self.bias["gate_proj"], self.bias["up_proj"]], 1), self.bias["down_proj"])
         return (
-            _stack(list(zip(gate, up, strict=True)), arch, dtype, biases[0]),
-            _stack([(w,) for w in down], arch, dtype, biases[1]),
+            stack(list(zip(gate, up, strict=True)), arch, dtype, biases[0]),
+            stack([(w,) for w in down], arch, dtype, biases[1]),
         )
 
     def of_gpt_oss(self) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Fp4Experts(moe.Experts):
         return found
 
 
-def _stack(
+def stack(
     weights: list[tuple[Fp4Weight, ...]], arch: str | None, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> tuple[wo.PackedWeight, torch.Tensor, None, torch.Tensor | None]:
     codes = torch.stack([torch.cat([w.codes for w in beside], 1) for beside in weights])

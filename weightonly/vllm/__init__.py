@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def _register_cache() -> None:
-    """A graph that vLLM compiled and kept is for the kernels, hence the parameters, of the layers it was compiled with."""
+    """A graph that vLLM compiled and kept is for the kernels, hence parameters, of the layers it was compiled with."""
     from vllm import envs
 
     compile_factors = envs.compile_factors

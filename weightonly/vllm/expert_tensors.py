@@ -145,6 +145,12 @@ def _modelopt(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | Non
     return _nvfp4("weight", "weight_scale_2", torch.mul, ("input_scale",), is_a16)
 
 
+def _modelopt_mixed(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | None:
+    configs = {"NVFP4": config.nvfp4_config, "W4A16_NVFP4": config.w4a16_nvfp4_config}
+    mine = None if config.is_layer_excluded(prefix) else configs.get(config._resolve_quant_algo(prefix))
+    return None if mine is None else _modelopt(mine, layer, prefix)
+
+
 def _experts_of_mxfp4(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | None:
     return _mxfp4("weight")
 
@@ -211,6 +217,7 @@ CONFIGS: dict[str, tuple[tuple[str, ...], TensorsOf]] = {
     "auto_awq.AutoAWQConfig": (("awq", "awq_marlin", "auto_awq"), _awq),
     "compressed_tensors.compressed_tensors.CompressedTensorsConfig": (("compressed-tensors",), _compressed_tensors),
     "modelopt.ModelOptNvFp4Config": (("modelopt_fp4",), _modelopt),
+    "modelopt.ModelOptMixedPrecisionConfig": (("modelopt_mixed",), _modelopt_mixed),
     "mxfp4.Mxfp4Config": (("mxfp4",), _experts_of_mxfp4),
     "mxfp4.GptOssMxfp4Config": (("gpt_oss_mxfp4",), _gpt_oss),
 }
