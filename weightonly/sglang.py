@@ -86,4 +86,5 @@ def _compressed_tensors(scheme: Any, layer: Any) -> IntWeight:
     optional = (getattr(layer, f"weight_{name}", None) for name in ("zero_point", "g_idx"))
     zeros, g_idx = (None if tensor is None else tensor.data for tensor in optional)
     tensors = (layer.weight_packed.data, layer.weight_scale.data, shape, zeros, g_idx)
-    return read_compressed_tensors(*tensors, bits=32 // scheme.pack_factor)
+    size = None if g_idx is not None else scheme.kernel_config.group_size
+    return read_compressed_tensors(*tensors, bits=32 // scheme.pack_factor, group_size=size)

@@ -29,7 +29,7 @@ def test_weight_is_that_of_the_reference(
 ) -> None:
     k, n = group_size * groups, 8 * words
     layer = ref.random_awq_layer(k, n, groups, dtype, torch.Generator().manual_seed(seed))
-    weight = read_awq(**layer)
+    weight = read_awq(**layer, group_size=group_size)
     assert weight.q.dtype == torch.int8 and weight.q.shape == (k, n) and weight.q.is_contiguous()
     assert weight.bits == 4 and weight.perm is None
     assert torch.equal(weight.scales, layer["scales"])

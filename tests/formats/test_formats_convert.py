@@ -214,10 +214,11 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str, tmp_path: Path
 
 
 def test_names_that_meet_are_an_error(tmp_path: Path, generator: torch.Generator) -> None:
-    """A foreign tensor that has the name of a converted layer's permutation."""
-    tensors = model(gptq_layer, generator) | {"a.up.perm": torch.zeros(1)}
-    source = ref.write_checkpoint(tmp_path / "model", tensors, {"quantization_config": GPTQ})
-    with pytest.raises(ValueError, match=r"a\.up\.perm: expected one tensor of this name after conversion, got two"):
+    """Experts of gpt-oss are `a.up_bias` in the file and `a.up.bias` after conversion, as another tensor is before."""
+    tensors = {"a.up_blocks": torch.zeros(1, 64, 2, 16, dtype=torch.uint8), "a.up_bias": torch.zeros(1, 64)}
+    tensors |= {"a.up_scales": torch.zeros(1, 64, 2, dtype=torch.uint8), "a.up.bias": torch.zeros(1, 64)}
+    source = ref.write_checkpoint(tmp_path / "model", tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    with pytest.raises(ValueError, match=r"a\.up\.bias: expected one tensor of this name after conversion, got two"):
         convert(source, tmp_path / "packed")
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
 

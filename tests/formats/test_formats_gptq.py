@@ -162,7 +162,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "g_idx above": ({"g_idx": torch.full((64,), 2)}, r"g_idx: expected groups within 0\.\.1 as scales has, got 2\.\.2"),
     "g_idx below": ({"g_idx": torch.full((64,), -1)}, r"g_idx: expected groups within 0\.\.1 .*got -1\.\.-1"),
     "scales": ({"scales": torch.ones(2, 15).half()}, r"scales: expected .*\[groups, 16\], got float16 \[2, 15\]"),
-    "groups": ({"scales": torch.ones(3, 16).half(), "qzeros": torch.zeros(3, 2, dtype=torch.int32)}, "divides K = 64"),
+    "groups": (
+        {"scales": torch.ones(3, 16).half(), "qzeros": torch.zeros(3, 2, dtype=torch.int32)},
+        "gives K = 64 a power of two",
+    ),
     "group size": ({"group_size": 16}, "scales: expected 4 groups of 16 rows for K = 64, got 2"),
     "no group size": ({"group_size": 0}, "scales: group_size: expected -1 or at least 1, got 0"),
     "one group": ({"group_size": -1}, "scales: expected 1 groups of 64 rows for K = 64, got 2"),

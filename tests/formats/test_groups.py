@@ -52,7 +52,7 @@ def test_neighbouring_rows() -> None:
 @pytest.mark.parametrize(
     ("k", "groups", "group_size", "message"),
     [
-        (128, 3, None, "expected a number of groups that divides K = 128, got 3"),
+        (128, 3, None, "expected a number of groups that gives K = 128 a power of two .*, got 3"),
         (128, 3, 32, "expected 4 groups of 32 rows for K = 128, got 3"),
         (128, 5, 32, "expected 4 groups of 32 rows for K = 128, got 5"),
         (128, 2, -1, "expected 1 groups of 128 rows for K = 128, got 2"),

@@ -32,8 +32,15 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/files.py",
-        "hf_load_model hf_from_pretrained hf_quantize_errors hf_experts hf_gpt_oss",
+        "hf_load_model hf_from_pretrained hf_quantize_errors hf_experts hf_gpt_oss foreign_tensors",
         [
+            ("tensors that nothing uses", "check_used", "if name not in keys.unexpected_keys", "if True"),
+            ("integers in the place of floats", "check_used", "own is not None and", "False and"),
+            ("a bias of zeros", "check_used", "if is_bias else", "if False else"),
+            ("a bias that the model lacks", "has_bias", "is_wanted and checkpoint", "False and checkpoint"),
+            ("a bias that the folder lacks", "has_bias", "is_wanted and tensor is None", "False"),
+            ("a folder of another method is dense", "check_dense", "if source:", "if False:"),
+            ("a weight that is not there", "check_dense", "name not in found and not is_head", "False"),
             ("tied weights are asked for", "check_complete", "weight not in tied and ", ""),
             ("heads are asked for", "check_complete", " and not is_head", ""),
             (
@@ -48,7 +55,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/checkpoint.py",
-        "hf_load_model hf_mxfp4 hf_experts hf_gpt_oss",
+        "hf_load_model hf_mxfp4 hf_experts hf_gpt_oss foreign_tensors",
         [
             (
                 "scales that their dtype does not hold",
@@ -63,7 +70,7 @@ MUTATIONS = [
             ("zero points", "CheckpointWeights._add", ' ["zeros"] if shape.symmetric is False else', ""),
             ("the permutation is a float", "CheckpointWeights._add", "int32,", "float32,"),
             ("dense weights are not transposed", "CheckpointWeights.read", ".t()", ""),
-            ("names of the file", "CheckpointWeights.plan", "names.of_tensor(tensor)", "tensor"),
+            ("scales of a KV cache", "CheckpointWeights.plain", "name not in self.checkpoint.unused", "True"),
             (
                 "codes have the layout of integers",
                 "CheckpointWeights._packed_shape",

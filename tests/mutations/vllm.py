@@ -201,8 +201,8 @@ MUTATIONS = [
                 "[:columns]",
             ),
             ("groups out of order", "WeightOnlyExpertsMethod.load", '"g_idx"', '"gidx"'),
-            ("too few columns", "WeightOnlyExpertsMethod.load", "len(read) < shard.full_n or ", ""),
-            ("too few groups", "WeightOnlyExpertsMethod.load", "< full", "< 0"),
+            ("too few columns", "WeightOnlyExpertsMethod.load", " or len(read) < shard.full_n", ""),
+            ("too few groups", "WeightOnlyExpertsMethod.load", "== full", "> 0"),
             ("the columns of the first rank", "WeightOnlyExpertsMethod.load", "read[shard.first_column :][", "read["),
             (
                 "groups that are cut",

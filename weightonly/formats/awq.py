@@ -2,7 +2,7 @@
 
 qweight  int32 [K, N / 8]: u; bits 4i .. 4i + 3 of word c are column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
 qzeros   int32 [groups, N / 8]: z, in the same order
-scales   float [groups, N]; row k belongs to group k // (K / groups)
+scales   float [groups, N]; row k belongs to group k // group_size, and K is a multiple of that
 
 w = scales * (u - z). AutoAWQ packs in this order (awq/modules/linear/gemm.py).
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .expect import FLOATS, TensorError, expect, option
+from .groups import rows_by_count
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, words_as_bytes
@@ -22,14 +23,28 @@ from .words import signed_zeros, to_signed, words_as_bytes
 _COLUMNS_PER_WORD = 8
 
 
-def read_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> IntWeight:
+def read_awq(
+    qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, *, group_size: int | None = None
+) -> IntWeight:
     """One AWQ layer in the library's conventions: q = u - 8, zeros = z - 8.
 
     qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N]; qzeros: int32 [groups, N / 8]. The
-    number of groups divides K. All on one device, CPU or CUDA. Raises TensorError (a ValueError) for anything else.
+    number of groups divides K. All on one device, CPU or CUDA.
+    group_size: rows of a group; -1: all of K; None: K / groups, a power of two.
+
+    Raises TensorError (a ValueError) for anything else.
     """
-    awq_shape(qweight, scales, qzeros)
+    k, _, groups = awq_shape(qweight, scales, qzeros)
+    _rows(k, groups, group_size)
     return _weight(qweight, scales, signed_zeros(unpack_awq(qzeros), 4))
+
+
+def _rows(k: int, groups: int, group_size: int | None) -> int:
+    """Rows of a group. Raises TensorError where they are not those that the config says: no group of AWQ is short."""
+    rows = rows_by_count(k, groups) if group_size is None else k // groups
+    if group_size not in (None, rows) and not (group_size == -1 and groups == 1):
+        raise TensorError("scales", f"expected groups of {group_size} rows as the config says, got {rows}")
+    return rows
 
 
 def _weight(qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> IntWeight:
@@ -62,10 +77,7 @@ def awq_format(options: Mapping[str, Any]) -> LayerFormat:
     def describe(layer: str, tensors: Tensors) -> LayerShape:
         k, n, groups = awq_shape(tensors["qweight"], tensors["scales"], tensors["qzeros"])
         check_bias(tensors, n)
-        rows = k // groups
-        if group_size not in (None, rows) and not (group_size == -1 and groups == 1):
-            raise TensorError("scales", f"expected groups of {group_size} rows as the config says, got {rows}")
-        return LayerShape("int4", k, n, rows, symmetric=False, act_order=False)
+        return LayerShape("int4", k, n, _rows(k, groups, group_size), symmetric=False, act_order=False)
 
     return LayerFormat(
         name="awq",

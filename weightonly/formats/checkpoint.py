@@ -17,9 +17,10 @@ from ..packing import target_name
 from ..require import require_path
 from .converted import digests_of
 from .expect import TensorError
+from .foreign import check_foreign, of_activations
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
 from .plain import CodeWeight, IntWeight
-from .recognize import recognize
+from .recognize import quantization_config, recognize
 from .records import PlainTensor, QuantizedLayer, Record, pack, repack
 from .shards import Shards
 
@@ -33,6 +34,8 @@ class Checkpoint:
     source: what told the format: the name of a config file, or "tensor names".
     layers, shapes: name -> layer, name -> its shape, in the order in which `records` yields them.
     plain: names of the tensors that belong to no quantized layer.
+    unused: those of `plain` that are of quantized activations or a quantized KV cache, as the config says: no model
+        here has them.
     """
 
     folder: Path
@@ -41,6 +44,7 @@ class Checkpoint:
     layers: dict[str, Layer]
     shapes: dict[str, LayerShape]
     plain: tuple[str, ...]
+    unused: frozenset[str] = frozenset()
     _zeros: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict, repr=False)
     """Layer -> zero points that were read before the layer is. Where there are any, they go with the layer."""
 
@@ -216,7 +220,9 @@ def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
     shapes = {name: _describe(layer, shards) for name, layer in layers.items()}
     owned = {name for layer in layers.values() for name in layer.tensors.values()}
     plain = tuple(name for name in shards.tensors if name not in owned)
-    return Checkpoint(shards.folder, source, shards, layers, shapes, plain)
+    unused = of_activations(shards, quantization_config(shards)[1]).intersection(plain)
+    check_foreign(shards, plain, layers, unused)
+    return Checkpoint(shards.folder, source, shards, layers, shapes, plain, unused)
 
 
 def _describe(layer: Layer, shards: Shards) -> LayerShape:

@@ -34,16 +34,21 @@ def read_compressed_tensors(
     weight_g_idx: torch.Tensor | None = None,
     *,
     bits: int = 4,
+    group_size: int | None = None,
 ) -> IntWeight:
     """One pack-quantized layer in the library's conventions: scales and zeros transposed, rows sorted by group.
 
     Tensors: see the top of this module; on one device, CPU or CUDA. weight_scale: float16, bfloat16 or float32.
-    bits: 4 or 8. Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits.
+    bits: 4 or 8.
+    group_size: rows of a group where no weight_g_idx says it, the last one maybe short; -1: all of K; None: K / groups,
+        a power of two.
+
+    Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits.
     """
     if bits not in BITS:
         raise ValueError(f"bits: expected 4 or 8, got {bits}")
     k, n, groups = _shape(weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx, bits)
-    grouping = _grouping(k, groups, weight_g_idx, weight_scale.device)
+    grouping = _grouping(k, groups, weight_g_idx, group_size, weight_scale.device)
     zeros = None if weight_zero_point is None else _zero_points(weight_zero_point, n, bits)
     return _weight(weight_packed, weight_scale, zeros, bits, (n, k), grouping)
 
@@ -67,6 +72,8 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
     format other than pack-quantized and those of 4-bit floats, and for groups of other bits than 4 and 8.
     """
     schemes = Schemes(options)
+    group_sizes: dict[str, int | None] = {}
+    """Layer, once it is described -> its group size, as the config says."""
 
     def of_format(layer: str, format: str) -> list[Scheme]:
         """The groups that can mean a layer whose tensors are in this format.
@@ -125,7 +132,12 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         if problems and None not in problems:
             assert problems[0] is not None
             raise problems[0]
-        grouping = _grouping(k, groups, g_idx, torch.device("cpu"))
+        fitting = [scheme for scheme, problem in zip(possible, problems, strict=True) if problem is None]
+        sizes = {k if scheme.rows == -1 else min(scheme.rows, k) for scheme in fitting if scheme.rows is not None}
+        if len(sizes) > 1:
+            raise TensorError("weight_scale", f"expected one group_size for it in the config, got {sorted(sizes)}")
+        group_sizes[layer] = -1 if sizes == {k} else next(iter(sizes), None)
+        grouping = _grouping(k, groups, g_idx, group_sizes[layer], torch.device("cpu"))
         return LayerShape(f"int{bits}", k, n, grouping.rows, zero_point is None, grouping.perm is not None)
 
     def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight | CodeWeight:
@@ -138,7 +150,8 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         if zeros is not None and symmetric == {True}:
             raise TensorError("weight_zero_point", "expected zeros, as the config says symmetric, got others")
         size = _sizes(tensors["weight_shape"])
-        grouping = _grouping(size[1], scale.shape[-1], tensors.get("weight_g_idx"), scale.device)
+        g_idx = tensors.get("weight_g_idx")
+        grouping = _grouping(size[1], scale.shape[-1], g_idx, group_sizes[layer], scale.device)
         return _weight(tensors["weight_packed"], scale, zeros, bits, size, grouping)
 
     return LayerFormat(
@@ -203,9 +216,9 @@ def _shape(
     return k, n, groups
 
 
-def _grouping(k: int, groups: int, g_idx: torch.Tensor | None, device: torch.device) -> Grouping:
+def _grouping(
+    k: int, groups: int, g_idx: torch.Tensor | None, group_size: int | None, device: torch.device
+) -> Grouping:
     if g_idx is None or bool((g_idx == -1).all()):
-        if k % groups:
-            raise TensorError("weight_scale", f"expected a number of groups that divides K = {k}, got {groups}")
-        return even_groups(k, groups, None, device)
+        return even_groups(k, groups, group_size, device, "weight_scale")
     return group_rows(g_idx, groups, "weight_g_idx")

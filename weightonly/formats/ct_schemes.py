@@ -56,7 +56,8 @@ class Scheme:
         is_set = g_idx is not None and not bool((g_idx == -1).all())
         if self.act_order and not is_set:
             return TensorError("weight_g_idx", "expected one for actorder: group of the config, got none")
-        if self.act_order is False and g_idx is not None and is_set and not is_in_order(g_idx, -(-k // groups)):
+        rows = k if self.rows == -1 else self.rows
+        if self.act_order is False and g_idx is not None and is_set and not is_in_order(g_idx, rows):
             return TensorError(
                 "weight_g_idx", "expected groups in order without actorder: group of the config, got others"
             )

@@ -48,7 +48,7 @@ def read_gptq(
     qweight, scales, qzeros, g_idx: see the top of this module; on one device, CPU or CUDA. scales: float16, bfloat16
         or float32.
     bits: 4 or 8. version: of the zero points, 1 or 2.
-    group_size: rows of a group where there is no g_idx; -1: all of K; None: K / groups.
+    group_size: rows of a group where there is no g_idx; -1: all of K; None: K / groups, a power of two.
     symmetric: the quantizer's `sym`: every z is 2^(bits-1), the middle. Some checkpoints say version 1 but store z as
         version 2 does (vLLM pull request 38966). Where every stored value is the middle, this one is read as version
         2, with a warning.
@@ -116,8 +116,7 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
             raise TensorError("g_idx", "expected one, as the config says desc_act; there is none")
         grouping = _grouping(k, groups, g_idx, _group_size(layer), torch.device("cpu"))
         size = _group_size(layer)
-        rows = k // groups if size is None else k if size == -1 else size
-        if g_idx is not None and act_order is False and not is_in_order(g_idx, rows):
+        if g_idx is not None and act_order is False and not is_in_order(g_idx, k if size == -1 else size):
             raise TensorError("g_idx", "expected the groups in order, as the config says desc_act is false, got others")
         return LayerShape(f"int{bits}", k, n, grouping.rows, symmetric, act_order=grouping.perm is not None)
 

@@ -68,26 +68,38 @@ def group_rows(g_idx: torch.Tensor, groups: int, name: str = "g_idx") -> Groupin
     return Grouping(perm, torch.arange(groups, device=g_idx.device).repeat_interleave(counts // rows), rows)
 
 
-def is_in_order(g_idx: torch.Tensor, rows: int) -> bool:
-    """Whether each group is the next `rows` rows."""
+def is_in_order(g_idx: torch.Tensor, rows: int | None) -> bool:
+    """Whether each group is the next `rows` rows; None: as many as the first one has."""
+    rows = int((g_idx == 0).sum()) if rows is None else rows
     return torch.equal(g_idx.long(), torch.arange(len(g_idx), device=g_idx.device) // max(rows, 1))
 
 
-def even_groups(k: int, groups: int, group_size: int | None, device: torch.device) -> Grouping:
-    """Groups of `group_size` neighbouring rows; the last one may be short. -1: all rows; None: K / groups.
+def even_groups(k: int, groups: int, group_size: int | None, device: torch.device, name: str = "scales") -> Grouping:
+    """Groups of `group_size` neighbouring rows; the last one may be short. -1: all rows; None: see `rows_by_count`.
 
-    Raises TensorError, naming scales, if K, the number of groups and the group size do not fit.
+    Raises TensorError, naming `name`, if K, the number of groups and the group size do not fit.
     """
+    if group_size is None:
+        return Grouping(None, None, rows_by_count(k, groups, name))
     size = k if group_size == -1 else group_size
-    if size is None:
-        if k % groups:
-            raise TensorError("scales", f"expected a number of groups that divides K = {k}, got {groups}")
-        return Grouping(None, None, k // groups)
     if size < 1:
-        raise TensorError("scales", f"group_size: expected -1 or at least 1, got {size} in the config")
+        raise TensorError(name, f"group_size: expected -1 or at least 1, got {size} in the config")
     expected = -(-k // size)
     if groups != expected:
-        raise TensorError("scales", f"expected {expected} groups of {size} rows for K = {k}, got {groups}")
+        raise TensorError(name, f"expected {expected} groups of {size} rows for K = {k}, got {groups}")
     if k % size == 0:
         return Grouping(None, None, size)
     return group_rows(torch.arange(k, device=device) // size, groups)
+
+
+def rows_by_count(k: int, groups: int, name: str = "scales") -> int:
+    """The group size where nothing says it: all of K, or a power of two that divides K.
+
+    A count alone may also be of larger groups with a short last one: two groups of 768 rows may be 512 and 256.
+    Raises TensorError, naming `name`, for a count that does not give a power of two.
+    """
+    rows, rest = divmod(k, groups)
+    if rest or (groups > 1 and rows & (rows - 1)):
+        problem = f"expected a number of groups that gives K = {k} a power of two rows in each, or a config"
+        raise TensorError(name, f"{problem} with the group_size, got {groups}")
+    return rows

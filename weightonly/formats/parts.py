@@ -30,7 +30,8 @@ def read_part(
     Raises what `Checkpoint.read_layer` raises, and ValueError for rows that leave no groups that `gemm` takes.
     """
     layer, shape = checkpoint.layers[name], checkpoint.shapes[name]
-    outer = _wider(layer, shape, rows, (columns[0][0], columns[-1][1]))
+    read = rows if _has_groups(checkpoint, layer, shape) else (0, shape.k)
+    outer = _wider(layer, shape, read, (columns[0][0], columns[-1][1]))
     record = checkpoint.read_layer(name, arch, part=None if outer is None else _reader(layer, shape, *outer))
     (top, bottom), (left, right) = outer or ((0, shape.k), (0, shape.n))
     product = Product(record.operand, record.bias)
@@ -43,6 +44,16 @@ def read_part(
         perm = None if perm is None else perm[rows[0] - top : rows[1] - top]
         return QuantizedLayer(name, w.packed, w.scales, w.zeros, product.bias, perm)
     return QuantizedLayer.of(name, product)
+
+
+def _has_groups(checkpoint: Checkpoint, layer: Layer, shape: LayerShape) -> bool:
+    """Whether the groups of the file are those of `shape`; else they have been cut, as the last one is short."""
+    axes = {} if layer.format.axes is None else layer.format.axes(FORMATS[shape.format])
+    for inside, dims in axes.items():
+        if inside in layer.tensors and inside != layer.format.zeros and Axis("g") in dims:
+            sizes = checkpoint.shards.tensors[layer.tensors[inside]].shape
+            return len(sizes) != len(dims) or sizes[dims.index(Axis("g"))] * shape.group_size == shape.k
+    return True
 
 
 def _wider(layer: Layer, shape: LayerShape, rows: Range, columns: Range) -> tuple[Range, Range] | None:

@@ -11,6 +11,7 @@ from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
+from .foreign import MODELOPT_CONFIG, check_foreign
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
@@ -54,6 +55,13 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
     for name, method in _SEPARATE_CONFIGS.items():
         if (separate := shards.config(name)) is not None:
             return name, {"quant_method": method, **separate}
+    if (separate := shards.config(MODELOPT_CONFIG)) is not None:
+        try:
+            found = option(separate, "quantization", dict, {})
+            if option(found, "quant_algo", str) is not None:
+                return MODELOPT_CONFIG, {"quant_method": f"modelopt {found['quant_algo']}"}
+        except ValueError as error:
+            raise ValueError(f"{folder / MODELOPT_CONFIG}: {error}") from error
     return "", {}
 
 
@@ -102,6 +110,7 @@ def _from_tensors(shards: Shards) -> LayerFormat:
                 f"{shards.folder}: {name}: expected quantize_config.json or a quantization_config in config.json, "
                 "got neither; the tensors look like GPTQ, whose two versions store other zero points"
             )
+    check_foreign(shards, shards.tensors, {}, ())
     raise ValueError(
         f"{shards.folder}: expected a checkpoint of {', '.join(METHODS)}, "
         "got one without a quantization config and without tensors of these formats"

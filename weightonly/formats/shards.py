@@ -15,7 +15,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class TensorInfo:
 
 
 class Shards:
-    """The tensors of a folder's safetensors files.
+    """The tensors of a folder's safetensors files, or of some `files` of it.
 
     tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
     bytes_read: of tensors, until now.
@@ -80,16 +80,18 @@ class Shards:
     that are not printable: they come to terminals and logs.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         check_folder(folder)
         self.folder = folder
-        self.index = _find_index(folder)
+        self.index = _find_index(folder) if files is None else None
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self.bytes_read = 0
         self.configs: dict[str, Mapping[str, Any] | None] = {}
         """Name of a JSON file of the folder -> its content, once it has been read; None: it is not there."""
-        if self.index is None:
+        if files is not None:
+            self._add_files(files)
+        elif self.index is None:
             self._add_every_file()
         else:
             self._add_indexed(self.index)
@@ -152,7 +154,13 @@ class Shards:
                     f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
                     "a pickle runs code when it is loaded and is never opened here: save the model as safetensors first"
                 )
+            if gguf := sorted(self.folder.glob("*.gguf")):
+                found = f"{shown(gguf[0].name)} of llama.cpp, which is not read"
+                raise ValueError(f"{self.folder}: expected safetensors files, got {found}")
             raise FileNotFoundError(f"{self.folder}: expected safetensors files, got none")
+        self._add_files(files)
+
+    def _add_files(self, files: Sequence[Path]) -> None:
         for file in files:
             _check_printable(self.folder, file.name)
             found, self.metadata[file] = read_header(file)

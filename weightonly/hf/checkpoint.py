@@ -19,13 +19,13 @@ from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
 from ..heuristics.arch import ARCHS, Arch
-from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS
+from ..heuristics.problem import CODE_FORMATS
 from ..layout import CPU
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .experts import in_turns_in_files, plan_experts, read_gates_first, stacked
-from .files import biased_layers, check_complete, check_declared
+from .files import biased_layers, check_complete, check_declared, check_used, has_bias
 from .memory import after_packing
 from .modules import Plan, Stack
 from .names import Names
@@ -66,7 +66,12 @@ class CheckpointWeights:
     def plain_dtype(self) -> torch.dtype | None:
         """Of the first tensor of floats that belongs to no quantized layer; None where there is none."""
         tensors = self.checkpoint.shards.tensors
-        return next((tensors[name].dtype for name in self.checkpoint.plain if tensors[name].dtype in FLOATS), None)
+        return next((tensors[name].dtype for name in self.plain if tensors[name].dtype in FLOATS), None)
+
+    @property
+    def plain(self) -> list[str]:
+        """Tensors that belong to no quantized layer, and may have a place in a model."""
+        return [name for name in self.checkpoint.plain if name not in self.checkpoint.unused]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,13 +89,12 @@ class CheckpointWeights:
         self.dtype = model.dtype
         names, plan = Names(model), Plan()
         self._model = model
-        found: set[str] = set()
+        found = check_used(model, names, self.checkpoint.shards, self.plain)
         biased = biased_layers(self.checkpoint)
         experts = plan_experts(names, self.shapes, biased, plan, stacks)
         for name, stack in plan.stacks.items():
             self._stacks[name] = stack
-            has_bias = "bias" in self.checkpoint.layers[stack.parts[0][0]].tensors
-            self._add(name, name, stack.shape, has_bias)
+            self._add(name, name, stack.shape, "bias" in self.checkpoint.layers[stack.parts[0][0]].tensors)
         for layer, shape in self.shapes.items():
             if layer in experts:
                 continue
@@ -100,14 +104,13 @@ class CheckpointWeights:
                 plan.densified.setdefault(name, "the model stores several layers of the checkpoint in one parameter")
             elif f"{name}.weight" in names.tensors:
                 plan.layers[name] = shape
-                self._add(layer, name, shape, "bias" in self.checkpoint.layers[layer].tensors)
+                self._add(layer, name, shape, has_bias(model.get_submodule(name), layer, self.checkpoint))
             else:
                 logger.warning(f"weightonly: {layer} of the checkpoint is not used: {type(model).__name__} has none")
         if plan.densified:
             name, reason = next(iter(plan.densified.items()))
             logger.warning(f"weightonly: {len(plan.densified)} parameters such as {name} stay dense: {reason}")
-        for tensor in self.checkpoint.plain:
-            found.add(names.of_tensor(tensor))
+        for tensor in self.plain:
             self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
         check_complete(model, plan, found, self.checkpoint.folder)
         check_declared(plan, names, self.checkpoint)
@@ -119,7 +122,7 @@ class CheckpointWeights:
         assert dtype is not None
         for layer, shape in self.shapes.items():
             scales = f"{layer}.scales"
-            if shape.format in FORMAT_GROUPS and shards.tensors[scales].dtype != dtype:
+            if shards.tensors[scales].dtype != dtype:
                 _check_scales(layer, shards.read(scales), dtype, shape.format)
 
     def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:

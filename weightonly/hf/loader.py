@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..formats.checkpoint import open_checkpoint
+from ..formats.foreign import check_foreign, of_activations
 from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
 from ..heuristics.arch import Arch
@@ -18,7 +19,8 @@ from ..packing import target_name
 from ..shown import shown
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
-from .files import SeparateExpertsError
+from .files import SeparateExpertsError, check_used
+from .names import Names
 
 
 def load_model(
@@ -62,7 +64,10 @@ def load_model(
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     shards.configs[CONFIG] = _entries(config)
     if is_dense(shards):
+        unused = of_activations(shards, {})
+        check_foreign(shards, shards.tensors, {}, unused)
         model, info = cls.from_pretrained(folder, config=config, **arguments)
+        check_used(model, Names(model), shards, shards.tensors.keys() - unused)
         return _complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
     if weights.pack_arch is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
 from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
-from .files import check_stacked, open_files
+from .files import check_dense, check_stacked, open_files
 from .modules import Plan, check_layers, check_names, dense_layers, plan_of_model, plan_quantization, replace_layers
 from .names import Names
 from .tensors import LayerTensors, converters, whole_state_dict
@@ -103,6 +104,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             if not self.plan.layers and not self.plan.stacks:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.plan.dense.items())[:3])
                 raise ValueError(f"{type(model).__name__}: expected a linear layer to quantize, got none ({reasons})")
+            check_dense(model, self.plan, checkpoint_files)
         else:
             self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
@@ -173,7 +175,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         """
         checkpoint = weights.checkpoint
         zeros = {checkpoint.layers[layer].format.zeros for layer in layers} - {None}
-        read = {rf"\.{name}$" for name in zeros}
+        read = {rf"\.{name}$" for name in zeros} | {re.escape(name) for name in checkpoint.unused}
         model._keys_to_ignore_on_load_unexpected = read.union(model._keys_to_ignore_on_load_unexpected or ())
         names = Names(model)
         alone = {names.of_layer(layer)[0]: ((layer,),) for layer in layers}

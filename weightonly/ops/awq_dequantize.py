@@ -44,7 +44,7 @@ def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Te
 def _compute(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
     if qweight.is_cuda:
         return on_gpu(qweight, scales, qzeros, AUTO)
-    return read_awq(qweight, scales, qzeros).dequantize(scales.dtype)
+    return read_awq(qweight, scales, qzeros, group_size=len(qweight) // max(len(scales), 1)).dequantize(scales.dtype)
 
 
 _operator = torch.library.custom_op(

@@ -177,13 +177,16 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         else:
             read = self.tensors.read[name](loaded_weight.to(param.device))
             full, begin, end = len(shard.groups), shard.groups.start, shard.groups.stop
-            if name == self.tensors.qweight:
+            is_weight = name == self.tensors.qweight
+            if is_weight:
                 bits = FORMATS[self.tensors.format]
                 full, begin, end = (k * bits // 8 for k in (shard.full_k, shard.first_row, shard.first_row + shard.k))
             else:
                 size = self.tensors.down_group if stem == "w2" else self.tensors.first_group
                 full = 1 if size == -1 else shard.full_k // size
-            if read.dim() != 2 or len(read) < shard.full_n or read.shape[1] < full:
+            # A weight may fill up its last word; groups are as many as the config says.
+            has_columns = read.dim() == 2 and (read.shape[1] >= full if is_weight else read.shape[1] == full)
+            if not has_columns or len(read) < shard.full_n:
                 raise ValueError(
                     f"{self.name}.{name}: expected [N, K] = [{shard.full_n}, {shard.full_k}] with {full} columns, "
                     f"got {list(read.shape)} of {list(loaded_weight.shape)}"

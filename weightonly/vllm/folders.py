@@ -183,7 +183,8 @@ class WeightOnlyLoader(DefaultModelLoader):
         checkpoint = folder.checkpoint(model_config.model)
         packed = {layer for method in methods if method.takes_blocks for layer in method.layers}
         for name in checkpoint.plain:
-            yield name, checkpoint.shards.read(name)
+            if name not in checkpoint.unused:
+                yield name, checkpoint.shards.read(name)
         for layer in checkpoint.layers.values():
             weight, bias = checkpoint.read(layer)
             for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name], layer.name in packed).items():
