@@ -78,7 +78,7 @@ def awq_words(values: Ints) -> torch.Tensor:
     return words
 
 
-def random_awq_layer(k: int, n: int, groups: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, torch.Tensor]:
+def random_awq_layer(k: int, n: int, groups: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, Any]:
     return {
         "qweight": random_words(k, n // 8, g),
         "scales": random_scales(groups, n, dtype, g),

@@ -155,11 +155,12 @@ def test_powers_of_two_need_no_config(layer: dict[str, torch.Tensor], options: N
 
 
 def test_readers_do_not_guess() -> None:
-    for read, layer in (
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (read_awq, awq_layer(2)),
         (read_compressed_tensors, ct_layer(2)[0]),
         (read_gptq, gptq_layer(2)[0]),
-    ):
+    ]
+    for read, layer in cases:
         with pytest.raises(ValueError, match="expected a number of groups that gives K = 768 a power of two"):
-            read(**layer)  # type: ignore[operator]
-        read(**layer, group_size=384)  # type: ignore[operator]
+            read(**layer)
+        read(**layer, group_size=384)
