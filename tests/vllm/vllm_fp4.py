@@ -80,7 +80,7 @@ def stack(
 
 def experts(g: torch.Generator, format: str, hidden: int, inner: int, has_bias: bool = False) -> Fp4Experts:
     shapes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    factors = itertools.cycle([2.0**-9, 2.0**-10, 2.0**-8])
+    factors = itertools.cycle([2.0**-9, 2.0**-10, 2.0**-8, 2.0**-11])  # others for gate than for up
     weights: Any = {
         name: [weight(g, format, *shape, factor=next(factors)) for _ in range(moe.E)] for name, shape in shapes.items()
     }
