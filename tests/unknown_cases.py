@@ -86,6 +86,8 @@ CASES: dict[str, Case] = {
     "quip": Case({"Qidxs": _int(torch.int16, N, K // 8), "SU": _f(K), "SV": _f(N)}, "QuIP"),
     "vptq": Case({"centroids": _f(1, 16, 8), "indices": _int(torch.int16, 1, N, 8)}, "VPTQ"),
     "bitnet": Case({"weight": _U8[: N // 4], "weight_scale": _f(1)}, "int"),
+    "bytes-in-a-row": Case({"weight": _W16, "data": _U8.flatten()}, "integers"),
+    "trt-llm": Case({"weight": _W16, "weights_scaling_factor": _f(1)}, "ModelOpt"),
     "words-of-another-name": Case({"weight": _W16, "packed": _WORDS}, "integers"),
     "scale-of-a-16-bit-weight": Case({"weight": _W16, "weight_scale": _f(N, 1)}, "quantizer's"),
     "zero-points-of-a-16-bit-weight": Case({"weight": _W16, "weight_zero_point": _f(N, 1)}, "quantizer's"),
