@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "bytes-in-a-row": Case({"weight": _W16, "data": _U8.flatten()}, "integers"),
     "trt-llm": Case({"weight": _W16, "weights_scaling_factor": _f(1)}, "ModelOpt"),
     "words-of-another-name": Case({"weight": _W16, "packed": _WORDS}, "integers"),
+    "scale-without-the-weight's-name": Case({"weight": _W16, "scale": _f(N, 1)}, "none beside the weight of"),
     "scale-of-a-16-bit-weight": Case({"weight": _W16, "weight_scale": _f(N, 1)}, "quantizer's"),
     "zero-points-of-a-16-bit-weight": Case({"weight": _W16, "weight_zero_point": _f(N, 1)}, "quantizer's"),
     "embedding": Case({}, "int", {"model.embed_tokens.weight": _int(torch.int8, llama.VOCABULARY, llama.HIDDEN)}),
