@@ -84,6 +84,11 @@ def test_a_tensor_that_nothing_uses(extra: str, base: Any, tmp_path: Path, gener
             route(folder)
 
 
+def test_a_tensor_that_no_reader_knows(tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write(tmp_path / "model", Case(more={f"{LAYER}.extra": torch.ones(3)}), awq, generator)
+    refused(folder, rf"{LAYER}.extra: expected none beside the tensors of {LAYER}, got float32 \[3\]")
+
+
 def test_a_weight_that_is_not_there(tmp_path: Path, generator: torch.Generator) -> None:
     tensors = {name: tensor for name, tensor in dense(generator).items() if name != f"{LAYER}.weight"}
     folder = write(tmp_path / "model", Case(), lambda g: tensors, generator)

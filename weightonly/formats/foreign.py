@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ _LOOKS_LIKE = tuple(
     for names, quantizer in (
         ("SCB|weight_format", "LLM.int8() of bitsandbytes"),
         (r"(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*", "bitsandbytes"),
-        (r"weight_scale_2|\w+_quantizer\._\w+", "NVFP4 or FP8 of ModelOpt"),
+        (r"weight_scale_2|weights_scaling_factor|quantizer\._\w+", "NVFP4 or FP8 of ModelOpt"),
         ("scale_inv", "block FP8, as of DeepSeek"),
         ("input_scale_ub", "FP8 of FBGEMM"),
         ("scale_weight|scale_input|scaled_fp8", "FP8 of ComfyUI"),
@@ -28,7 +28,7 @@ _LOOKS_LIKE = tuple(
         (r"qdata|weight:\w+|tensor_impl(?:\W.*)?", "torchao"),
         (r"weight\._\w+", "quanto"),
         ("weight_scales", "EETQ"),
-        (r"\w+_quantizer\.\w+", "Quark"),
+        (r"quantizer\.\w+", "Quark"),
         ("biases", "MLX"),
         ("codebooks", "AQLM"),
         ("q_weight|q_scale|q_groups|q_invperm", "ExLlamaV2"),
@@ -45,12 +45,12 @@ _LOOKS_LIKE = tuple(
 _ALWAYS = re.compile(
     r"(?:^|[._])(?:weight_(?:scales?|scale_inv|scale_\d|zero_points?|absmax|packed|shape|g_idx|global_scale|format)"
     r"|weight(?:\._\w+|:\w+|\.(?:nested_)?(?:absmax|quant_map)|\.quant_state\..*)"
-    r"|(?:nested_)?absmax|SCB|W_q|qweight|qzeros|g_idx|qdata|scale_weight|scale_input|scale_inv|input_scale_ub"
+    r"|(?:nested_)?absmax|SCB|W_q|qweight|qzeros|g_idx|qdata|scale_weight|scale_input|scale_inv|input_scale_ub|weights_scaling_factor"
     r"|(?:weight|input|output)_quantizer\..*)$"
 )
 """Names that no model has."""
 
-_BESIDE = re.compile(r"^(.+?)[._](?:weight_)?(?:scales?|scale_\d|scaling_factor|zeros?|zero_points?|amax|qmax|biases)$")
+_BESIDE = re.compile(r"^(.+?)[._](?:weight_)?(?:scales?|scale_\d|zeros?|zero_points?|amax|qmax|biases)$")
 """Names that a quantizer gives to what stands beside a weight, and a model to other things, too."""
 
 _OF_KV_CACHE = re.compile(r"(?:^|[._])(?:[kvq]|kv|prob)_(?:scale|zero_point)$|[kv]_proj\.output_(?:scale|zero_point)$")
@@ -60,15 +60,10 @@ _BUFFERS = re.compile(r"mask|ids?$|idx$|index|eid$|position|buckets|tracked|inv_
 """Masks, indices and tables that models have, or had in earlier versions of transformers."""
 
 
-def check_foreign(shards: Shards, plain: Iterable[str], layers: Mapping[str, Layer], names: Collection[str]) -> None:
-    """Raises ValueError for the first of the tensors `plain`, which belong to none of `layers`, that a quantizer wrote.
-
-    names: of tensors of activations, which are not used.
-    """
+def check_foreign(shards: Shards, plain: Iterable[str], layers: Mapping[str, Layer]) -> None:
+    """Raises ValueError for the first of the tensors `plain`, which are in none of `layers`, that a quantizer wrote."""
     beside = {f"{layer}{found.format.separator}" for layer, found in layers.items()}
     for name in plain:
-        if name in names:
-            continue
         info = shards.tensors[name]
         stem, _, last = name.rpartition(".")
         problem, near = None, {name: info} if f"{stem}." in beside else shards.tensors
@@ -125,7 +120,7 @@ def _are_numbers(last: str, info: TensorInfo) -> bool:
     if last == "weight":
         return True
     wide = info.dtype in (torch.bool, torch.int64)
-    return not wide and len(info.shape) > 1 and not is_buffer(last)
+    return not wide and len(info.shape) > 0 and not is_buffer(last)
 
 
 def _is_weight(stem: str, tensors: Mapping[str, TensorInfo], layers: Mapping[str, Layer]) -> bool:

@@ -110,7 +110,7 @@ def _from_tensors(shards: Shards) -> LayerFormat:
                 f"{shards.folder}: {name}: expected quantize_config.json or a quantization_config in config.json, "
                 "got neither; the tensors look like GPTQ, whose two versions store other zero points"
             )
-    check_foreign(shards, shards.tensors, {}, ())
+    check_foreign(shards, shards.tensors, {})
     raise ValueError(
         f"{shards.folder}: expected a checkpoint of {', '.join(METHODS)}, "
         "got one without a quantization config and without tensors of these formats"

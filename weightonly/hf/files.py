@@ -134,7 +134,7 @@ def check_dense(model: PreTrainedModel, plan: Plan, files: Sequence[str] | None)
         )
     unused = of_activations(shards, options)
     plain = [name for name in shards.tensors if name not in unused]
-    check_foreign(shards, plain, {}, ())
+    check_foreign(shards, plain, {})
     found, prefix = check_used(model, Names(model), shards, plain), model.base_model_prefix
     for name in (*(f"{layer}.weight" for layer in plan.layers), *plan.stacks):
         is_head = hasattr(model, prefix) and not name.startswith(f"{prefix}.")

@@ -65,9 +65,10 @@ def load_model(
     shards.configs[CONFIG] = _entries(config)
     if is_dense(shards):
         unused = of_activations(shards, {})
-        check_foreign(shards, shards.tensors, {}, unused)
+        plain = [name for name in shards.tensors if name not in unused]
+        check_foreign(shards, plain, {})
         model, info = cls.from_pretrained(folder, config=config, **arguments)
-        check_used(model, Names(model), shards, shards.tensors.keys() - unused)
+        check_used(model, Names(model), shards, plain)
         return _complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
     if weights.pack_arch is None:
