@@ -23,6 +23,7 @@ from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
+from ..layout import CPU
 from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
@@ -55,6 +56,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         self.plan = Plan()
         self.conv1d: set[str] = set()
         """Packed layers that were Conv1D, whose weight is the transpose of that of torch.nn.Linear."""
+        self._dtype: torch.dtype | None = None
+        """Of the tensors of packed layers."""
         self._read: ReadLayers | None = None
         self._is_parallel = False
         self._reads_files = True
@@ -96,8 +99,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._is_parallel = distributed is not None and distributed.tp_size > 1
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
-            given, in_fp32 = config.modules_to_not_convert or [], model._keep_in_fp32_modules
-            dense = self.get_modules_to_not_convert(model, given, in_fp32, add_default_skips=True)
+            dense = self.get_modules_to_not_convert(model, config.modules_to_not_convert or [], add_default_skips=True)
             self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
@@ -107,7 +109,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         else:
             self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
-        self.conv1d = replace_layers(model, self.plan, dtype or torch.get_default_dtype())
+        self._dtype = dtype or torch.get_default_dtype()
+        self.conv1d = replace_layers(model, self.plan, self._dtype)
         for name in self.plan.layers:
             model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
@@ -153,6 +156,12 @@ class WeightOnlyQuantizer(HfQuantizer):
         name, _, tensor = param_name.rpartition(".")
         is_packed = name in self.plan.layers or name in self.plan.stacks
         return not self.pre_quantized and tensor == "qweight" and is_packed
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """What a tensor of a packed folder is cast to: some models keep layers in fp32, which GPUs have no kernels for."""
+        found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+        shape = self.plan.layers.get(str(converter.target_patterns[0]).rpartition(".")[0])
+        return found if found is None or shape is None or shape.layout == CPU else self._dtype
 
     def get_quantize_ops(self) -> ConversionOps:
         """What transformers puts between a dense weight and the model."""

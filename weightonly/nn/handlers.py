@@ -58,7 +58,9 @@ class DenseHandler:
     def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         bias = module.bias
         assert bias is None or isinstance(bias, torch.Tensor)
-        return Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
+        layer = Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
+        layer.is_conv1d = self.kind == "Conv1D"
+        return layer
 
 
 class Conv1DHandler(DenseHandler):

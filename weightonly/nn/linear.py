@@ -89,7 +89,6 @@ class Linear(PackedLayer):
         check_activation(activation)
         self.activation = activation
         self.layer_name: str | None = None
-        self.reads: str | None = None
         self._set_operand(w, bias)
 
     def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -256,7 +255,7 @@ class Linear(PackedLayer):
         else:
             self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._packed = self._operand = None
+        self._packed = self._operand = self._view = None
 
     def _adopt_layout(self, fields: Mapping[str, Any], state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Takes over the layout of the bytes that are being loaded. Returns the state with bytes as a matrix.
