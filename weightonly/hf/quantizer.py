@@ -158,7 +158,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         return not self.pre_quantized and tensor == "qweight" and is_packed
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What a tensor of a packed folder is cast to: some models keep layers in fp32, which GPUs have no kernels for."""
+        """What a tensor of a packed folder is cast to: some models keep layers in fp32, which GPUs do not multiply."""
         found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
         shape = self.plan.layers.get(str(converter.target_patterns[0]).rpartition(".")[0])
         return found if found is None or shape is None or shape.layout == CPU else self._dtype
