@@ -15,6 +15,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     apply_renamings,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils import logging
 
@@ -24,6 +25,7 @@ from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, ungua
 from ..heuristics.problem import CODE_FORMATS
 from ..kernels import check_kernels
 from ..layout import CPU
+from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import code_layout, layout_for_arch
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
@@ -111,6 +113,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         check_layers(model, self.plan)
         self._dtype = dtype or torch.get_default_dtype()
         self.conv1d = replace_layers(model, self.plan, self._dtype)
+        _untie(model, self.plan)
         for name in self.plan.layers:
             model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
@@ -171,7 +174,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         """How tensors of the files find their layer: the conversions of the model, and those of packed layers."""
         targets = Targets(self.plan, model.base_model_prefix)
         read = [] if self._read is None else [self._read]
-        return [*read, *beside_packed(weight_conversions, targets), *self._conversions(model, targets)]
+        quantize = None if self.pre_quantized else Quantize(self)
+        return [*read, *beside_packed(weight_conversions, targets, quantize), *self._conversions(model, targets)]
 
     def _conversions(self, model: PreTrainedModel, targets: Targets) -> list[Any]:
         prefix = f"{model.base_model_prefix}."  # which files of the base model alone have not, or others have
@@ -197,8 +201,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         return ReadLayers.of(sources, self.plan.stacks, names.renamings, read) if sources else None
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for name in self.plan.layers:
-            model.get_submodule(name).reads = None
+        for name in list(self.plan.layers):
+            layer = model.get_submodule(name)
+            layer.reads = None
+            if not (self.pre_quantized or layer.qweight.is_meta or hasattr(layer.qweight, "_is_hf_initialized")):
+                self._make_new(model, name, layer)
         for name in (*self.plan.layers, *self.plan.stacks):
             for parameter in model.get_submodule(name).parameters():
                 parameter.requires_grad_(False)
@@ -207,6 +214,17 @@ class WeightOnlyQuantizer(HfQuantizer):
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
         return model
+
+    def _make_new(self, model: PreTrainedModel, name: str, layer: Linear) -> None:
+        """A layer that the files lack, such as a new head, is as transformers makes it: dense, to be trained."""
+        k, n, bias, scales = layer.in_features, layer.out_features, layer.bias, layer.scales
+        with scales.device:
+            dense = Conv1D(n, k) if layer.is_conv1d else torch.nn.Linear(k, n, bias=bias is not None)
+        with torch.no_grad():
+            model._init_weights(dense.to(scales.dtype))
+        model.set_submodule(name, dense)
+        del self.plan.layers[name]
+        self.plan.dense[name] = "not in the files"
 
     @classmethod
     def adopt(cls, model: PreTrainedModel, recipe: Recipe, conv1d: set[str]) -> None:
@@ -222,6 +240,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         if not isinstance(quantizer, WeightOnlyQuantizer):
             return
         quantizer.plan = plan_of_model(model)
+        _untie(model, quantizer.plan)
         quantizer.conv1d = quantizer.conv1d | conv1d
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:  # what `save_pretrained` takes for a model that was not loaded
@@ -294,6 +313,13 @@ class WeightOnlyQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: torch.compile traces packed layers."""
         return True
+
+
+def _untie(model: PreTrainedModel, plan: Plan) -> None:
+    """Packed layers have bytes of their own, also where the dense ones would share a weight."""
+    pairs = model.all_tied_weights_keys.items()
+    names = {pair: {key.rpartition(".")[0] for key in pair} for pair in pairs}
+    model.all_tied_weights_keys = {key: source for key, source in pairs if names[key, source].isdisjoint(plan.layers)}
 
 
 def _is_of_packed(conversion: Any) -> bool:
