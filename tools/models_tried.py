@@ -117,14 +117,16 @@ class _Tries:
     def quantize(self) -> None:
         """`quantize_model`, and the dense model with the numbers that it has."""
         self.dense.save_pretrained(self.dense_folder)
-        self.model = wo.nn.quantize_model(copy.deepcopy(self.dense), group_size=GROUP)
+        self.model: Any = copy.deepcopy(self.dense)
+        wo.nn.quantize_model(self.model, group_size=GROUP)
         summary: Any = self.model.weightonly_summary
         self.result.packed, self.result.left = len(summary.quantized), len(summary.left)
         if not summary.quantized:
             self.result.notes.append("no linear layers")
             raise _Skip
         self.y = output_of(self.model, self.architecture)
-        expected = output_of(copy.deepcopy(self.model).dequantize(), self.architecture)
+        dense: Any = copy.deepcopy(self.model).dequantize()
+        expected = output_of(dense, self.architecture)
         self.result.error = float((self.y - expected).norm() / expected.norm())
         if not self.result.error <= BOUND:
             raise ValueError(f"expected an error of at most {BOUND}, got {self.result.error:.1e}")
@@ -138,7 +140,8 @@ class _Tries:
 
     def load(self) -> None:
         """`load_model` of the same folder: equal bits."""
-        _same(self.y, output_of(load_model(self.packed_folder).eval(), self.architecture))
+        again: Any = load_model(self.packed_folder)
+        _same(self.y, output_of(again.eval(), self.architecture))
 
     def from_dense(self) -> None:
         """`from_pretrained(dense folder, WeightOnlyConfig)`: equal to `quantize_model` of the same layers."""

@@ -43,9 +43,10 @@ def mamba(**options: Any) -> PreTrainedModel:
     )
 
 
-def dense_of(model: PreTrainedModel) -> PreTrainedModel:
+def dense_of(model: Any) -> PreTrainedModel:
     """The dense model with the numbers of a packed one."""
-    return copy.deepcopy(model).dequantize()
+    dense: PreTrainedModel = copy.deepcopy(model).dequantize()
+    return dense
 
 
 @torch.no_grad()
@@ -58,7 +59,8 @@ def test_wo_of_t5_is_left_on_every_way_and_packed_where_only_names_it(tmp_path: 
     model = wo.nn.quantize_model(seeded(t5), group_size=32)
     read = T5ForConditionalGeneration.from_pretrained(folder, quantization_config=WeightOnlyConfig(group_size=32))
     assert packed_layers(model).keys() == packed_layers(read).keys() and torch.equal(run_t5(model), run_t5(read))
-    left = {name: layer.left for layer in model.weightonly_summary.left for name in layer.names}
+    summary: Any = model.weightonly_summary
+    left = {name: layer.left for layer in summary.left for name in layer.names}
     assert left["decoder.block.0.layer.2.DenseReluDense.wo"] == "T5ForConditionalGeneration keeps it in fp32"
     only = wo.nn.quantize_model(seeded(t5), group_size=32, only=["*.wo"])
     assert {name.rpartition(".")[2] for name in packed_layers(only)} == {"wo"}
@@ -68,7 +70,8 @@ def test_wo_of_t5_is_left_on_every_way_and_packed_where_only_names_it(tmp_path: 
 @pytest.mark.parametrize("read", [load_model, T5ForConditionalGeneration.from_pretrained], ids=["load", "from"])
 def test_a_folder_with_packed_wo_runs_in_fp16(tmp_path: Path, arch: Any, dtype: torch.dtype, read: Any) -> None:
     """In fp32, as T5 keeps it, by the layout of CPUs; in fp16 by those of GPUs, which have no kernels for fp32."""
-    model = wo.nn.quantize_model(seeded(t5).half(), group_size=32, only=["*.wo", "*.q"], arch=arch)
+    model = seeded(t5).half()
+    wo.nn.quantize_model(model, group_size=32, only=["*.wo", "*.q"], arch=arch)
     model.save_pretrained(tmp_path)
     again = read(tmp_path, dtype=torch.float16).eval()
     block = again.encoder.block[0].layer
@@ -118,13 +121,13 @@ def test_the_weight_in_the_place_of_a_conv1d_is_its_transpose(tmp_path: Path) ->
     model.save_pretrained(tmp_path / "packed")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     for found in (model, again, wo.nn.quantize_model(seeded(gpt2), group_size=64), copy.deepcopy(model)):
-        layer = found.transformer.h[0].attn.c_attn
+        layer: Any = found.get_submodule("transformer.h.0.attn.c_attn")
         assert layer.weight.shape == (128, 384) and torch.equal(layer.weight + 0, layer.dequantize())
 
 
 def test_tied_weights_are_not_given_to_a_packed_layer() -> None:
     model = seeded(gpt2)
-    head = wo.nn.Linear.from_linear(model.lm_head, group_size=32)
+    head: Any = wo.nn.Linear.from_linear(model.lm_head, group_size=32)
     with pytest.raises(RuntimeError, match="weight: expected a packed int4 weight to be read alone"):
         head.weight = model.transformer.wte.weight
 

@@ -92,7 +92,7 @@ WRITES: dict[str, Callable[[wo.nn.Linear], object]] = {
     "data_ptr": lambda layer: layer.weight.data_ptr(),
     "storage": lambda layer: layer.weight.untyped_storage(),
 } | {
-    name: lambda layer, name=name: getattr(torch.nn.init, name)(layer.weight)  # type: ignore[misc]
+    name: lambda layer, name=name: getattr(torch.nn.init, name)(layer.weight)
     for name in ("normal_", "zeros_", "eye_", "xavier_uniform_", "kaiming_uniform_", "orthogonal_", "trunc_normal_")
 }
 
@@ -110,13 +110,13 @@ def test_a_number_multiplies_the_scales(layer: wo.nn.Linear) -> None:
     layer.weight.div_(4)
     layer.weight.data *= 2
     assert torch.equal(dense(layer), before / 2) and torch.equal(layer.weight + 0, before / 2)
-    torch.testing.assert_close(layer(x), x @ before.t() / 2 + layer.bias)
+    torch.testing.assert_close(layer(x), x @ before.t() / 2 + layer.state_dict()["bias"])
 
 
 HOOKS: dict[str, Callable[[torch.nn.Module], object]] = {
     "weight_norm": torch.nn.utils.parametrizations.weight_norm,
     "spectral_norm": torch.nn.utils.spectral_norm,
-    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),  # type: ignore[no-untyped-call]
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "register_parameter": lambda layer: layer.register_parameter("weight", torch.nn.Parameter(torch.zeros(N, K))),
 }
 

@@ -28,7 +28,8 @@ METADATA = "weightonly.packed"
 class Linear(PackedLayer):
     """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
 
-    The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`.
+    The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`, which the
+    attribute `weight` shows to code that looks for it.
 
     Parameters, all frozen:
         qweight  uint8, the bytes of a PackedWeight as a matrix: [N / 64, (K / 64) * block_bytes] for "tiled", N and K

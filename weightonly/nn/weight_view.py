@@ -26,7 +26,7 @@ class WeightView(torch.Tensor):
     _read: Callable[[], torch.Tensor]
     _is_whole: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def of(cls, operand: QuantizedWeight, title: str, shape: tuple[int, ...], is_transposed: bool) -> WeightView:
@@ -48,7 +48,7 @@ class WeightView(torch.Tensor):
         read: Callable[[], torch.Tensor],
         is_whole: bool,
     ) -> WeightView:
-        new: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        new: Any = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=operand.device
         )
         new.operand, new.title, new._read, new._is_whole = operand, title, read, is_whole
@@ -56,7 +56,9 @@ class WeightView(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             view = args[0]
@@ -106,7 +108,7 @@ class WeightView(torch.Tensor):
     # --- what does not come through operators -----------------------------------------------------------------
 
     @property
-    def data(self) -> WeightView:  # type: ignore[override]
+    def data(self) -> WeightView:
         return self
 
     @data.setter
@@ -115,7 +117,7 @@ class WeightView(torch.Tensor):
             self._refuse("another .data")
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return False
 
     @requires_grad.setter
@@ -148,7 +150,7 @@ class WeightView(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._read().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightView({list(self.shape)}, {self.dtype} on {self.device}, of {self.operand!r})"
 
 
