@@ -25,7 +25,6 @@ RESULT = "RESULT "
 RANDOM = "weightonly-random"
 """The load format of random weights."""
 
-_DISABLED = {"vllm": ("WeightOnlyLinearKernel",), "marlin": ("WeightOnlyLinearKernel", "MacheteLinearKernel")}
 _WARM_TOKENS = 8
 _REPEATS = 3
 
@@ -81,9 +80,10 @@ def set_environment(job: Job) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if job.provider in _DISABLED:
-        os.environ["VLLM_DISABLED_KERNELS"] = ",".join(_DISABLED[job.provider])
-        os.environ["WEIGHTONLY_VLLM_EXPERTS"] = "off"
+    if job.provider in ("vllm", "marlin"):
+        os.environ["VLLM_PLUGINS"] = ""  # none
+    if job.provider == "marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = "MacheteLinearKernel"
 
 
 def engine(job: Job, **more: Any) -> Any:
@@ -151,9 +151,8 @@ def register_random() -> None:
 
 
 def random_weights(job: Job, device: torch.device, seed: int = 0) -> Weights:
-    quant = None if job.provider == "dense" else job.quant
-    served = with_layers(MODELS[job.model], job.layers)
-    return Weights(served, quant, job.quant, job.group_size, getattr(torch, job.dtype), device, seed)
+    served, dtype = with_layers(MODELS[job.model], job.layers), getattr(torch, job.dtype)
+    return Weights(served, job.quant, job.provider == "dense", job.group_size, dtype, device, seed)
 
 
 def kernels(model: torch.nn.Module) -> dict[str, int]:
