@@ -122,7 +122,7 @@ class _Tries:
         summary: Any = self.model.weightonly_summary
         self.result.packed, self.result.left = len(summary.quantized), len(summary.left)
         if not summary.quantized:
-            self.result.notes.append("no linear layers")
+            self.result.notes.append("nothing is quantized")
             raise _Skip
         self.y = output_of(self.model, self.architecture)
         dense: Any = copy.deepcopy(self.model).dequantize()

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import weightonly as wo
+from tools.tiny_models import architectures, tiny_model
 from weightonly.hf import WeightOnlyConfig, load_model
 
 INPUTS = {"input_ids": torch.arange(8).view(1, 8) + 4, "decoder_input_ids": torch.arange(4).view(1, 4) + 4}
@@ -160,3 +161,17 @@ def test_a_head_that_the_files_lack_is_dense_and_new(tmp_path: Path) -> None:
     again = make(tmp_path / "packed")
     assert torch.equal(again.classifier.dense.weight, head.dense.weight)
     assert packed_layers(again).keys() == packed_layers(model).keys() != set()
+
+
+def test_layers_that_share_a_weight_are_left_and_load_where_only_names_them(tmp_path: Path) -> None:
+    zamba = next(a for a in architectures() if a.class_name == "ZambaForCausalLM")
+    model = tiny_model(zamba)
+    shared = "model.layers.3.shared_transf.self_attn.q_proj"
+    wo.nn.quantize_model(model, group_size=32)
+    summary: Any = model.weightonly_summary
+    left = {name: layer.left for layer in summary.left for name in layer.names}
+    assert left[shared] == "its weight is that of 'model.layers.1.shared_transf.self_attn.q_proj', too"
+    dense = wo.nn.quantize_model(tiny_model(zamba), group_size=32, only=["*.shared_transf.*_proj", "*.in_proj"])
+    dense.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert shared in packed_layers(again) and torch.equal(logits(again), logits(dense))

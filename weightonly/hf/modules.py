@@ -17,6 +17,7 @@ from ..heuristics.arch import ARCHS, Arch
 from ..layout import CPU
 from ..nn.experts import Experts, ModuleGate, expert_products, expert_weights, why_not_experts
 from ..nn.grouped import GroupedLinear
+from ..nn.handlers import is_linear
 from ..nn.kept import kept_in_fp32
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
@@ -73,8 +74,8 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def linear_shape(module: Any) -> tuple[int, int] | None:
-    """(K, N) of a module that is y = x @ w + bias, and None for others, subclasses of torch.nn.Linear among them."""
-    if type(module) is torch.nn.Linear:
+    """(K, N) of a module that is y = x @ w + bias, and None for others, such as most subclasses of torch.nn.Linear."""
+    if is_linear(module):
         return module.in_features, module.out_features
     if type(module) is Conv1D:
         return module.nx, module.nf

@@ -29,13 +29,19 @@ class Handler(Protocol):
         """What replaces the module. Its weights may be on meta: then so is the result."""
 
 
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether it is a torch.nn.Linear, or the subclass of Falcon, which computes the same."""
+    cls = type(module)
+    return cls is torch.nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers."))
+
+
 class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
     kind = "Linear"
 
     def owns(self, module: torch.nn.Module) -> bool:
-        return type(module) is torch.nn.Linear
+        return is_linear(module)
 
     def weight(self, module: torch.nn.Module) -> torch.Tensor:
         """w [K, N]"""

@@ -53,8 +53,9 @@ def quantize_model(
     arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
 
     Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), layers that a
-    model keeps in fp32 (`_keep_in_fp32_modules` and `_strict` of transformers, such as the `wo` of T5), gates with one
-    column, and layers whose K the group size does not fit. Of these, what `only` names is quantized, or refused.
+    model keeps in fp32 (`_keep_in_fp32_modules` and `_strict` of transformers, such as the `wo` of T5), layers that
+    share a weight, gates with one column, and layers whose K the group size does not fit. Of these, what `only` names
+    is quantized, or refused.
     Subclasses of torch.nn.Linear are left: their owners use the weight itself, as torch.nn.MultiheadAttention does with
     its out_proj. So are experts in 3-D tensors that have not transformers' interface.
 
@@ -89,7 +90,7 @@ def quantize_model(
     by_default = {
         id(module.get_submodule(name)): f"{owner} keeps it in fp32" for name, owner in kept_in_fp32(module).items()
     }
-    by_default |= _output_embeddings(module)
+    by_default |= _shared_weights(module) | _output_embeddings(module)
 
     reasons: dict[int, str | None] = {}
     unfit = []
@@ -167,6 +168,20 @@ def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{argument}: expected names of layers, got {pattern!r}, which matches none")
     return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _shared_weights(module: torch.nn.Module) -> dict[int, str]:
+    """id of a layer -> why it is left: another one has the same weight, and packed ones would each have their own."""
+    owners: dict[int, dict[str, int]] = {}
+    for name, child in module.named_modules():
+        if (weight := child._parameters.get("weight")) is not None:
+            owners.setdefault(id(weight), {})[name] = id(child)
+    return {
+        key: f"its weight is that of {next(other for other in names if other != name)!r}, too"
+        for names in owners.values()
+        for name, key in names.items()
+        if len(names) > 1
+    }
 
 
 def _output_embeddings(module: torch.nn.Module) -> dict[int, str]:
