@@ -244,7 +244,7 @@ MUTATIONS = [
             (
                 "the codebook from before",
                 "GroupedLinear._load_from_state_dict",
-                "self._packed = self._operand = None\n",
+                "self._packed = self._operand = self._view = None\n",
                 "",
             ),
         ],

@@ -131,7 +131,7 @@ MUTATIONS = [
             (
                 "subclasses of Linear",
                 "linear_shape",
-                "type(module) is torch.nn.Linear",
+                "is_linear(module)",
                 "isinstance(module, torch.nn.Linear)",
             ),
             ("a gate", "plan_quantization", "== 1", "== 0"),

@@ -68,9 +68,13 @@ class Beside(WeightConverter):
     targets: Targets
 
     @classmethod
-    def of(cls, converter: WeightConverter, targets: Targets) -> Beside:
+    def of(cls, converter: WeightConverter, targets: Targets, quantize: Quantize | None = None) -> Beside:
+        """quantize: what dense weights go through that become packed ones while they are read; None: there are none."""
         sources, patterns = converter._original_source_patterns, converter._original_target_patterns
-        new = cls(list(sources), list(patterns), converter.operations, **_options(converter))
+        operations = converter.operations
+        if quantize is not None and len(patterns) > 1:
+            operations = [*map(_by_dense_shapes, operations), QuantizeParts(quantize)]
+        new = cls(list(sources), list(patterns), operations, **_options(converter))
         new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
         new.targets = targets
         return new
@@ -85,6 +89,10 @@ class Beside(WeightConverter):
         if module in self.targets.modules and tensor != "weight":
             return source_key, None
         renamed, pattern = super().rename_source_key(source_key)
+        if pattern is not None and len(self.source_patterns) > 1 and pattern in source_key:
+            beside = [source_key.replace(pattern, other).rpartition(".")[0] for other in self.source_patterns]
+            if not self.targets.modules.isdisjoint(beside):
+                return source_key, None  # a model is saved, and what would be put beside it is packed
         return self.targets.of_dense.get(renamed, renamed), pattern
 
 
@@ -132,6 +140,8 @@ class Quantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
+        if len(input_dict) > 1:
+            return input_dict  # `QuantizeParts` made them
         weight, plan = _only(input_dict), self.hf_quantizer.plan
         name = full_layer_name.removesuffix(".qweight")
         target = model.get_submodule(name)
@@ -163,6 +173,85 @@ class Quantize(ConversionOps):
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return after_packing({f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None})
+
+
+class QuantizeParts(ConversionOps):
+    """The weights that a converter of the model makes of one, such as gate and up: some are those of packed layers."""
+
+    def __init__(self, quantize: Quantize) -> None:
+        self.quantize = quantize
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        target_patterns: Sequence[str] = (),
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        names = _names_of_parts(full_layer_name, target_patterns)
+        found: dict[str, Any] = {}
+        for pattern, name in zip(target_patterns, names, strict=False):
+            part = {name: input_dict[pattern]}
+            is_packed = name in self.quantize.hf_quantizer.plan.layers
+            found |= (
+                self.quantize.convert(part, full_layer_name=f"{name}.qweight", model=model)
+                if is_packed
+                else {f"{name}.weight": part[name]}
+            )
+        return found or input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _AsItIs()
+
+
+class _AsItIs(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return input_dict
+
+
+class _SplitDense(ConversionOps):
+    """transformers' Split, which asks the parameters of the model for sizes, of which packed ones have others."""
+
+    def __init__(self, split: Any) -> None:
+        self.split = split
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        target_patterns: Sequence[str] = (),
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        names = _names_of_parts(full_layer_name, target_patterns)
+        if not names:
+            options = {"target_patterns": target_patterns, "full_layer_name": full_layer_name, "model": model}
+            cut: dict[str, Any] = self.split.convert(input_dict, **options, **kwargs)
+            return cut
+        sizes = [model.get_submodule(name).weight.shape[self.split.dim] for name in names]
+        parts = torch.split(_only(input_dict), sizes, dim=self.split.dim)
+        return {pattern: part.contiguous() for pattern, part in zip(target_patterns, parts, strict=True)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        reverse: ConversionOps = self.split.reverse_op
+        return reverse
+
+
+def _by_dense_shapes(operation: ConversionOps) -> ConversionOps:
+    return _SplitDense(operation) if type(operation).__name__ == "Split" else operation
+
+
+def _names_of_parts(full_layer_name: str, target_patterns: Sequence[str]) -> list[str]:
+    """The modules whose weights a converter makes; none where it makes other tensors, such as biases."""
+    name, _, tensor = full_layer_name.rpartition(".")
+    modules = [pattern.removesuffix(".weight") for pattern in target_patterns]
+    if tensor not in ("weight", "qweight") or not modules or not name.endswith(modules[0]):
+        return []
+    prefix = name.removesuffix(modules[0])
+    return [prefix + module for module in modules]
 
 
 def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
@@ -303,6 +392,6 @@ def _only(input_dict: dict[str, Any]) -> torch.Tensor:
     return tensors[0] if isinstance(tensors, list) else tensors
 
 
-def beside_packed(conversions: Sequence[Any], targets: Targets) -> list[Any]:
-    """The conversions of a model, such that they leave packed layers alone."""
-    return [c if isinstance(c, WeightRenaming) else Beside.of(c, targets) for c in conversions]
+def beside_packed(conversions: Sequence[Any], targets: Targets, quantize: Quantize | None = None) -> list[Any]:
+    """The conversions of a model, such that they leave packed layers alone. quantize: as in `Beside.of`."""
+    return [c if isinstance(c, WeightRenaming) else Beside.of(c, targets, quantize) for c in conversions]

@@ -17,6 +17,8 @@ from ..heuristics.arch import ARCHS, Arch
 from ..layout import CPU
 from ..nn.experts import Experts, ModuleGate, expert_products, expert_weights, why_not_experts
 from ..nn.grouped import GroupedLinear
+from ..nn.handlers import is_linear
+from ..nn.kept import kept_in_fp32
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
@@ -72,8 +74,8 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def linear_shape(module: Any) -> tuple[int, int] | None:
-    """(K, N) of a module that is y = x @ w + bias, and None for others, subclasses of torch.nn.Linear among them."""
-    if type(module) is torch.nn.Linear:
+    """(K, N) of a module that is y = x @ w + bias, and None for others, such as most subclasses of torch.nn.Linear."""
+    if is_linear(module):
         return module.in_features, module.out_features
     if type(module) is Conv1D:
         return module.nx, module.nf
@@ -85,7 +87,7 @@ def plan_quantization(model: PreTrainedModel, skip: Sequence[str], recipe: Recip
 
     skip: names and patterns of those that stay dense, as transformers matches them.
     """
-    plan = Plan()
+    plan, kept = Plan(), kept_in_fp32(model)
     for name, module in model.named_modules():
         shapes: dict[str, tuple[int, int]] = {}
         shape = linear_shape(module)
@@ -102,6 +104,8 @@ def plan_quantization(model: PreTrainedModel, skip: Sequence[str], recipe: Recip
             continue
         if not all(should_convert_module(inside, list(skip)) for inside in (name, *shapes)):
             plan.dense[name] = "an output embedding, tied, or in modules_to_not_convert"
+        elif name in kept:
+            plan.dense[name] = f"{kept[name]} keeps it in fp32"
         elif shape is not None and shape[1] == 1:
             plan.dense[name] = "N = 1: a gate"
         elif (unfit := _why_unfit(recipe, [k for k, _ in shapes.values()])) is not None:
@@ -190,9 +194,10 @@ def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> se
     conv1d = set()
     for name, shape in plan.layers.items():
         old = model.get_submodule(name)
-        if isinstance(old, Conv1D):
-            conv1d.add(name)
         layer = Linear(shape.k, shape.n, bias=old.bias is not None, **_arguments(shape, dtype))
+        layer.is_conv1d = isinstance(old, Conv1D)
+        if layer.is_conv1d:
+            conv1d.add(name)
         _replace(model, name, layer)
     for name in dict.fromkeys(stack.rpartition(".")[0] for stack in plan.stacks):
         old = model.get_submodule(name)
@@ -221,10 +226,6 @@ def _arguments(shape: LayerShape, dtype: torch.dtype) -> dict[str, Any]:
 def _replace(model: PreTrainedModel, name: str, layer: Linear | Experts) -> None:
     layer.layer_name = name
     model.set_submodule(name, layer)
-    owner: Any = model.get_submodule(name.rpartition(".")[0])
-    if not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
-        # Some models' _init_weights reach from here for the `weight` of the layer, which is gone.
-        owner._is_hf_initialized = True
 
 
 def _arch_of(layout: str | None) -> Arch:

@@ -49,6 +49,11 @@ class LoraLinear(lora_layer.Linear):
         super().__init__(base_layer, adapter_name, config=config, **kwargs)
         self._unmerged: dict[str, torch.Tensor] = {}  # the state of the base layer from before a merge
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the base layer; PEFT would take its qweight, to whose dtype T5 casts x."""
+        return _inside(self).weight
+
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
         if config.use_dora:
             raise ValueError(

@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     apply_renamings,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils import logging
 
@@ -23,6 +24,8 @@ from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
 from ..kernels import check_kernels
+from ..layout import CPU
+from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
@@ -55,6 +58,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         self.plan = Plan()
         self.conv1d: set[str] = set()
         """Packed layers that were Conv1D, whose weight is the transpose of that of torch.nn.Linear."""
+        self._dtype: torch.dtype | None = None
+        """Of the tensors of packed layers."""
         self._read: ReadLayers | None = None
         self._is_parallel = False
         self._reads_files = True
@@ -96,8 +101,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._is_parallel = distributed is not None and distributed.tp_size > 1
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
-            given, in_fp32 = config.modules_to_not_convert or [], model._keep_in_fp32_modules
-            dense = self.get_modules_to_not_convert(model, given, in_fp32, add_default_skips=True)
+            dense = self.get_modules_to_not_convert(model, config.modules_to_not_convert or [], add_default_skips=True)
             self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
@@ -108,7 +112,9 @@ class WeightOnlyQuantizer(HfQuantizer):
         else:
             self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
-        self.conv1d = replace_layers(model, self.plan, dtype or torch.get_default_dtype())
+        self._dtype = dtype or torch.get_default_dtype()
+        self.conv1d = replace_layers(model, self.plan, self._dtype)
+        _untie(model, self.plan)
         for name in self.plan.layers:
             model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
@@ -154,6 +160,12 @@ class WeightOnlyQuantizer(HfQuantizer):
         is_packed = name in self.plan.layers or name in self.plan.stacks
         return not self.pre_quantized and tensor == "qweight" and is_packed
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """What a tensor of a packed folder is cast to: some models keep layers in fp32, which GPUs do not multiply."""
+        found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+        shape = self.plan.layers.get(str(converter.target_patterns[0]).rpartition(".")[0])
+        return found if found is None or shape is None or shape.layout == CPU else self._dtype
+
     def get_quantize_ops(self) -> ConversionOps:
         """What transformers puts between a dense weight and the model."""
         return Quantize(self)
@@ -162,7 +174,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         """How tensors of the files find their layer: the conversions of the model, and those of packed layers."""
         targets = Targets(self.plan, model.base_model_prefix)
         read = [] if self._read is None else [self._read]
-        return [*read, *beside_packed(weight_conversions, targets), *self._conversions(targets)]
+        quantize = None if self.pre_quantized else Quantize(self)
+        return [*read, *beside_packed(weight_conversions, targets, quantize), *self._conversions(targets)]
 
     def _conversions(self, targets: Targets) -> list[Any]:
         dense = [] if self.pre_quantized else [DenseWeights.of(targets)]
@@ -185,8 +198,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         return ReadLayers.of(sources, self.plan.stacks, names.renamings, read) if sources else None
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for name in self.plan.layers:
-            model.get_submodule(name).reads = None
+        for name in list(self.plan.layers):
+            layer = model.get_submodule(name)
+            layer.reads = None
+            if not (self.pre_quantized or layer.qweight.is_meta or hasattr(layer.qweight, "_is_hf_initialized")):
+                self._make_new(model, name, layer)
         for name in (*self.plan.layers, *self.plan.stacks):
             for parameter in model.get_submodule(name).parameters():
                 parameter.requires_grad_(False)
@@ -195,6 +211,17 @@ class WeightOnlyQuantizer(HfQuantizer):
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
         return model
+
+    def _make_new(self, model: PreTrainedModel, name: str, layer: Linear) -> None:
+        """A layer that the files lack, such as a new head, is as transformers makes it: dense, to be trained."""
+        k, n, bias, scales = layer.in_features, layer.out_features, layer.bias, layer.scales
+        with scales.device:
+            dense = Conv1D(n, k) if layer.is_conv1d else torch.nn.Linear(k, n, bias=bias is not None)
+        with torch.no_grad():
+            model._init_weights(dense.to(scales.dtype))
+        model.set_submodule(name, dense)
+        del self.plan.layers[name]
+        self.plan.dense[name] = "not in the files"
 
     @classmethod
     def adopt(cls, model: PreTrainedModel, recipe: Recipe, conv1d: set[str]) -> None:
@@ -210,6 +237,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         if not isinstance(quantizer, WeightOnlyQuantizer):
             return
         quantizer.plan = plan_of_model(model)
+        _untie(model, quantizer.plan)
         quantizer.conv1d = quantizer.conv1d | conv1d
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:  # what `save_pretrained` takes for a model that was not loaded
@@ -282,6 +310,13 @@ class WeightOnlyQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: torch.compile traces packed layers."""
         return True
+
+
+def _untie(model: PreTrainedModel, plan: Plan) -> None:
+    """Packed layers have bytes of their own, also where the dense ones would share a weight."""
+    pairs = model.all_tied_weights_keys.items()
+    names = {pair: {key.rpartition(".")[0] for key in pair} for pair in pairs}
+    model.all_tied_weights_keys = {key: source for key, source in pairs if names[key, source].isdisjoint(plan.layers)}
 
 
 def _is_of_packed(conversion: Any) -> bool:

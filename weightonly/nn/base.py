@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from ..packing import repack, resolve_layout
 from ..quantize_codes import check_scales_as
 from ..require import require_bool, require_dtype, require_int
 from ..weight import LooseWeight, QuantizedWeight
+from .weight_view import WeightView, refusal
 
 Layer = TypeVar("Layer", bound="PackedLayer")
 
@@ -34,6 +36,12 @@ class PackedLayer(torch.nn.Module):
     bias: torch.nn.Parameter | None
     perm: torch.Tensor | None
     codebook: torch.Tensor | None
+    is_conv1d = False
+    """Whether it is in the place of a Conv1D of transformers, whose `weight` is [K, N]."""
+    reads: str | None = None
+    """Of a layer that transformers is loading, for `weightonly.parallel`: which of its tensors are cut."""
+    _is_hf_initialized = True  # transformers has nothing to fill
+    _view: WeightView | None = None
 
     @property
     def _experts(self) -> int | None:
@@ -71,6 +79,7 @@ class PackedLayer(torch.nn.Module):
         self._packed: PackedWeight | None = self._pack(weight.data, weight.code)
         self._packed_from = (self.qweight, self.codebook)
         self._operand: QuantizedWeight | None = None
+        self._view = None
 
     @property
     def packed(self) -> PackedWeight:
@@ -104,6 +113,37 @@ class PackedLayer(torch.nn.Module):
                 return LooseWeight(packed, scales, zeros, perm)
             self._operand = w = QuantizedWeight(packed, scales, zeros, perm)
         return w
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as torch.nn.Linear has it, [N, K], of experts [E, N, K]; [K, N] in the place of a Conv1D.
+
+        For code that looks at its dtype, device and shape, which costs nothing. What reads its numbers gets them
+        dequantized, each time anew, and no gradient. Writing to it is a RuntimeError, but for `mul_` and `div_` by a
+        number, which change the scales; `Linear.requantize` takes another weight. It is no Parameter and in no state
+        dict. Under torch.compile it is the dequantized weight, a tensor of its own.
+        """
+        is_traced = is_compiling()
+        view, tensors = self._view, (*self._parameters.values(), *self._buffers.values())
+        if not is_traced and view is not None and all(map(is_, view.tensors, tensors)):
+            return view
+        k, n, scales = self.in_features, self.out_features, self.scales
+        shape = (*(() if self._experts is None else (self._experts,)), *((k, n) if self.is_conv1d else (n, k)))
+        if self.reads is not None or not self.qweight.numel():
+            # transformers fills what it takes for a new weight: of a layer that is being loaded nothing is new.
+            device = scales.device if self.reads is None else "meta"
+            return torch.empty(shape, dtype=scales.dtype, device=device)
+        if is_traced:
+            w = self.operand._dense(scales.dtype)
+            return w if self.is_conv1d else w.mT.contiguous()
+        self._view = view = WeightView.of(self.operand, self._title(), shape, not self.is_conv1d)
+        view.tensors = tensors
+        return view
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise RuntimeError(f"{self._title()}: weight: {refusal(self.format)}, got another {type(value).__name__}")
+        super().__setattr__(name, value)
 
     def _pack(self, data: torch.Tensor, code: Sequence[float] | None) -> PackedWeight:
         return PackedWeight(
@@ -173,12 +213,14 @@ class PackedLayer(torch.nn.Module):
         except ValueError as error:
             raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
-        self._packed = self._operand = None  # of the bytes from before: they would stay alive, and stay in use
+        self._packed = self._operand = self._view = (
+            None  # of the bytes from before: they would stay alive, and stay in use
+        )
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles hold the bytes once: as a Parameter.
-        return self.__dict__ | {"_packed": None, "_packed_from": (None, None), "_operand": None}
+        return self.__dict__ | {"_packed": None, "_packed_from": (None, None), "_operand": None, "_view": None}
 
 
 def zero_weight(

@@ -163,7 +163,7 @@ class GroupedLinear(PackedLayer):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._packed = self._operand = None
+        self._packed = self._operand = self._view = None
 
 
 def _stack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -29,13 +29,19 @@ class Handler(Protocol):
         """What replaces the module. Its weights may be on meta: then so is the result."""
 
 
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether it is a torch.nn.Linear, or the subclass of Falcon, which computes the same."""
+    cls = type(module)
+    return cls is torch.nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers."))
+
+
 class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
     kind = "Linear"
 
     def owns(self, module: torch.nn.Module) -> bool:
-        return type(module) is torch.nn.Linear
+        return is_linear(module)
 
     def weight(self, module: torch.nn.Module) -> torch.Tensor:
         """w [K, N]"""
@@ -58,7 +64,9 @@ class DenseHandler:
     def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         bias = module.bias
         assert bias is None or isinstance(bias, torch.Tensor)
-        return Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
+        layer = Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
+        layer.is_conv1d = self.kind == "Conv1D"
+        return layer
 
 
 class Conv1DHandler(DenseHandler):

@@ -28,7 +28,8 @@ METADATA = "weightonly.packed"
 class Linear(PackedLayer):
     """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
 
-    The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`.
+    The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`, which the
+    attribute `weight` shows to code that looks for it.
 
     Parameters, all frozen:
         qweight  uint8, the bytes of a PackedWeight as a matrix: [N / 64, (K / 64) * block_bytes] for "tiled", N and K
@@ -89,7 +90,6 @@ class Linear(PackedLayer):
         check_activation(activation)
         self.activation = activation
         self.layer_name: str | None = None
-        self.reads: str | None = None
         self._set_operand(w, bias)
 
     def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -256,7 +256,7 @@ class Linear(PackedLayer):
         else:
             self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._packed = self._operand = None
+        self._packed = self._operand = self._view = None
 
     def _adopt_layout(self, fields: Mapping[str, Any], state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Takes over the layout of the bytes that are being loaded. Returns the state with bytes as a matrix.

@@ -13,6 +13,7 @@ import torch
 from ..heuristics.arch import Arch
 from .experts import Experts
 from .handlers import Handler, handler_of
+from .kept import kept_in_fp32
 from .linear import Linear
 from .recipe import Recipe
 from .summary import LayerSummary, Summary, module_bytes
@@ -51,8 +52,10 @@ def quantize_model(
     dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
     arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
 
-    Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), gates with
-    one column, and layers whose K the group size does not fit. Of these, what `only` names is quantized, or refused.
+    Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), layers that a
+    model keeps in fp32 (`_keep_in_fp32_modules` and `_strict` of transformers, such as the `wo` of T5), layers that
+    share a weight, gates with one column, and layers whose K the group size does not fit. Of these, what `only` names
+    is quantized, or refused.
     Subclasses of torch.nn.Linear are left: their owners use the weight itself, as torch.nn.MultiheadAttention does with
     its out_proj. So are experts in 3-D tensors that have not transformers' interface.
 
@@ -84,7 +87,10 @@ def quantize_model(
     names = [name for shared in names_of.values() for name in shared]
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
-    outputs = _output_embeddings(module)
+    by_default = {
+        id(module.get_submodule(name)): f"{owner} keeps it in fp32" for name, owner in kept_in_fp32(module).items()
+    }
+    by_default |= _shared_weights(module) | _output_embeddings(module)
 
     reasons: dict[int, str | None] = {}
     unfit = []
@@ -98,7 +104,7 @@ def quantize_model(
         elif reason is not None and is_named is not None and not callable(only):
             raise ValueError(f"only: expected layers that can be quantized, got layer {shared[0]!r}: {reason}")
         else:
-            reasons[key] = reason or (outputs.get(key) if is_named is None else None)
+            reasons[key] = reason or (by_default.get(key) if is_named is None else None)
             if reason is not None and handler.kind in ("Linear", "Conv1D"):
                 unfit.append(f"layer {shared[0]!r}: {reason}")
     if unfit and None not in reasons.values():
@@ -162,6 +168,20 @@ def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{argument}: expected names of layers, got {pattern!r}, which matches none")
     return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _shared_weights(module: torch.nn.Module) -> dict[int, str]:
+    """id of a layer -> why it is left: another one has the same weight, and packed ones would each have their own."""
+    owners: dict[int, dict[str, int]] = {}
+    for name, child in module.named_modules():
+        if (weight := child._parameters.get("weight")) is not None:
+            owners.setdefault(id(weight), {})[name] = id(child)
+    return {
+        key: f"its weight is that of {next(other for other in names if other != name)!r}, too"
+        for names in owners.values()
+        for name, key in names.items()
+        if len(names) > 1
+    }
 
 
 def _output_embeddings(module: torch.nn.Module) -> dict[int, str]:

@@ -232,7 +232,8 @@ class ParallelLinear(Linear):
     def _take(self, part: Product | None) -> None:
         """The tensors of this rank's part, in place of the layer's own."""
         if part is None:
-            self._packed, self._packed_from, self._operand = None, (self.qweight, self.codebook), None
+            self._packed, self._packed_from = None, (self.qweight, self.codebook)
+            self._operand = self._view = None
             self._scales_from = (self.scales, self.scales.dtype)
         else:
             self._set_operand(part.operand, part.bias)
