@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from weightonly.codebooks import CODEBOOKS
-from weightonly.heuristics.problem import FORMAT_GROUPS
+from weightonly.dense import default_group_size
 
 from .devices import NoGpu, require_gpu
 from .providers import PROVIDERS
@@ -23,8 +23,6 @@ from .weights import DTYPES
 
 Parser = argparse.ArgumentParser
 Options = argparse.Namespace
-
-_GROUP_SIZE = 128
 
 
 @dataclass
@@ -103,7 +101,7 @@ def keywords(options: Options, takes: Callable[..., Any]) -> dict[str, Any]:
     if "dtype" in found:
         found["dtype"] = DTYPES[found["dtype"]]
     if "group_size" in found and found["group_size"] is None:
-        found["group_size"] = FORMAT_GROUPS.get(found.get("format") or "", _GROUP_SIZE)
+        found["group_size"] = default_group_size(found.get("format") or "")
     return found
 
 
@@ -142,7 +140,7 @@ def add_weights(parser: Parser, *, format: bool = True) -> None:
     if format:
         parser.add_argument("--format", choices=tuple(CODEBOOKS), help="codes of a codebook instead of integers")
     parser.add_argument(
-        "--group-size", type=int, help=f"rows of w per scale; -1: all (default {_GROUP_SIZE}; mxfp4 32, nvfp4 16)"
+        "--group-size", type=int, help="rows of w per scale; -1: all (default 128; nf4 and fp4 64, mxfp4 32, nvfp4 16)"
     )
     parser.add_argument("--zeros", dest="symmetric", action="store_false", help="quantize with zero points")
 

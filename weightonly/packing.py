@@ -26,7 +26,6 @@ from .layout import (
 from .packed import PackedWeight, format_bits, format_groups
 from .require import require_bool, require_device, require_memory, require_numbers, require_tensor
 
-
 HAS_ZEROS = "_weightonly_has_zeros"
 """An attribute that `quantize` gives a q with zero points, by which `preprocess` knows. Copies of q do not have it."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .dense import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
+from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
 from .packing import HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
@@ -51,7 +51,7 @@ def quantize(
     format.
     """
     name = format_of(bits, format)
-    size = DEFAULT_GROUP_SIZE.get(name, 0) if group_size is None else group_size
+    size = default_group_size(name) if group_size is None else group_size
     return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric)
 
 

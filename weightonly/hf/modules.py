@@ -17,6 +17,7 @@ from ..heuristics.arch import ARCHS, Arch
 from ..layout import CPU
 from ..nn.experts import Experts, ModuleGate, expert_products, expert_weights, why_not_experts
 from ..nn.grouped import GroupedLinear
+from ..nn.handlers import is_linear
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
@@ -72,8 +73,8 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def linear_shape(module: Any) -> tuple[int, int] | None:
-    """(K, N) of a module that is y = x @ w + bias, and None for others, subclasses of torch.nn.Linear among them."""
-    if type(module) is torch.nn.Linear:
+    """(K, N) of a module that is y = x @ w + bias, and None for others: see `is_linear`."""
+    if is_linear(module):
         return module.in_features, module.out_features
     if type(module) is Conv1D:
         return module.nx, module.nf

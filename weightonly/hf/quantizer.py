@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
     apply_renamings,
 )
 from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..dense import WEIGHT_DTYPES
@@ -97,6 +98,9 @@ class WeightOnlyQuantizer(HfQuantizer):
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
             given, in_fp32 = config.modules_to_not_convert or [], model._keep_in_fp32_modules
+            for pattern in given:
+                if all(should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
+                    logger.warning(f"modules_to_not_convert: {pattern!r} matches no layer of {type(model).__name__}")
             dense = self.get_modules_to_not_convert(model, given, in_fp32, add_default_skips=True)
             self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
@@ -120,6 +124,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             checkpoint = open_files(files, config.folder)
             weights = CheckpointWeights(checkpoint, None if METHOD in checkpoint.methods else config.arch)
         checkpoint, is_packed = weights.checkpoint, weights.pack_arch is None
+        config.check_asked(checkpoint.folder, weights.shapes)
         self._reads_files = bool(files)
         if self._reads_files and self._is_parallel and not is_packed:
             raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")
