@@ -41,7 +41,10 @@ def target_name(arch: Arch) -> str:
 
     Raises ValueError for anything else: see `parse_arch`.
     """
-    return CPU if arch == CPU else f"sm{parse_arch(arch)}"
+    try:
+        return CPU if arch == CPU else f"sm{parse_arch(arch)}"
+    except ValueError as error:
+        raise ValueError(str(error).replace("one of ", f"{CPU} or one of ", 1)) from error
 
 
 def preprocess(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from ..extras import how_to_install
+
 LEAST = {"transformers": "5.23.0", "peft": "0.21.2"}
 """Package -> the oldest version that works: others have not the hooks."""
 
@@ -15,9 +17,9 @@ def why_not(package: str) -> str | None:
     try:
         found = version(package)
     except PackageNotFoundError:
-        return f"{expected}, got none; pip install 'weightonly[hf]'"
+        return f"{expected}, got none; {how_to_install(package)}"
     if _numbers(found) < _numbers(LEAST[package]):
-        return f"{expected}, got {found}; pip install 'weightonly[hf]'"
+        return f"{expected}, got {found}; {how_to_install(package)}"
     return None
 
 
