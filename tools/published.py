@@ -37,8 +37,7 @@ MEASUREMENTS = ROOT / "bench" / "measurements"
 ASSETS = ROOT / "docs" / "assets"
 PICTURE = ASSETS / "h200_speedup.svg"
 DOCUMENTS = tuple(
-    ROOT / name
-    for name in ("README.md", "docs/performance.md", "docs/kernels/sm90_grouped.md", "docs/guides/vllm.md")
+    ROOT / name for name in ("README.md", "docs/performance.md", "docs/kernels/sm90_grouped.md", "docs/guides/vllm.md")
 )
 
 BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)

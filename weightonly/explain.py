@@ -144,13 +144,14 @@ def explain(
     rows = (m,) if isinstance(m, int) else tuple(m)
     for one in rows:
         require_int("m", one, least=1)
+    counts: Counts
+    device: torch.device | None = None
     if weight is None:
         if k is None or n is None:
             raise TypeError("explain: expected a weight, or k and n, got neither")
         name = format_of(None, format)
         size = default_group_size(name) if group_size is None else group_size
         counts = Counter([(Kind(k, n, name, size, bool(zeros), experts, None, dtype or torch.float16), None)])
-        device = None
     else:
         given = {"k": k, "n": n, "format": format, "experts": experts}
         if wrong := [name for name, value in given.items() if value is not None]:
@@ -184,12 +185,12 @@ def _kinds_of(
         kind = Kind(w.k, w.n, w.format, w.group_size, w.zeros is not None, w.experts, w.packed.layout, w.dtype)
         return Counter([(kind, None)]), w.device
     if isinstance(weight, PackedWeight):
-        w = weight
-        size = w.group_size if group_size is None else group_size
-        size = default_group_size(w.format) if size is None else size
-        has_zeros = bool(w.has_zeros if zeros is None else zeros)
-        kind = Kind(w.k, w.n, w.format, size, has_zeros, w.experts, w.layout, dtype or torch.float16)
-        return Counter([(kind, None)]), w.device
+        p = weight
+        size = p.group_size if group_size is None else group_size
+        size = default_group_size(p.format) if size is None else size
+        has_zeros = bool(p.has_zeros if zeros is None else zeros)
+        kind = Kind(p.k, p.n, p.format, size, has_zeros, p.experts, p.layout, dtype or torch.float16)
+        return Counter([(kind, None)]), p.device
     if not isinstance(weight, torch.nn.Module):
         raise TypeError(
             f"weight: expected a module, a QuantizedWeight, a PackedWeight or None, got {type(weight).__name__}"

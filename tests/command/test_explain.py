@@ -42,7 +42,7 @@ def test_the_choice_is_the_one_that_gemm_takes(case: str) -> None:
         assert f"{row.us:.1f} us" in str(found) and row.bound in row.why and (row.next is None or row.next in row.why)
 
 
-def model(**arguments: Any) -> torch.nn.Module:
+def model(**arguments: Any) -> Any:
     layers = [torch.nn.Linear(256, 128), torch.nn.Linear(256, 128), torch.nn.Linear(128, 256)]
     return wo.nn.quantize_model(torch.nn.Sequential(*layers), dtype=torch.float16, **arguments)
 

@@ -124,7 +124,7 @@ MUTATIONS = [
             (
                 "subclasses of Linear",
                 "linear_shape",
-                "type(module) is torch.nn.Linear",
+                "is_linear(module)",
                 "isinstance(module, torch.nn.Linear)",
             ),
             ("a gate", "plan_quantization", "== 1", "== 0"),
@@ -312,7 +312,7 @@ MUTATIONS = [
         "weightonly/hf/run.py",
         "hf_load_model",
         [
-            ("no new tokens", "run", "< 1", "< 0"),
+            ("no new tokens", "_sampling", "< 1", "< 0"),
             ("code of a tokenizer", "run", "folder, trust_remote_code=False", "folder"),
             (
                 "text as it is",

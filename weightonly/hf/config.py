@@ -57,8 +57,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
-        arguments = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
-        arguments |= {"modules_to_not_convert": modules_to_not_convert}
+        arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
+        arguments["modules_to_not_convert"] = modules_to_not_convert
         self.given = {name: value for name, value in arguments.items() if value is not None}
         """The arguments of this call."""
         self.asked: dict[str, Any] = {}
