@@ -177,17 +177,35 @@ def test_a_missing_package_is_named_with_what_installs_it(case: str, folder: Pat
     run = weightonly(*(word.format(folder=folder) for word in words), code=WITHOUT.format(package=package))
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert last.startswith((f"error: {package}: expected", f"error: weightonly.hf: expected {package}"))
+    assert last.startswith("error: ") and re.search(rf"{package}: expected it|expected {package} >=", last)
     assert f"pip install '{package}>=" in last and f"pip install '.[{extra}]' in a checkout of weightonly" in last
+
+
+def in_python(code: str, without: str) -> str:
+    """What Python without a package writes to stderr."""
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{WITHOUT.format(package=without)}\n"
+    return subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False).stderr
+
+
+def test_weightonly_hf_says_which_package_it_lacks(dense: Path) -> None:
+    error = in_python("import weightonly.hf", "transformers").splitlines()[-1]
+    assert error.startswith("ImportError: weightonly.hf: expected transformers >= ") and "pip install '.[hf]'" in error
+    load = f"import weightonly.hf; weightonly.hf.load_model({str(dense)!r}, device_map='cpu')"
+    error = in_python(load, "accelerate").splitlines()[-1]
+    assert "accelerate: expected it to be installed, got none; pip install 'accelerate>=" in error
+
+
+def test_weightonly_hf_does_without_peft() -> None:
+    code = "import logging; logging.basicConfig(level=20); import weightonly.hf"
+    error = in_python(code, "peft")
+    assert "Traceback" not in error and "PEFT does not know weightonly.nn.Linear: expected peft >= " in error
 
 
 @pytest.mark.parametrize(
     "code", ["import weightonly as wo; wo.bench", "import weightonly.bench", "from weightonly import bench"]
 )
 def test_the_benchmark_without_pandas_says_what_installs_it(code: str) -> None:
-    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{WITHOUT.format(package='pandas')}\n"
-    run = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False)
-    line = run.stderr.splitlines()[-1]
+    line = in_python(code, "pandas").splitlines()[-1]
     expected = "ModuleNotFoundError: pandas: expected it to be installed, got none; pip install 'pandas>=2', or "
     assert line == f"{expected}pip install '.[bench]' in a checkout of weightonly"
 
