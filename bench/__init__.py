@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+from . import needs  # noqa: F401  (first: it says which package the others need)
+
+# isort: split
 from .chain import chain, chain_table
 from .command import to_csv
 from .plot import plot

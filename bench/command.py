@@ -14,7 +14,9 @@ from typing import Any
 import pandas as pd
 
 from weightonly.codebooks import CODEBOOKS
-from weightonly.heuristics.problem import FORMAT_GROUPS
+from weightonly.console import guarded
+from weightonly.dense import default_group_size
+from weightonly.extras import describe_missing
 
 from .devices import NoGpu, require_gpu
 from .providers import PROVIDERS
@@ -23,8 +25,6 @@ from .weights import DTYPES
 
 Parser = argparse.ArgumentParser
 Options = argparse.Namespace
-
-_GROUP_SIZE = 128
 
 
 @dataclass
@@ -70,8 +70,12 @@ def run_commands(
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in commands.items():
         command.add_options(parsers.add_parser(name, help=command.help, description=command.help))
-    options = parser.parse_args(arguments)
-    return _run(commands[options.command], options, options.command, prog, arguments)
+
+    def run() -> int:
+        options = parser.parse_args(arguments)
+        return _run(commands[options.command], options, options.command, prog, arguments)
+
+    return guarded(run)
 
 
 def run_command(command: Command, prog: str, argv: Sequence[str] | None = None) -> int:
@@ -79,7 +83,7 @@ def run_command(command: Command, prog: str, argv: Sequence[str] | None = None) 
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog=prog, description=command.help)
     command.add_options(parser)
-    return _run(command, parser.parse_args(arguments), prog.rpartition(".")[2], prog, arguments)
+    return guarded(lambda: _run(command, parser.parse_args(arguments), prog.rpartition(".")[2], prog, arguments))
 
 
 def _run(command: Command, options: Options, name: str, prog: str, arguments: Sequence[str]) -> int:
@@ -92,8 +96,11 @@ def _run(command: Command, options: Options, name: str, prog: str, arguments: Se
         for module in getattr(options, "plugin", ()):
             importlib.import_module(module)
         return command.run(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, NoGpu) as error:
-        print(f"error: {error}", file=sys.stderr)
+        message = describe_missing(error) if isinstance(error, ImportError) else error
+        print(f"error: {message}", file=sys.stderr)
         return 2
 
 
@@ -103,7 +110,7 @@ def keywords(options: Options, takes: Callable[..., Any]) -> dict[str, Any]:
     if "dtype" in found:
         found["dtype"] = DTYPES[found["dtype"]]
     if "group_size" in found and found["group_size"] is None:
-        found["group_size"] = FORMAT_GROUPS.get(found.get("format") or "", _GROUP_SIZE)
+        found["group_size"] = default_group_size(found.get("format") or "")
     return found
 
 
@@ -142,7 +149,7 @@ def add_weights(parser: Parser, *, format: bool = True) -> None:
     if format:
         parser.add_argument("--format", choices=tuple(CODEBOOKS), help="codes of a codebook instead of integers")
     parser.add_argument(
-        "--group-size", type=int, help=f"rows of w per scale; -1: all (default {_GROUP_SIZE}; mxfp4 32, nvfp4 16)"
+        "--group-size", type=int, help="rows of w per scale; -1: all (default 128; nf4 and fp4 64, mxfp4 32, nvfp4 16)"
     )
     parser.add_argument("--zeros", dest="symmetric", action="store_false", help="quantize with zero points")
 

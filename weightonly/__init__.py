@@ -10,18 +10,20 @@
 from . import search_path as _search_path  # noqa: F401  (first: it decides where all others come from)
 
 # isort: split
-import importlib
-import importlib.util
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
 
-if not (Path(__file__).parent / "heuristics").is_dir():
+if not (_Path(__file__).parent / "heuristics").is_dir():
     # A checkout keeps heuristics/ and bench/ beside this folder. An install has them in it, and beside it the packages
     # of others.
-    __path__ = [*__path__, str(Path(__file__).parents[1])]
+    __path__ = [*__path__, str(_Path(__file__).parents[1])]
 
 from . import formats, heuristics, nn
 from .experts import fused_experts
+from .explain import explain
+from .extras import missing_packages_named as _missing_packages_named
 from .files import load, save
 from .formats import load_checkpoint
 from .gate import Gate
@@ -38,14 +40,19 @@ from .version import VERSION as __version__  # noqa: F401  (the name that others
 from .weight import QuantizedWeight, dequantize
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     """A subpackage on first use: some need packages that `import weightonly` does without."""
-    found = None if name.startswith("_") else importlib.util.find_spec(f"{__name__}.{name}")
-    place = Path(found.origin or "") if found else Path()
-    is_ours = name == "bench" or Path(__file__).parent in place.parents  # tools/ and tests/ lie beside bench/
+    found = None if name.startswith("_") else _find_spec(f"{__name__}.{name}")
+    place = _Path(found.origin or "") if found else _Path()
+    is_ours = name == "bench" or _Path(__file__).parent in place.parents  # tools/ and tests/ lie beside bench/
     if place.name != "__init__.py" or not is_ours:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    with _missing_packages_named():
+        return _import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "bench", "hf", "parallel", "vllm"]
 
 
 __all__ = [
@@ -56,6 +63,7 @@ __all__ = [
     "cuda_built",
     "dequantize",
     "dequantize_4bit",
+    "explain",
     "formats",
     "fused_experts",
     "gemm",

@@ -3,6 +3,7 @@
 info                             versions, the build, and which of its kernels run here
 inspect FOLDER                   what a quantized checkpoint contains
 convert IN OUT --arch sm90       packs one for a GPU, or for CPUs
+explain FOLDER                   which kernels its layers run, for each number of rows, and why
 run FOLDER --prompt TEXT         loads one into transformers and writes text
 """
 
@@ -19,8 +20,11 @@ import torch
 
 from . import __version__, build_info
 from .build_info import BuildInfo
+from .console import guarded
 from .cpu import library, table
 from .device import device_arch, driver_cuda, sm_count
+from .explain import ROWS, explain_folder
+from .extras import describe_missing
 from .formats import convert, open_checkpoint
 from .formats.convert import SHARD_BYTES
 from .formats.describe import describe
@@ -49,12 +53,22 @@ class _Version(argparse.Action):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. 0; 1 with one line for what it refuses; 130 for Ctrl-C, 141 where nobody reads the output.
+
+    WEIGHTONLY_TRACEBACK=1 shows where an error comes from.
+    """
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         if options.command == "info":
             _print_info()
         elif options.command == "inspect":
             _print_checkpoint(options.folder)
+        elif options.command == "explain":
+            print(explain_folder(options.folder, options.m, options.arch, options.sm_count))
         elif options.command == "run":
             from .hf.run import run  # transformers: seconds to import, and no dependency of this package
 
@@ -62,13 +76,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             convert(options.source, options.target, options.arch, options.device, options.shard_bytes)
             _print_checkpoint(options.target)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(shown(f"error: {error}", keep="\n"), file=sys.stderr)
-        return 1
-    except Exception:  # such as those of transformers for a strange config, which quote it
-        print(shown(traceback.format_exc(), keep="\n"), end="", file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if os.environ.get("WEIGHTONLY_TRACEBACK"):
+            print(shown(traceback.format_exc(), keep="\n"), end="", file=sys.stderr)
+        print(shown(f"error: {_message(error)}", keep="\n"), file=sys.stderr)
         return 1
     return 0
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return describe_missing(error)
+    if isinstance(error, ValueError | OSError | RuntimeError):
+        return str(error)
+    # Such as those of transformers for a strange config: their text alone says little.
+    return f"{type(error).__name__}: {error} (WEIGHTONLY_TRACEBACK=1 shows where)"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,16 +110,36 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")
     pack.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
     pack.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
+    why = commands.add_parser("explain", help="which kernels compute its layers, for which numbers of rows, and why")
+    why.add_argument("folder", metavar="FOLDER", help="that inspect knows")
+    why.add_argument("--m", type=_numbers, default=ROWS, help="rows of x, such as 1,16 (default: 1,16,256,4096)")
+    why.add_argument("--arch", help="the GPU that computes, such as sm90, or cpu; default: the visible GPU, else cpu")
+    why.add_argument("--sm-count", type=int, help="its multiprocessors (default: those of the visible or usual board)")
     text = commands.add_parser("run", help="load a checkpoint into transformers, continue a text, print tokens/s")
     text.add_argument("folder", metavar="FOLDER", help="quantized or not, with safetensors files and config.json")
     start = text.add_mutually_exclusive_group(required=True)
     start.add_argument("--prompt", help="the text to continue; the folder has a tokenizer")
     start.add_argument("--tokens", help="its tokens instead, as numbers: 1,2,3")
+    text.add_argument(
+        "--chat", action="store_true", help="the prompt is what a user says, in the model's chat template"
+    )
+    text.add_argument("--temperature", type=float, help="sample, this random; default and 0: the likeliest token")
+    text.add_argument(
+        "--top-p", type=float, help="sample from the likeliest tokens that have this probability together"
+    )
+    text.add_argument("--seed", type=int, help="of sampling; default: a new one, which is printed")
     text.add_argument("--max-new-tokens", type=int, default=32, help="tokens to write (default: %(default)s)")
     text.add_argument("--dtype", help="float16, bfloat16 or float32; default: that of config.json")
     text.add_argument("--device", help="cpu, cuda, auto (accelerate spreads it); default: a GPU with kernels, else cpu")
     text.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")
     return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,16, got {text!r}") from None
 
 
 def _program() -> str:

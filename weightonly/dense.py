@@ -18,6 +18,11 @@ _BLOCK_ELEMS = 1 << 24
 """Elements that are worked on at a time: 64 MiB in fp32, and a few times that for temporaries."""
 
 
+def default_group_size(format: str) -> int:
+    """Rows that share a scale, wherever the caller says nothing; 128 for "code4", to which nothing is quantized."""
+    return DEFAULT_GROUP_SIZE.get(format, 128)
+
+
 def resolve_group_size(group_size: int, k: int) -> int:
     """Rows per scale: `group_size`, or K for -1. Raises ValueError unless it divides K."""
     require_int("group_size", group_size)

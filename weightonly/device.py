@@ -59,10 +59,12 @@ def check_memory(device: torch.device | str | int) -> torch.device:
 
 
 def check_visible(device: torch.device | str | int) -> torch.device:
-    """The device. Raises what `require_device` raises, and ValueError for a CUDA device where no GPU is visible."""
+    """The device. Raises what `require_device` raises, and ValueError for a CUDA device that is not visible."""
     found = require_device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected 'cpu', as no CUDA GPU is visible, got {str(device)!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: expected a GPU of 0..{torch.cuda.device_count() - 1}, got {str(device)!r}")
     return found
 
 

@@ -26,6 +26,9 @@ from .layout import (
 from .packed import PackedWeight, format_bits, format_groups
 from .require import require_bool, require_device, require_memory, require_numbers, require_tensor
 
+HAS_ZEROS = "_weightonly_has_zeros"
+"""An attribute that `quantize` gives a q with zero points, by which `preprocess` knows. Copies of q do not have it."""
+
 
 def layout_for_arch(arch: Arch) -> str:
     """The layout that `preprocess` makes for `arch`. Raises ValueError for an unknown one; see `target_name`."""
@@ -38,7 +41,10 @@ def target_name(arch: Arch) -> str:
 
     Raises ValueError for anything else: see `parse_arch`.
     """
-    return CPU if arch == CPU else f"sm{parse_arch(arch)}"
+    try:
+        return CPU if arch == CPU else f"sm{parse_arch(arch)}"
+    except ValueError as error:
+        raise ValueError(str(error).replace("one of ", f"{CPU} or one of ", 1)) from error
 
 
 def preprocess(
@@ -68,8 +74,9 @@ def preprocess(
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
     group_size, zeros, perm: what the weight is to be multiplied with: the rows that share a scale (-1: all of K),
         whether there are zero points, and an act-order permutation. `gemm` then refuses what does not fit: scales of
-        other groups, forgotten zeros. None: not known, and any are taken. Groups of "mxfp4" are always 32, of
-        "nvfp4" 16.
+        other groups, forgotten zeros. None: not known, and any are taken; but a `q` that comes from
+        quantize(symmetric=False) itself, not a copy of it on another device or in a stack, is known to have zeros.
+        Groups of "mxfp4" are always 32, of "nvfp4" 16.
 
     Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
 
@@ -80,6 +87,7 @@ def preprocess(
     """
     require_tensor("q", q)
     require_numbers("q", q)
+    zeros = getattr(q, HAS_ZEROS, None) if zeros is None else zeros
     is_code = format in CODE_FORMATS
     if is_code and q.dtype == torch.uint8:
         q = q.view(torch.int8)  # 128 and above become negative: the check of the range refuses them

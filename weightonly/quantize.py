@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from .dense import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
+from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .packing import format_of
+from .packing import HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .require import require_bool
 
@@ -35,7 +35,8 @@ def quantize(
     Returns (q, scales, zeros):
         q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15
         scales  [K / g, N] in the dtype of w
-        zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q
+        zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q. The tensor q then
+                remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
     q is rounded with the scale as it is stored, so each element is within half a scale of its original (0.7, with
     zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
     zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
@@ -50,7 +51,7 @@ def quantize(
     format.
     """
     name = format_of(bits, format)
-    size = DEFAULT_GROUP_SIZE.get(name, 0) if group_size is None else group_size
+    size = default_group_size(name) if group_size is None else group_size
     return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric)
 
 
@@ -93,6 +94,8 @@ def quantize_for(
             zeros[groups, columns] = zero.to(dtype)
         scales[groups, columns] = scale
         q[rows, columns] = _round_to_levels(block, scale.float(), zero.float(), bits, dtype).flatten(0, 1)
+    if zeros is not None:
+        setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 
 
-def _asked_module() -> str:
+def asked_module() -> str:
     """What `python -m` was given; "" where it was not called so, or has found its module already."""
     if sys.argv[:1] != ["-m"]:  # as long as the module is looked for
         return ""
@@ -24,7 +24,7 @@ def _forget_current_folder() -> None:
     home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     here = os.getcwd()
     is_first = bool(sys.path) and not getattr(sys.flags, "safe_path", False) and os.path.abspath(sys.path[0]) == here
-    if _asked_module().partition(".")[0] == "weightonly" and is_first and here != home:
+    if asked_module().partition(".")[0] == "weightonly" and is_first and here != home:
         del sys.path[0]
 
 

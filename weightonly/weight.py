@@ -167,7 +167,8 @@ class QuantizedWeight:
         if packed.has_zeros is not None and packed.has_zeros != (zeros is not None):
             expected = f"shape {list(scales.shape)}" if packed.has_zeros else "None"
             got = "None" if zeros is None else f"shape {list(zeros.shape)}"
-            raise ValueError(f"zeros: expected {expected}, as qweight was packed for, got {got}")
+            cure = "; zeros= takes those of quantize" if zeros is None else ""
+            raise ValueError(f"zeros: expected {expected}, as qweight was packed for, got {got}{cure}")
 
     def _check_rows(self, name: str, rows: torch.Tensor, of: str, like: torch.Tensor) -> None:
         """Device and shape of scales or zeros."""

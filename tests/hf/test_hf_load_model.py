@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -436,10 +437,13 @@ def packed(tmp_path: Path) -> Iterator[Path]:
 
 def test_run_writes_tokens(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", str(packed), "--tokens", "3,5,8", "--max-new-tokens", "4", "--device", "cpu"]) == 0
-    tokens, speed = capsys.readouterr().out.splitlines()
+    tokens, formats, kernels, memory, speed = capsys.readouterr().out.splitlines()
     expected = load_model(packed).generate(torch.tensor([[3, 5, 8]]), max_new_tokens=4, do_sample=False)
     assert list(map(int, tokens.split())) == expected[0].tolist()
     assert speed.startswith(f"{expected.shape[1] - 3} tokens in ") and speed.endswith(" tokens/s")
+    assert formats == "format: 14 layers int4, groups of 64; 1 dense"
+    assert kernels.startswith("kernels: ") and kernels.endswith(" for the prompt") and "for a token; " in kernels
+    assert re.fullmatch(r"memory: .* KiB of weights, at most .*iB in use .*", memory)
 
 
 def test_run_writes_text(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

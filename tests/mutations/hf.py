@@ -312,7 +312,7 @@ MUTATIONS = [
         "weightonly/hf/run.py",
         "hf_load_model",
         [
-            ("no new tokens", "run", "< 1", "< 0"),
+            ("no new tokens", "_sampling", "max_new_tokens < 1", "max_new_tokens < 0"),
             ("code of a tokenizer", "run", "folder, trust_remote_code=False", "folder"),
             (
                 "text as it is",

@@ -36,6 +36,12 @@ def rows(library: Any, levels: Sequence[str] = LEVELS) -> list[Row]:
     return [row for level in reversed(levels) for row in _rows_of(library, level)]
 
 
+def kernel_of(library: Any, level: int, dtype: str, m: int, k: int, group_size: int) -> str:
+    """What computes m rows of x: "few", "many" or "tiles". dtype: of x, one of TYPES; group_size: in rows."""
+    params = Params(level=level, type=TYPES[dtype], m=m, k=k, group_size=group_size, groups=k // group_size)
+    return _KERNELS[library.wo_cpu_kernel(params)]
+
+
 def describe(backend: Backend) -> str:
     """The table of the levels that this CPU has, a line each; a star where `backend` computes."""
     if backend.library is None:

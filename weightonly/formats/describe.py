@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..shown import counted
 from .checkpoint import Checkpoint
 from .expect import dtype_name
 from .layers import LayerShape
@@ -28,11 +29,13 @@ def describe(checkpoint: Checkpoint) -> str:
     return "\n".join(
         [
             f"{checkpoint.folder}: {' and '.join(checkpoint.methods)} (from {checkpoint.source})",
-            f"{len(checkpoint.layers)} quantized layers, {len(files)} files, {readable(checkpoint.total_bytes)}",
+            f"{counted(len(checkpoint.layers), 'quantized layer')}, {counted(len(files), 'file')}, "
+            f"{readable(checkpoint.total_bytes)}",
             "",
             *_table([_HEADER, *(_row(shape, counts[shape], bytes_of[shape]) for shape in kinds)]),
             "",
-            f"{len(plain)} other tensors ({dtypes or 'none'}), {readable(sum(info.bytes for info in plain))}",
+            f"{counted(len(plain), 'other tensor')} ({dtypes or 'none'}), "
+            f"{readable(sum(info.bytes for info in plain))}",
         ]
     )
 

@@ -28,6 +28,7 @@ from ..tensor_file import digest
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -53,6 +54,11 @@ _DTYPES: dict[str, torch.dtype] = {
     }.items()
     if hasattr(torch, name)  # the oldest PyTorch that is supported lacks some
 }
+
+_GGUF = (
+    "it is not read here: AutoModelForCausalLM.from_pretrained(folder, gguf_file={!r}) makes it dense (pip install "
+    "gguf), and quantize_model packs that"
+)
 
 _MAX_DIMS = 64
 """Of PyTorch."""
@@ -154,9 +160,9 @@ class Shards:
                     f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
                     "a pickle runs code when it is loaded and is never opened here: save the model as safetensors first"
                 )
-            if gguf := sorted(self.folder.glob("*.gguf")):
-                found = f"{shown(gguf[0].name)} of llama.cpp, which is not read"
-                raise ValueError(f"{self.folder}: expected safetensors files, got {found}")
+            if of_gguf := sorted(self.folder.glob(f"*{GGUF}")):
+                what = shown(_GGUF.format(of_gguf[0].name))
+                raise ValueError(f"{self.folder}: expected safetensors files, got a GGUF file; {what}")
             raise FileNotFoundError(f"{self.folder}: expected safetensors files, got none")
         self._add_files(files)
 
@@ -212,7 +218,10 @@ def _slices(part: Any, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises FileNotFoundError for a folder that does not exist."""
+    """Raises NotADirectoryError for a file, FileNotFoundError for a folder that does not exist."""
+    if folder.is_file():
+        kind = f"a GGUF file; {_GGUF.format(folder.name)}" if folder.suffix == GGUF else "a file"
+        raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got {shown(kind)}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none{_hub_hint(folder)}")
 
@@ -301,7 +310,8 @@ def _bytes(shape: list[int], item_bytes: int) -> int | None:
 
 def _hub_hint(folder: Path) -> str:
     """What to do where a folder that does not exist may be the name of a model on the Hugging Face Hub."""
-    if folder.is_absolute() or len(folder.parts) != 2 or folder.parts[0] == "..":
+    is_file = folder.suffix in (".safetensors", ".json", GGUF, *PICKLES)
+    if folder.is_absolute() or is_file or len(folder.parts) != 2 or folder.parts[0] == "..":
         return ""
     name = folder.as_posix()
     return f"; a model of the Hugging Face Hub is downloaded first: huggingface_hub.snapshot_download({name!r})"

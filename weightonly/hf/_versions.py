@@ -5,19 +5,25 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from ..extras import how_to_install, require_package
+
 LEAST = {"transformers": "5.23.0", "peft": "0.21.2"}
 """Package -> the oldest version that works: others have not the hooks."""
 
 
 def why_not(package: str) -> str | None:
-    """Why `package` cannot be used: it is missing or too old. None where it can be."""
+    """Why `package` cannot be used: it is missing, too old, or lacks another one. None where it is imported."""
     expected = f"expected {package} >= {LEAST[package]}"
     try:
         found = version(package)
     except PackageNotFoundError:
-        return f"{expected}, got none; pip install 'weightonly[hf]'"
+        return f"{expected}, got none; {how_to_install(package)}"
     if _numbers(found) < _numbers(LEAST[package]):
-        return f"{expected}, got {found}; pip install 'weightonly[hf]'"
+        return f"{expected}, got {found}; {how_to_install(package)}"
+    try:
+        require_package(package)
+    except ImportError as error:  # of the package itself, or of another one that it needs
+        return f"{expected}, got none; {how_to_install(package)}" if error.name == package else str(error)
     return None
 
 

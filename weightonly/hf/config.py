@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..dense import default_group_size
+from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_version
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
-from ..heuristics.problem import FORMAT_GROUPS
+from ..heuristics.problem import CODE_FORMATS
 from ..nn.recipe import Recipe
-from ..packing import target_name
+from ..packing import format_of, layout_for_arch, record_code_layout, target_name
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointWeights
@@ -26,12 +29,13 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     """How `from_pretrained(folder, quantization_config=...)` quantizes the linear layers of a model while it loads.
 
     A folder of AWQ, GPTQ, compressed-tensors, bitsandbytes or gpt-oss keeps its numbers: its layers are packed for
-    `arch`, as `load_model` packs them, and the other arguments are not used.
+    `arch`, as `load_model` packs them. So does a packed folder, which keeps its layout, too. Other arguments have to be
+    left out, or to say what the folder has.
 
-    format: "int4", "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
+    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
     group_size: rows of K that share a scale: 16, 32, a multiple of 64, or -1 for all of K. A layer with a K
-        that it does not divide stays dense. None: 128; those of mxfp4 are 32, of nvfp4 16.
-    symmetric: whether there are no zero points; True for nf4 and fp4.
+        that it does not divide stays dense. None: as `quantize_model` has it.
+    symmetric: whether there are no zero points: True, which is the default, for all but int4 and int8.
     arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. Volta has no
         kernels for codes.
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
@@ -39,27 +43,34 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
-    a codebook, and a format that `arch` has no kernel for. Raises TypeError for values of another type.
+    a codebook, and a format that `arch` has no kernel for; `from_pretrained` raises it for what a quantized folder has
+    not. Raises TypeError for values of another type.
     """
 
     def __init__(
         self,
-        format: str = "int4",
+        format: str | None = None,
         group_size: int | None = None,
-        symmetric: bool = True,
+        symmetric: bool | None = None,
         arch: Arch | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
+        arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
+        arguments["modules_to_not_convert"] = modules_to_not_convert
+        self.given = {name: value for name, value in arguments.items() if value is not None}
+        """The arguments of this call."""
+        self.asked: dict[str, Any] = {}
+        """Of a folder's config: the arguments of the config that the caller gave beside it."""
         given = layer_options.pop("quant_method", METHOD)
         if given != METHOD:
             raise ValueError(f"quant_method: expected {METHOD!r}, got {given!r}")
         self.format_version = layer_options.pop("format_version", VERSION)
         check_version(self.format_version)
-        self.format = format
-        self.group_size = FORMAT_GROUPS.get(format, 128) if group_size is None else group_size
-        self.symmetric = symmetric
+        self.format = format_of(None, None) if format is None else format
+        self.group_size = default_group_size(self.format) if group_size is None else group_size
+        self.symmetric = True if symmetric is None else symmetric
         self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert: expected a list of names, got the str {modules_to_not_convert!r}")
@@ -87,9 +98,34 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         """How a dense weight is quantized, with scales in `dtype`."""
         return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch)
 
+    def check_asked(self, folder: Path, shapes: Mapping[str, LayerShape]) -> None:
+        """Raises ValueError, naming the argument, where a caller asked for what the layers of the folder have not."""
+        asked = self.asked
+        for name, shape in shapes.items():
+            rows = asked.get("group_size", shape.group_size)
+            found: dict[str, Any] = {
+                "format": shape.format,
+                "group_size": rows if rows == -1 and shape.group_size == shape.k else shape.group_size,
+                "symmetric": asked.get("symmetric") if shape.symmetric is None else shape.symmetric,
+                "modules_to_not_convert": None,
+            }
+            if shape.layout is not None and "arch" in asked:
+                find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
+                if find(asked["arch"]) != shape.layout:
+                    raise ValueError(
+                        f"arch: expected one whose layout is {shape.layout!r}, as {name} of {folder} is packed, got "
+                        f"{asked['arch']!r}; load_model(folder, arch=...) packs it anew"
+                    )
+            for argument, value in found.items():
+                if argument in asked and asked[argument] != value:
+                    raise ValueError(
+                        f"{argument}: expected {value!r}, as {name} of {folder} has it, or nothing, got "
+                        f"{asked[argument]!r}; a quantized folder keeps its numbers"
+                    )
+
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = ("weights", "folder", *(("source",) if self.source is None else ()))
+        hidden = ("given", "asked", "weights", "folder", *(("source",) if self.source is None else ()))
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -117,8 +153,11 @@ def _merge_with(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
         else:
             config = copy.copy(quantization_config_from_args)
-        if isinstance(config, WeightOnlyConfig) and found is quantization_config:
-            config.folder = dict(found)
+        if isinstance(config, WeightOnlyConfig):
+            if isinstance(quantization_config_from_args, WeightOnlyConfig):
+                config.asked = quantization_config_from_args.given
+            if found is quantization_config:
+                config.folder = dict(found)
         return config
 
     return merge

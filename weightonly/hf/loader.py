@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
 from ..formats.recognize import is_dense, quantization_config
@@ -49,9 +50,11 @@ def load_model(
     Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
     for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
     computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
-    folder lacks; for a dtype or device without kernels.
+    folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
     """
     folder = Path(folder)
+    if device_map is not None:
+        require_package("accelerate")
     if arch is not None:
         target_name(arch)
     shards = Shards(folder)

@@ -74,7 +74,7 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def linear_shape(module: Any) -> tuple[int, int] | None:
-    """(K, N) of a module that is y = x @ w + bias, and None for others, such as most subclasses of torch.nn.Linear."""
+    """(K, N) of a module that is y = x @ w + bias, and None for others: see `is_linear`."""
     if is_linear(module):
         return module.in_features, module.out_features
     if type(module) is Conv1D:

@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..dense import WEIGHT_DTYPES
@@ -101,7 +102,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._is_parallel = distributed is not None and distributed.tp_size > 1
         stacks = not self._is_parallel  # transformers' styles cut dense experts
         if not self.pre_quantized:
-            dense = self.get_modules_to_not_convert(model, config.modules_to_not_convert or [], add_default_skips=True)
+            given = config.modules_to_not_convert or []
+            for pattern in given:
+                if all(should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
+                    logger.warning(f"modules_to_not_convert: {pattern!r} matches no layer of {type(model).__name__}")
+            dense = self.get_modules_to_not_convert(model, given, add_default_skips=True)
             self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
@@ -127,6 +132,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             checkpoint = open_files(files, config.folder)
             weights = CheckpointWeights(checkpoint, None if METHOD in checkpoint.methods else config.arch)
         checkpoint, is_packed = weights.checkpoint, weights.pack_arch is None
+        config.check_asked(checkpoint.folder, weights.shapes)
         self._reads_files = bool(files)
         if self._reads_files and self._is_parallel and not is_packed:
             raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")

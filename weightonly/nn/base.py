@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from ..dense import check_weight_dtype, resolve_group_size
+from ..dense import check_weight_dtype, default_group_size, resolve_group_size
 from ..device import check_visible
 from ..heuristics.arch import Arch
-from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, check_group_size
+from ..heuristics.problem import CODE_FORMATS, check_group_size
 from ..layout import LAYOUTS, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..packing import repack, resolve_layout
@@ -248,7 +248,7 @@ def zero_weight(
         raise ValueError(f"symmetric: expected True for {format}, got False")
     layout = resolve_layout(format, arch, device=device)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
-    groups = k // resolve_group_size(FORMAT_GROUPS.get(format, 128) if group_size is None else group_size, k)
+    groups = k // resolve_group_size(default_group_size(format) if group_size is None else group_size, k)
     if k_padded * n_padded >= 1 << 63:
         raise ValueError(f"in_features, out_features: expected sizes that memory can have, got {k} and {n}")
     lead = () if experts is None else (experts,)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
+from .base import PackedLayer
 from .experts import Experts, expert_weights, why_not_experts
 from .linear import Linear
 from .recipe import Recipe
-
 
 class Handler(Protocol):
     """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
@@ -120,7 +120,36 @@ class ExpertsHandler:
         return Experts.from_module(module, recipe)
 
 
-HANDLERS: list[Handler] = [DenseHandler(), Conv1DHandler(), SubclassHandler(), ExpertsHandler()]
+class PackedHandler:
+    """Layers of this library: they stay as they are."""
+
+    kind = "packed layer"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return isinstance(module, PackedLayer)
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        assert isinstance(module, PackedLayer)
+        experts = () if module._experts is None else (module._experts,)
+        return (*experts, module.in_features, module.out_features)
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        assert isinstance(module, PackedLayer)
+        groups = "per channel" if module.group_size == -1 else f"groups of {module.group_size}"
+        return f"it is {module.format} already, {groups}{'' if module.symmetric else ', with zero points'}"
+
+    def fits(self, module: torch.nn.Module, recipe: Recipe) -> bool:
+        """Whether it is what the recipe would make of it."""
+        assert isinstance(module, PackedLayer)
+        rows, asked = (module.in_features if size == -1 else size for size in (module.group_size, recipe.group_size))
+        return (module.format, module.symmetric, rows) == (recipe.format, recipe.symmetric, asked)
+
+    def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+        raise TypeError("module: expected a dense layer, got one that is packed")
+
+
+PACKED = PackedHandler()
+HANDLERS: list[Handler] = [PACKED, DenseHandler(), Conv1DHandler(), SubclassHandler(), ExpertsHandler()]
 
 
 def handler_of(module: torch.nn.Module) -> Handler | None:

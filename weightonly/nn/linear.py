@@ -72,7 +72,7 @@ class Linear(PackedLayer):
     ) -> None:
         """A layer of zeros, to load a state dict into. Arguments that are not named here: see `from_linear`.
 
-        group_size: None: 32 for "mxfp4", 16 for "nvfp4", 128 for other formats.
+        group_size: None: as `quantize_model` has it; 128 for "code4".
         act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is zeros
             until one is loaded.
 

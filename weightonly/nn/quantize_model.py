@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from ..heuristics.arch import Arch
+from .base import PackedLayer
 from .experts import Experts
-from .handlers import Handler, handler_of
+from .handlers import PACKED, Handler, handler_of
 from .kept import kept_in_fp32
 from .linear import Linear
 from .recipe import Recipe
@@ -22,6 +23,8 @@ Choice = Collection[str] | Callable[[str, torch.nn.Module], bool]
 """Names and patterns of layers, or a function of a layer's name and the layer."""
 
 _log = logging.getLogger("weightonly")
+
+_BY_CALLER = _SKIP, _NOT_IN_ONLY = "skip", "not in only"
 
 
 def quantize_model(
@@ -44,7 +47,8 @@ def quantize_model(
     format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4" or "nvfp4". bits: 4 or 8, another way to say "int4" or
         "int8".
     group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a power
-        of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16.
+        of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
+        table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
     symmetric: False adds zero points to integers.
     skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, or a
         function of (name, module) that returns True for those.
@@ -54,10 +58,11 @@ def quantize_model(
 
     Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), layers that a
     model keeps in fp32 (`_keep_in_fp32_modules` and `_strict` of transformers, such as the `wo` of T5), layers that
-    share a weight, gates with one column, and layers whose K the group size does not fit. Of these, what `only` names
-    is quantized, or refused.
-    Subclasses of torch.nn.Linear are left: their owners use the weight itself, as torch.nn.MultiheadAttention does with
-    its out_proj. So are experts in 3-D tensors that have not transformers' interface.
+    share a weight, gates with one column, layers whose K the group size does not fit, and layers that ask for gradients
+    while others are frozen. Of these, what `only` names is quantized, or refused. Layers that are packed already are
+    left, whatever their format. Subclasses of torch.nn.Linear but Falcon's are left: their owners use the weight
+    itself, as torch.nn.MultiheadAttention does with its out_proj. So are experts in 3-D tensors that have not
+    transformers' interface.
 
     `module.weightonly_summary`, which can be printed, says what was quantized and what was left, why, and the bytes
     before and after; it is also logged to the logger "weightonly".
@@ -70,13 +75,15 @@ def quantize_model(
 
     Raises TypeError for a `module` that is no torch.nn.Module and a `skip` or `only` that is a str. Raises ValueError,
     before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot be quantized,
-    and where all layers would be left because they do not fit. Raises TypeError or ValueError, naming the layer, for a
+    for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an earlier call with the same
+    format is why. Raises TypeError or ValueError, naming the layer, for a
     weight that `quantize` or `preprocess` refuses; the layers before it are replaced by then.
     """
     given: object = module
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
     recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch)
+    _check_no_adapters(module)
     # Names, not modules: each original can be freed as soon as it is replaced.
     names_of: dict[int, list[str]] = {}
     handlers: dict[int, Handler] = {}
@@ -90,7 +97,7 @@ def quantize_model(
     by_default = {
         id(module.get_submodule(name)): f"{owner} keeps it in fp32" for name, owner in kept_in_fp32(module).items()
     }
-    by_default |= _shared_weights(module) | _output_embeddings(module)
+    by_default |= _shared_weights(module) | _output_embeddings(module) | _in_training(module, names_of)
 
     reasons: dict[int, str | None] = {}
     unfit = []
@@ -98,17 +105,23 @@ def quantize_model(
         child, handler = module.get_submodule(shared[0]), handlers[key]
         reason = handler.why_left(child, recipe)
         if any(is_skipped(name, child) for name in shared):
-            reasons[key] = "skip"
+            reasons[key] = _SKIP
         elif is_named is not None and not any(is_named(name, child) for name in shared):
-            reasons[key] = "not in only"
-        elif reason is not None and is_named is not None and not callable(only):
+            reasons[key] = _NOT_IN_ONLY
+        elif reason is not None and is_named is not None and not callable(only) and not isinstance(child, PackedLayer):
             raise ValueError(f"only: expected layers that can be quantized, got layer {shared[0]!r}: {reason}")
         else:
             reasons[key] = reason or (by_default.get(key) if is_named is None else None)
             if reason is not None and handler.kind in ("Linear", "Conv1D"):
                 unfit.append(f"layer {shared[0]!r}: {reason}")
-    if unfit and None not in reasons.values():
-        raise ValueError(f"module: expected layers that can be quantized, got none: {'; '.join(unfit[:3])}")
+    if None not in reasons.values():
+        chosen = {key: reason for key, reason in reasons.items() if reason not in _BY_CALLER}
+        packed = {key: module.get_submodule(names_of[key][0]) for key in chosen if handlers[key] is PACKED}
+        fits = [PACKED.fits(layer, recipe) for layer in packed.values()]
+        if unfit or not all(fits) or not (fits or len(chosen) < len(reasons)):
+            why = [f"layer {names_of[key][0]!r}: {reason}" for key, reason in (chosen if fits else reasons).items()]
+            found = "; ".join((unfit or why)[:3]) or f"{type(module).__name__} has no linear layers"
+            raise ValueError(f"module: expected layers that can be quantized, got none: {found}")
 
     bytes_before = module_bytes(module)
     layers = []
@@ -182,6 +195,27 @@ def _shared_weights(module: torch.nn.Module) -> dict[int, str]:
         for name, key in names.items()
         if len(names) > 1
     }
+
+
+def _check_no_adapters(module: torch.nn.Module) -> None:
+    """Raises ValueError for a model with modules of PEFT: it trains some, and merges into dense weights."""
+    for name, child in module.named_modules():
+        if any(cls.__module__.partition(".")[0] == "peft" for cls in type(child).__mro__):
+            raise ValueError(
+                f"module: expected a model without adapters, got a {type(child).__name__} of PEFT at {name!r}; "
+                "quantize the model first and then call get_peft_model, or merge_and_unload() first"
+            )
+
+
+def _in_training(module: torch.nn.Module, names_of: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """id of a layer -> why it is left: it asks for gradients, while other layers are frozen."""
+    dense = {
+        key: any(p.requires_grad for p in child.parameters())
+        for key, names in names_of.items()
+        if not isinstance(child := module.get_submodule(names[0]), PackedLayer)
+    }
+    reason = "it is trained (requires_grad), and other layers are frozen"
+    return {} if all(dense.values()) else {key: reason for key, asks in dense.items() if asks}
 
 
 def _output_embeddings(module: torch.nn.Module) -> dict[int, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, resolve_group_size
+from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, default_group_size, resolve_group_size
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
@@ -61,7 +61,7 @@ class Recipe:
     ) -> Recipe:
         """From the arguments of `quantize_model`; see there."""
         format = format_of(bits, format)
-        size = DEFAULT_GROUP_SIZE.get(format, 128) if group_size is None else group_size
+        size = default_group_size(format) if group_size is None else group_size
         return cls(format, size, symmetric, dtype, arch)
 
     @property

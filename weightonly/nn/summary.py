@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..shown import shown
+from ..shown import counted, shown
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Summary:
     def __str__(self) -> str:
         groups = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
         lines = [
-            f"{self.format}, {groups}: {len(self.quantized)} layers quantized, {len(self.left)} left; "
+            f"{self.format}, {groups}: {counted(len(self.quantized), 'layer')} quantized, {len(self.left)} left; "
             f"{_megabytes(self.bytes_before)} before, {_megabytes(self.bytes_after)} after"
         ]
         reasons: dict[str, list[LayerSummary]] = {}
