@@ -171,7 +171,7 @@ def test_layers_that_share_a_weight_are_left_and_load_where_only_names_them(tmp_
     summary: Any = model.weightonly_summary
     left = {name: layer.left for layer in summary.left for name in layer.names}
     assert left[shared] == "its weight is that of 'model.layers.1.shared_transf.self_attn.q_proj', too"
-    dense = wo.nn.quantize_model(tiny_model(zamba), group_size=32, only=["*.shared_transf.*_proj", "*.in_proj"])
+    dense: Any = wo.nn.quantize_model(tiny_model(zamba), group_size=32, only=["*.shared_transf.*_proj", "*.in_proj"])
     dense.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert shared in packed_layers(again) and torch.equal(logits(again), logits(dense))

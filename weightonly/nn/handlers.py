@@ -11,6 +11,7 @@ from .experts import Experts, expert_weights, why_not_experts
 from .linear import Linear
 from .recipe import Recipe
 
+
 class Handler(Protocol):
     """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
 
