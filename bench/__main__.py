@@ -1,6 +1,6 @@
 """Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
-(`model`), their linears on several GPUs (`parallel`), mixtures of experts (`experts`) and what a call costs the host
-(`host`); find the configurations that are the quickest on this GPU (`tune`)."""
+(`model`), their linears on several GPUs (`parallel`), vLLM's engine (`serve`), mixtures of experts (`experts`) and what
+a call costs the host (`host`); find the configurations that are the quickest on this GPU (`tune`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .host import COMMAND as HOST
 from .model.measure import COMMAND as MODEL
 from .parallel import COMMAND as PARALLEL
 from .report.command import COMMAND as REPORT
+from .serve import COMMAND as SERVE
 from .sweep import COMMAND as SWEEP
 from .tune import COMMAND as TUNE
 
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Command] = {
     "chain": CHAIN,
     "model": MODEL,
     "parallel": PARALLEL,
+    "serve": SERVE,
     "experts": EXPERTS,
     "tune": TUNE,
     "host": HOST,

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 import vllm
 from tests.vllm import vllm_cases as cases
 from vllm import envs
+from vllm.config.utils import hash_factors
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -278,6 +279,22 @@ def test_register(
     register()
     register()
     assert cuda == ([WeightOnlyLinearKernel] if is_first else []) + others
+
+
+def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without us, with us, with experts, with our kernel disabled: none is another's."""
+    monkeypatch.setattr(envs, "compile_factors", inspect.unwrap(envs.compile_factors))
+    monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
+    keys = [hash_factors(envs.compile_factors())]
+    register()
+    keys.append(hash_factors(envs.compile_factors()))
+    register()
+    assert hash_factors(envs.compile_factors()) == keys[-1]
+    monkeypatch.setenv("WEIGHTONLY_VLLM_EXPERTS", "on")
+    keys.append(hash_factors(envs.compile_factors()))
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "WeightOnlyLinearKernel")
+    keys.append(hash_factors(envs.compile_factors()))
+    assert len(set(keys)) == 4
 
 
 def test_register_is_silent_on_a_cpu() -> None:

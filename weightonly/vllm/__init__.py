@@ -5,9 +5,11 @@ Importing this package imports nothing of vLLM.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
+from .. import __version__
 from ..kernels import arch_runs_on, built_archs
 from .support import experts_wanted
 
@@ -25,7 +27,7 @@ def register() -> None:
     import vllm
 
     wanted = experts_wanted()
-    parts: dict[str, Callable[[], None]] = {"quantization method": _register_method}
+    parts: dict[str, Callable[[], None]] = {"compile cache": _register_cache, "quantization method": _register_method}
     if _runs_here():
         parts["linear kernel"] = _register_kernel
         if wanted:
@@ -35,6 +37,21 @@ def register() -> None:
             part()
         except (ImportError, AttributeError) as error:
             logger.warning("weightonly has no %s for vLLM %s: %s", name, vllm.__version__, error)
+
+
+def _register_cache() -> None:
+    """A graph that vLLM compiled and kept is for the kernels, hence the parameters, of the layers it was compiled with."""
+    from vllm import envs
+
+    compile_factors = envs.compile_factors
+    if hasattr(compile_factors, "__wrapped__"):
+        return
+
+    @functools.wraps(compile_factors)
+    def with_ours() -> dict[str, object]:
+        return compile_factors() | {"weightonly": f"{__version__}, experts {experts_wanted()}, kernels {_runs_here()}"}
+
+    envs.compile_factors = with_ours
 
 
 def _register_method() -> None:

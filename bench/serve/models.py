@@ -1,0 +1,238 @@
+"""Models that are served with random weights: their configs, and their tensors as a quantizer's checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import weightonly as wo
+
+from ..shapes import LLAMAS, MIXTURES, LlamaSizes, MixtureSizes
+
+_POSITIONS = 8192
+_VARIANTS = 4
+"""Weights of one shape that differ; layers take them by turns, each with memory of its own."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's sizes; mixture: of its experts, None: it is dense. qk_norm: query and key have a norm (Qwen3's)."""
+
+    attention: LlamaSizes
+    mixture: MixtureSizes | None = None
+    head_dim: int | None = None
+    qk_norm: bool = False
+
+    @property
+    def head(self) -> int:
+        return self.head_dim or self.attention.head_dim
+
+
+def _mixture(name: str, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> Served:
+    sizes = MIXTURES[name]
+    return Served(LlamaSizes(sizes.hidden, sizes.inner, layers, heads, kv_heads, vocabulary), sizes, **more)
+
+
+MODELS: dict[str, Served] = {
+    **{name: Served(sizes) for name, sizes in LLAMAS.items() if name != "tiny"},
+    "mixtral-8x7b": _mixture("mixtral-8x7b", 32, 32, 8, 32000),
+    "qwen3-30b-a3b": _mixture("qwen3-30b-a3b", 48, 32, 4, 151936, head_dim=128, qk_norm=True),
+    "tiny": Served(LlamaSizes(512, 1536, 4, 8, 4, 2048)),
+    "tiny-mixtral": Served(LlamaSizes(512, 512, 4, 8, 4, 2048), MixtureSizes(512, 512, 8, 2)),
+}
+
+
+def with_layers(model: Served, layers: int | None) -> Served:
+    return model if layers is None else replace(model, attention=replace(model.attention, layers=layers))
+
+
+def config_of(model: Served, quantization: Mapping[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of Llama, Mixtral or Qwen3-MoE."""
+    sizes, mixture = model.attention, model.mixture
+    kind, cls = ("llama", "LlamaForCausalLM") if mixture is None else ("mixtral", "MixtralForCausalLM")
+    config: dict[str, Any] = {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": model.head,
+        "vocab_size": sizes.vocabulary,
+        "max_position_embeddings": _POSITIONS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    if mixture is not None:
+        config |= {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k, "sliding_window": None}
+    if model.qk_norm and mixture is not None:
+        kind, cls = "qwen3_moe", "Qwen3MoeForCausalLM"
+        config |= {"num_experts": mixture.experts, "moe_intermediate_size": mixture.inner, "norm_topk_prob": True}
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    config |= {"model_type": kind, "architectures": [cls]}
+    return config if quantization is None else config | {"quantization_config": dict(quantization)}
+
+
+# --- quantizers --------------------------------------------------------------------------------------------------
+
+
+def _words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """int8 [K, N] of unsigned values -> int32, 32 / bits of them in a word along dim, lowest bits first."""
+    parts = values.movedim(dim, -1).unflatten(-1, (-1, 32 // bits)).to(torch.int64)
+    words = (parts << torch.arange(0, 32, bits, device=values.device)).sum(-1)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word
+
+
+def _awq(values: torch.Tensor) -> torch.Tensor:
+    return _words(values.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2), 4, 1)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A format that vLLM reads by itself. tensors: (u [K, N], scales [groups, N], z [groups, N], unsigned) of one layer
+    -> its tensors by suffix."""
+
+    bits: int
+    symmetric: bool
+    config: Callable[[int], dict[str, Any]]
+    tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
+
+
+def _gptq(bits: int) -> Quantizer:
+    def config(group: int) -> dict[str, Any]:
+        return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True}
+
+    def tensors(u: torch.Tensor, scales: torch.Tensor, z: torch.Tensor) -> Tensors:
+        rows = torch.arange(len(u), device=u.device, dtype=torch.int32) // (len(u) // len(scales))
+        return {"qweight": _words(u, bits, 0), "scales": scales, "qzeros": _words(z - 1, bits, 1), "g_idx": rows}
+
+    return Quantizer(bits, True, config, tensors)
+
+
+def _compressed(bits: int, symmetric: bool) -> Quantizer:
+    def config(group: int) -> dict[str, Any]:
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        named = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+        return named | {"quantization_status": "compressed", "ignore": ["lm_head", "re:.*gate$"]}
+
+    def tensors(u: torch.Tensor, scales: torch.Tensor, z: torch.Tensor) -> Tensors:
+        found = {"weight_packed": _words(u.t(), bits, 1), "weight_scale": scales.t().contiguous()}
+        found["weight_shape"] = torch.tensor(u.t().shape)
+        return found if symmetric else found | {"weight_zero_point": _words(z.t(), bits, 0)}
+
+    return Quantizer(bits, symmetric, config, tensors)
+
+
+QUANTIZERS: dict[str, Quantizer] = {
+    "gptq": _gptq(4),
+    "gptq8": _gptq(8),
+    "awq": Quantizer(
+        4,
+        False,
+        lambda group: {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
+        lambda u, scales, z: {"qweight": _awq(u), "scales": scales, "qzeros": _awq(z)},
+    ),
+    "ct": _compressed(4, True),
+    "ct8": _compressed(8, True),
+    "ct-zeros": _compressed(4, False),
+}
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """The tensors of a checkpoint, made one after another on a device; of a quantizer, or dense (None).
+
+    The dense ones have the numbers of the quantized ones, so the models are to be compared.
+    """
+
+    def __init__(
+        self,
+        model: Served,
+        quantizer: str | None,
+        numbers_of: str,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        """numbers_of: the quantizer of which the dense weights have the numbers; group: rows that share a scale; seed:
+        another one gives other numbers."""
+        self.model, self.quantizer = model, None if quantizer is None else QUANTIZERS[quantizer]
+        self.source, self.group, self.dtype, self.device = QUANTIZERS[numbers_of], group, dtype, device
+        self.seed = seed
+        self._made: dict[tuple[int, int, int], Tensors] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes = self.model.attention
+        yield "model.embed_tokens.weight", self._normal(0, sizes.vocabulary, sizes.hidden, 1.0)
+        yield "lm_head.weight", self._normal(1, sizes.vocabulary, sizes.hidden, 2 * sizes.hidden**-0.5)
+        yield "model.norm.weight", self._ones(sizes.hidden)
+        for layer in range(sizes.layers):
+            base = f"model.layers.{layer}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{base}.{norm}.weight", self._ones(sizes.hidden)
+            if self.model.qk_norm:
+                for norm in ("q_norm", "k_norm"):
+                    yield f"{base}.self_attn.{norm}.weight", self._ones(self.model.head)
+            for number, (name, k, n) in enumerate(self._linears()):
+                for suffix, tensor in self._linear(k, n, (layer + number) % _VARIANTS).items():
+                    yield f"{base}.{name}.{suffix}", tensor
+            if self.model.mixture is not None:
+                name = "mlp.gate" if self.model.qk_norm else "block_sparse_moe.gate"
+                router = self._normal(2 + layer, self.model.mixture.experts, sizes.hidden, sizes.hidden**-0.5)
+                yield f"{base}.{name}.weight", router
+
+    def _linears(self) -> Iterator[tuple[str, int, int]]:
+        """(name, K, N) of the linears of one layer."""
+        sizes, head = self.model.attention, self.model.head
+        yield "self_attn.q_proj", sizes.hidden, sizes.heads * head
+        yield "self_attn.k_proj", sizes.hidden, sizes.kv_heads * head
+        yield "self_attn.v_proj", sizes.hidden, sizes.kv_heads * head
+        yield "self_attn.o_proj", sizes.heads * head, sizes.hidden
+        bases, names = ["mlp"], ("gate_proj", "up_proj", "down_proj")
+        if self.model.mixture is not None:
+            module = "mlp" if self.model.qk_norm else "block_sparse_moe"
+            bases = [f"{module}.experts.{e}" for e in range(self.model.mixture.experts)]
+            names = names if self.model.qk_norm else ("w1", "w3", "w2")
+        for base in bases:
+            yield f"{base}.{names[0]}", sizes.hidden, sizes.intermediate
+            yield f"{base}.{names[1]}", sizes.hidden, sizes.intermediate
+            yield f"{base}.{names[2]}", sizes.intermediate, sizes.hidden
+
+    def _linear(self, k: int, n: int, variant: int) -> Tensors:
+        key = (k, n, variant)
+        if key not in self._made:
+            source, half = self.source, 1 << (self.source.bits - 1)
+            dense = self._normal(7 + variant, k, n, k**-0.5)
+            q, scales, zeros = wo.quantize(dense, source.bits, self.group, symmetric=source.symmetric)
+            z = torch.zeros_like(scales) if zeros is None else zeros.round()
+            if self.quantizer is None:
+                spread = [t.float().repeat_interleave(k // len(scales), 0) for t in (z, scales)]
+                self._made[key] = {"weight": ((q - spread[0]) * spread[1]).to(self.dtype).t().contiguous()}
+            else:
+                u, unsigned = q.to(torch.int16) + half, z.to(torch.int16) + half
+                self._made[key] = self.quantizer.tensors(u, scales, unsigned)
+        return self._made[key]
+
+    def _normal(self, seed: int, rows: int, columns: int, deviation: float) -> torch.Tensor:
+        g = torch.Generator(self.device).manual_seed(self.seed * 1000 + seed)
+        numbers = torch.randn(rows, columns, generator=g, device=self.device, dtype=torch.float32)
+        return (numbers * deviation).to(self.dtype)
+
+    def _ones(self, size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=self.dtype, device=self.device)

@@ -1,0 +1,47 @@
+"""`bench serve`: the random weights that it brings, loaded by vLLM's own methods; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.vllm import vllm_cases as cases
+from tests.vllm import vllm_models as models
+from vllm.model_executor.layers.linear import LinearBase
+
+from weightonly.bench.serve.engine import RANDOM, Job, register_random
+from weightonly.bench.serve.models import MODELS, QUANTIZERS, config_of, with_layers
+
+_JOB = Job("tiny", "weightonly", "gptq", 128, 2, "float16", (1,), 8, 8, (), "eager", 0.5, 1, None, False)
+
+
+def _built(folder: Path, job: Job) -> torch.nn.Module:
+    quantization = None if job.provider == "dense" else QUANTIZERS[job.quant].config(job.group_size)
+    config = config_of(with_layers(MODELS[job.model], job.layers), quantization, torch.float16)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    register_random()
+    arguments: dict[str, Any] = {"quantization": None, "load_format": RANDOM}
+    return models.load(folder, **arguments, model_loader_extra_config=vars(job))
+
+
+@pytest.mark.parametrize("quant", QUANTIZERS)
+def test_quantized_model_has_the_numbers_of_the_dense_one(
+    quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases.take_first(monkeypatch)
+    job = replace(_JOB, quant=quant)
+    ours = dict(_built(tmp_path / "ours", job).named_modules())
+    dense = dict(_built(tmp_path / "dense", replace(job, provider="dense")).named_modules())
+    linears = [name for name, module in dense.items() if isinstance(module, LinearBase)]
+    assert len(linears) == 8
+    for name in linears:
+        x = torch.randn(3, dense[name].input_size, generator=torch.Generator().manual_seed(0)).half()
+        torch.testing.assert_close(ours[name](x)[0], dense[name](x)[0], rtol=2e-2, atol=2e-2)
