@@ -18,6 +18,7 @@ class Names:
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self.model = model
         self._prefix = model.base_model_prefix
         self.tensors = model.state_dict()
         self.experts: dict[str, Any] = {
@@ -36,10 +37,20 @@ class Names:
             found, pattern = name, None
         return (found.removesuffix(".weight") if pattern is None else found), pattern
 
+    def targets(self, name: str, pattern: str) -> list[str]:
+        """The parameters that a converter makes of the layer of which `of_layer` gave `name` and `pattern`."""
+        converter = next(c for c in self.converters if pattern in c.source_patterns)
+        first = converter.target_patterns[0]
+        return [name.replace(first, target) for target in converter.target_patterns]
+
     def of_tensor(self, name: str) -> str:
         """The name in the model of a tensor that is not quantized; one that the model does not have, maybe."""
         found, _ = rename_source_key(name, self.renamings, self.converters, self._prefix, self.tensors)
         return name if found not in self.tensors and name in self.tensors else found
+
+    def has_experts(self, name: str) -> bool:
+        """Whether `name`, maybe with another prefix, is that of a module in `experts`."""
+        return any(self.stack_of(f"{name}.{product}") for product in ("gate_up_proj", "up_proj"))
 
     def stack_of(self, name: str) -> str | None:
         """The name in the model of stacked weights of experts, which has another prefix than `name`, maybe; or None."""
