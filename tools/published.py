@@ -36,7 +36,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "bench" / "measurements"
 ASSETS = ROOT / "docs" / "assets"
 PICTURE = ASSETS / "h200_speedup.svg"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "kernels" / "sm90_grouped.md")
+DOCUMENTS = tuple(
+    ROOT / name
+    for name in ("README.md", "docs/performance.md", "docs/kernels/sm90_grouped.md", "docs/guides/vllm.md")
+)
 
 BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 """Columns of the large tables."""
@@ -333,6 +336,21 @@ def layer_table(routing: str) -> str:
     return _markdown(["", *(f"M = {m}" for m in batch)], lines)
 
 
+def serve_table() -> str:
+    """vLLM's engine with our kernels and with its own choice: tokens/s of all prompts, ms to the first token."""
+    frame = pd.read_csv(MEASUREMENTS / "h200_serve.csv", comment="#")
+    units = {"decode": "tokens/s, {} prompts", "ttft": "ms to the first token of {}"}
+    lines = ["| model | | weightonly | vLLM's choice | times as fast |", "|---|---|---|---|---|"]
+    for (model, quant, measure, size), rows in frame.groupby(["model", "quant", "measure", "size"], sort=False):
+        of = rows.set_index("provider")["value"]
+        ours, theirs = of["weightonly"], of["vllm"]
+        ratio = ours / theirs if measure == "decode" else theirs / ours
+        what = units[measure].format(size).replace(" 1 prompts", " 1 prompt")
+        digits = 0 if measure == "decode" else 1
+        lines.append(f"| {model}, {quant} | {what} | {ours:.{digits}f} | {theirs:.{digits}f} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -348,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grouped-int8": lambda: grouped_table("int8"),
     "grouped-mxfp4": lambda: grouped_table("mxfp4"),
     "layer-even": lambda: layer_table("even"),
+    "serve": serve_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

@@ -107,7 +107,7 @@ def serve(
 
 def _run(job: Job) -> dict[str, Any] | str:
     """What the engine measured; a str: why it did not. What it prints goes to stderr."""
-    command = [sys.executable, "-m", f"{__package__}.engine"]
+    command = [sys.executable, "-c", f"from {__package__}.engine import main; main()"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

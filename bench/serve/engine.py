@@ -1,7 +1,6 @@
-"""One engine of vLLM in a process of its own: `python -m weightonly.bench.serve.engine` with a `Job` as JSON on stdin.
+"""One engine of vLLM in a process of its own, which alone imports vLLM: a `Job` comes as JSON on stdin.
 
-The last line that it prints begins with `RESULT` and is what it measured, as JSON. vLLM is imported in this process
-alone.
+The last line that `main` prints begins with `RESULT` and is what it measured, as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ RESULT = "RESULT "
 RANDOM = "weightonly-random"
 """The load format of random weights."""
 
-_DISABLED = {"vllm": ("WeightOnlyLinearKernel",), "marlin": ("WeightOnlyLinearKernel", "MacheteLinearKernel")}
 _WARM_TOKENS = 8
 _REPEATS = 3
 
@@ -60,7 +58,7 @@ def main() -> None:
     job = Job(**json.loads(sys.stdin.read()))
     set_environment(job)
     llm = engine(job)
-    result: dict[str, Any] = {"kernels": llm.apply_model(_kernels)[0], "decode": {}, "ttft": {}}
+    result: dict[str, Any] = {"kernels": llm.apply_model(kernels)[0], "decode": {}, "ttft": {}}
     if job.logprobs:
         result["logprobs"] = prompt_logprobs(llm, job.prompt)
     for batch in job.batch:
@@ -82,9 +80,10 @@ def set_environment(job: Job) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if job.provider in _DISABLED:
-        os.environ["VLLM_DISABLED_KERNELS"] = ",".join(_DISABLED[job.provider])
-        os.environ["WEIGHTONLY_VLLM_EXPERTS"] = "off"
+    if job.provider in ("vllm", "marlin"):
+        os.environ["VLLM_PLUGINS"] = ""  # none
+    if job.provider == "marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = "MacheteLinearKernel"
 
 
 def engine(job: Job, **more: Any) -> Any:
@@ -152,12 +151,11 @@ def register_random() -> None:
 
 
 def random_weights(job: Job, device: torch.device, seed: int = 0) -> Weights:
-    quant = None if job.provider == "dense" else job.quant
-    served = with_layers(MODELS[job.model], job.layers)
-    return Weights(served, quant, job.quant, job.group_size, getattr(torch, job.dtype), device, seed)
+    served, dtype = with_layers(MODELS[job.model], job.layers), getattr(torch, job.dtype)
+    return Weights(served, job.quant, job.provider == "dense", job.group_size, dtype, device, seed)
 
 
-def _kernels(model: torch.nn.Module) -> dict[str, int]:
+def kernels(model: torch.nn.Module) -> dict[str, int]:
     """Which class computes each kind of layer -> how many layers."""
     found = collections.Counter[str]()
     for name, module in model.named_modules():
@@ -204,7 +202,3 @@ def prompt_logprobs(llm: Any, length: int, **more: Any) -> list[list[float]]:
 
 def _seen(ids: Sequence[int], logprobs: Iterable[Any]) -> Iterator[float]:
     return (at[i].logprob for i, at in zip(ids, logprobs, strict=True) if at is not None)
-
-
-if __name__ == "__main__":
-    main()

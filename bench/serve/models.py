@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 import weightonly as wo
+from weightonly.codebooks import codebook
+from weightonly.heuristics.problem import FORMAT_GROUPS
 
 from ..shapes import LLAMAS, MIXTURES, LlamaSizes, MixtureSizes
 
 _POSITIONS = 8192
 _VARIANTS = 4
 """Weights of one shape that differ; layers take them by turns, each with memory of its own."""
+
+_NVFP4_FACTOR = 2.0**-11
+"""What NVFP4's scales are multiplied with: the same for all layers, as merged ones need it."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -101,13 +106,34 @@ def _awq(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A format that vLLM reads by itself. tensors: (u [K, N], scales [groups, N], z [groups, N], unsigned) of one layer
-    -> its tensors by suffix."""
+    """A format that vLLM reads by itself. layer: (random weight [K, N], rows of a group) -> the tensors of one layer by
+    suffix, and the weight [K, N] that they stand for, fp32."""
 
-    bits: int
-    symmetric: bool
     config: Callable[[int], dict[str, Any]]
-    tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
+    layer: Callable[[torch.Tensor, int], tuple[Tensors, torch.Tensor]]
+
+
+def _integers(
+    bits: int,
+    symmetric: bool,
+    config: Callable[[int], dict[str, Any]],
+    tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors],
+) -> Quantizer:
+    """tensors: of (u [K, N], scales [groups, N], z [groups, N]), u and z unsigned."""
+    half = 1 << (bits - 1)
+
+    def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+        q, scales, zeros = wo.quantize(w, bits, group, symmetric=symmetric)
+        z = torch.zeros_like(scales) if zeros is None else zeros.round()
+        dense = (q - _rows(z, q)) * _rows(scales, q)
+        return tensors(q.to(torch.int16) + half, scales, z.to(torch.int16) + half), dense
+
+    return Quantizer(config, layer)
+
+
+def _rows(groups: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Numbers of groups, fp32, one for each row of q."""
+    return groups.float().repeat_interleave(len(q) // len(groups), 0)
 
 
 def _gptq(bits: int) -> Quantizer:
@@ -118,36 +144,74 @@ def _gptq(bits: int) -> Quantizer:
         rows = torch.arange(len(u), device=u.device, dtype=torch.int32) // (len(u) // len(scales))
         return {"qweight": _words(u, bits, 0), "scales": scales, "qzeros": _words(z - 1, bits, 1), "g_idx": rows}
 
-    return Quantizer(bits, True, config, tensors)
+    return _integers(bits, True, config, tensors)
 
 
-def _compressed(bits: int, symmetric: bool) -> Quantizer:
+def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """The config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    named = {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+    return named | {"quantization_status": "compressed", "ignore": ["lm_head", "re:.*gate$"]}
+
+
+def _ct(bits: int, symmetric: bool) -> Quantizer:
     def config(group: int) -> dict[str, Any]:
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-        named = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-        return named | {"quantization_status": "compressed", "ignore": ["lm_head", "re:.*gate$"]}
+        return _compressed("pack-quantized", weights)
 
     def tensors(u: torch.Tensor, scales: torch.Tensor, z: torch.Tensor) -> Tensors:
         found = {"weight_packed": _words(u.t(), bits, 1), "weight_scale": scales.t().contiguous()}
         found["weight_shape"] = torch.tensor(u.t().shape)
         return found if symmetric else found | {"weight_zero_point": _words(z.t(), bits, 0)}
 
-    return Quantizer(bits, symmetric, config, tensors)
+    return _integers(bits, symmetric, config, tensors)
+
+
+def _fp4(format: str) -> Quantizer:
+    """NVFP4 and MXFP4 of compressed-tensors, in groups of their own size."""
+    rows = FORMAT_GROUPS[format]
+
+    def config(group: int) -> dict[str, Any]:
+        strategy = "tensor_group" if format == "nvfp4" else "group"
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": rows}
+        return _compressed(f"{format}-pack-quantized", weights | {"dynamic": False})
+
+    def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+        largest = w.float().unflatten(0, (-1, rows)).abs().amax(1)  # (groups, N)
+        if format == "nvfp4":
+            raw: torch.Tensor = (largest / 6 / _NVFP4_FACTOR).to(torch.float8_e4m3fn)
+            scales = raw.float() * _NVFP4_FACTOR
+        else:
+            exponents = torch.log2(largest / 6).ceil()
+            raw, scales = (exponents + 127).to(torch.uint8), torch.exp2(exponents)
+        table = codebook(format).to(w.device).float()
+        by_value = table.sort()  # midpoints between neighbours round to the nearest
+        middles = (by_value.values[1:] + by_value.values[:-1]) / 2
+        codes = by_value.indices[torch.bucketize(w.float() / _rows(scales, w), middles)].to(torch.uint8)  # (K, N)
+        by_row = codes.t()
+        packed = (by_row[:, ::2] | by_row[:, 1::2] << 4).contiguous()
+        found = {"weight_packed": packed, "weight_scale": raw.t().contiguous()}
+        if format == "nvfp4":
+            found["weight_global_scale"] = torch.tensor([1 / _NVFP4_FACTOR])
+        return found, table[codes.long()] * _rows(scales, w)
+
+    return Quantizer(config, layer)
 
 
 QUANTIZERS: dict[str, Quantizer] = {
     "gptq": _gptq(4),
     "gptq8": _gptq(8),
-    "awq": Quantizer(
+    "awq": _integers(
         4,
         False,
         lambda group: {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
         lambda u, scales, z: {"qweight": _awq(u), "scales": scales, "qzeros": _awq(z)},
     ),
-    "ct": _compressed(4, True),
-    "ct8": _compressed(8, True),
-    "ct-zeros": _compressed(4, False),
+    "ct": _ct(4, True),
+    "ct8": _ct(8, True),
+    "ct-zeros": _ct(4, False),
+    "nvfp4": _fp4("nvfp4"),
+    "mxfp4": _fp4("mxfp4"),
 }
 
 
@@ -155,26 +219,24 @@ QUANTIZERS: dict[str, Quantizer] = {
 
 
 class Weights:
-    """The tensors of a checkpoint, made one after another on a device; of a quantizer, or dense (None).
+    """The tensors of a checkpoint, made one after another on a device.
 
-    The dense ones have the numbers of the quantized ones, so the models are to be compared.
+    is_dense: those of the dense model with the numbers of the quantized one, so that the two are to be compared.
+    group: rows that share a scale. seed: another one gives other numbers.
     """
 
     def __init__(
         self,
         model: Served,
-        quantizer: str | None,
-        numbers_of: str,
+        quantizer: str,
+        is_dense: bool,
         group: int,
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        """numbers_of: the quantizer of which the dense weights have the numbers; group: rows that share a scale; seed:
-        another one gives other numbers."""
-        self.model, self.quantizer = model, None if quantizer is None else QUANTIZERS[quantizer]
-        self.source, self.group, self.dtype, self.device = QUANTIZERS[numbers_of], group, dtype, device
-        self.seed = seed
+        self.model, self.quantizer, self.is_dense = model, QUANTIZERS[quantizer], is_dense
+        self.group, self.dtype, self.device, self.seed = group, dtype, device, seed
         self._made: dict[tuple[int, int, int], Tensors] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -217,16 +279,8 @@ class Weights:
     def _linear(self, k: int, n: int, variant: int) -> Tensors:
         key = (k, n, variant)
         if key not in self._made:
-            source, half = self.source, 1 << (self.source.bits - 1)
-            dense = self._normal(7 + variant, k, n, k**-0.5)
-            q, scales, zeros = wo.quantize(dense, source.bits, self.group, symmetric=source.symmetric)
-            z = torch.zeros_like(scales) if zeros is None else zeros.round()
-            if self.quantizer is None:
-                spread = [t.float().repeat_interleave(k // len(scales), 0) for t in (z, scales)]
-                self._made[key] = {"weight": ((q - spread[0]) * spread[1]).to(self.dtype).t().contiguous()}
-            else:
-                u, unsigned = q.to(torch.int16) + half, z.to(torch.int16) + half
-                self._made[key] = self.quantizer.tensors(u, scales, unsigned)
+            found, dense = self.quantizer.layer(self._normal(7 + variant, k, n, k**-0.5), self.group)
+            self._made[key] = {"weight": dense.to(self.dtype).t().contiguous()} if self.is_dense else found
         return self._made[key]
 
     def _normal(self, seed: int, rows: int, columns: int, deviation: float) -> torch.Tensor:

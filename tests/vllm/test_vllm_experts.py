@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
+import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,6 @@ pytest.importorskip("vllm")
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_experts as moe
 from vllm import envs
-from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers import activation as layers
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, MoEActivation, RoutedExperts
@@ -31,10 +33,10 @@ from vllm.platforms.interface import DeviceCapability
 
 import weightonly as wo
 from weightonly.gate import Gate
-from weightonly.vllm import register
+from weightonly.vllm import register, support
 from weightonly.vllm.expert_tensors import of_rows
 from weightonly.vllm.experts import Shard, WeightOnlyExpertsMethod, _why_not, gate_of
-from weightonly.vllm.support import VARIABLE, experts_wanted
+from weightonly.vllm.support import VARIABLE, experts_wanted, is_asked_for
 
 HIDDEN, INNER = 128, 192
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
@@ -63,7 +65,7 @@ def inputs(g: torch.Generator, dtype: torch.dtype, rows: int = 7) -> tuple[torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [-1, 32, 64])
+@pytest.mark.parametrize("group", [-1, 16, 32, 64])
 @pytest.mark.parametrize(("method", "bits", "zeros"), cases.METHODS)
 def test_layer_of_each_method(
     method: str,
@@ -265,6 +267,11 @@ def test_gates_are_what_vllm_applies(activation: str, fields: dict[str, Any], ge
     torch.testing.assert_close(gate_of(moe_config)(z), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_an_activation_that_no_gate_has() -> None:
+    with pytest.raises(ValueError, match=r"activation: expected one of silu, .*, relu2_no_mul, got swiglustep"):
+        gate_of(fake_layer(activation=SimpleNamespace(value="swiglustep")).moe_config)
+
+
 def test_experts_without_a_gate(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Nemotron: one first projection, whose tensors come as those of "w1"."""
     moe.take_ours(monkeypatch)
@@ -292,6 +299,18 @@ def test_groups_that_a_rank_cuts_are_counted_on_the_cpu() -> None:
     assert shard.source is not None and shard.source.tolist() == [0, 1, 1] and shard.group_size == 32
 
 
+def test_parameters_that_move(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a trainer moves them: the scales alone, too."""
+    moe.take_ours(monkeypatch)
+    x, logits = inputs(generator, torch.float16)
+    with cases.serving():
+        runner = moe.build("gptq", cases.config("gptq", 4, 64, False), HIDDEN, INNER)
+        moe.load(runner, moe.random_experts(generator, HIDDEN, INNER).tensors("gptq"))
+        before = moe.forward(runner, x, logits)
+        runner.routed_experts.w2_scales.data = runner.routed_experts.w2_scales.data * 2
+        torch.testing.assert_close(moe.forward(runner, x, logits), before * 2)
+
+
 def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     moe.take_ours(monkeypatch)
     x, logits = inputs(generator, torch.float16)
@@ -314,7 +333,7 @@ def test_weights_are_made_once(generator: torch.Generator, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("changes", "group", "reason"),
     [
-        ({"activation": "swigluoai"}, 64, "activation: expected one of silu, .*, relu2_no_mul, got swigluoai"),
+        ({"activation": "swigluoai"}, 64, "activation: expected swigluoai for experts of gpt-oss, and for no others"),
         ({"activation": "gelu", "swiglu_limit": 7.0}, 64, "activation: expected gelu without alpha, beta and limit"),
         ({"swiglu_limit": 0.0}, 64, "limit: expected a finite number above 0, got 0.0"),
         ({"apply_router_weight_on_input": True}, 64, "no experts with router weights on the input"),
@@ -350,8 +369,9 @@ def fake_layer(**changes: Any) -> Any:
         intermediate_size_per_partition=INNER,
         hidden_dim=HIDDEN,
         in_dtype=torch.float16,
+        moe_backend="auto",
     )
-    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2)
+    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2, local_num_experts=moe.E)
     for name, value in changes.items():
         holder: Any = next(each for each in (layer, moe_config, parallel) if hasattr(each, name))
         setattr(holder, name, value)
@@ -365,13 +385,19 @@ def fake_layer(**changes: Any) -> Any:
         ({"enable_eplb": True}, "load balancing of experts"),
         ({"use_all2all_kernels": True}, "all-to-all kernels"),
         ({"apply_router_weight_on_input": True}, "router weights on the input with top_k above 1"),
+        ({"moe_backend": "marlin"}, "a --moe-backend of vLLM"),
     ],
-    ids=["LoRA", "EPLB", "all-to-all", "weights of two experts on the input"],
+    ids=["LoRA", "EPLB", "all-to-all", "weights of two experts on the input", "the user's choice"],
 )
 def test_what_experts_do_not_have(changes: dict[str, Any], reason: str) -> None:
     tensors = of_rows("int4", 64, 64, False)
     assert _why_not(fake_layer(), tensors) is None
     assert str(_why_not(fake_layer(**changes), tensors)).startswith(f"weightonly has no experts with {reason}")
+
+
+def test_asked_for_experts_are_no_choice_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    assert _why_not(fake_layer(moe_backend="marlin"), of_rows("int4", 64, 64, False)) is None
 
 
 def test_batch_invariant_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,6 +516,7 @@ def test_reload(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *first.stacks("sm90"), ids, weights))
         layerwise.initialize_layerwise_reload(layer)
         list(layer.load_weights(second.tensors("awq")))
+        assert not layerwise.get_layerwise_info(layer).can_load(), "kept until all layers are loaded"
         layerwise.finalize_layerwise_reload(layer, None)
         assert torch.equal(moe.forward(runner, x, logits), wo.fused_experts(x, *second.stacks("sm90"), ids, weights))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
@@ -498,14 +525,51 @@ def test_reload(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> 
 # --- the switch ------------------------------------------------------------------------------------------------
 
 
-def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_unless_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert not experts_wanted()
+    assert experts_wanted() and not is_asked_for()
     monkeypatch.setenv(VARIABLE, "on")
-    assert experts_wanted()
+    assert experts_wanted() and is_asked_for()
+    monkeypatch.setenv(VARIABLE, "off")
+    assert not experts_wanted() and not is_asked_for()
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected on or off, got 'yes'"):
         experts_wanted()
+
+
+@pytest.mark.parametrize(
+    ("arch", "group", "is_one"),
+    [(75, 64, False), (80, 64, True), (80, 16, False), (86, 32, True), (90, 16, True), (90, -1, True)],
+    ids=["sm75", "sm80", "sm80 in groups of 16", "sm86", "sm90 in groups of 16", "sm90 per channel"],
+)
+def test_by_default_one_launch(arch: int, group: int, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are a `gemm` each, for which the host waits, are taken only where they are asked for."""
+    built = (str(arch) if arch < 90 else "90a",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(support, "device_arch", lambda _: arch)
+    monkeypatch.setattr(support, "sm_count", lambda _: 132)
+    choose = sys.modules["weightonly.plan.choose"]
+    monkeypatch.setattr(sys.modules["weightonly.kernels"], "built_archs", lambda: built)
+    for module in (support, choose):
+        monkeypatch.setattr(module, "is_compiled", lambda config, types: True)
+    tensors = of_rows("int4", group, group, False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    reason = _why_not(fake_layer(), tensors)
+    assert reason is None if is_one else f"w13: no kernel has all experts in one launch; {VARIABLE}=on" in str(reason)
+    monkeypatch.setenv(VARIABLE, "on")
+    assert _why_not(fake_layer(), tensors) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "zeros"), [("gptq", 4, False), ("awq", 4, True), ("compressed-tensors", 8, True)]
+)
+def test_configs_are_sent_to_processes(method: str, bits: int, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one that has not registered ours yet; a copy is one of ours, too."""
+    moe.take_ours(monkeypatch)
+    config = quantization.get_quantization_config(method).from_config(cases.config(method, bits, 64, zeros))
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert type(other) is type(config) and repr(vars(other)) == repr(vars(config))
 
 
 def test_other_methods_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +588,7 @@ def test_register(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that our kernels are built for."""
     platform = type(current_platform)
     moe.keep_configs(monkeypatch)
-    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, list(_POSSIBLE_KERNELS[PlatformEnum.CUDA]))
+    cases.keep_kernels(monkeypatch)
     monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
     monkeypatch.setenv(VARIABLE, "on" if asked else "off")
     with monkeypatch.context() as gpu:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
 from tests import formats_llama as llama
+from tests import fp4_cases
 from tests.spy_reads import Reads
 from tests.vllm import vllm_cases as cases
 from tests.vllm.vllm_models import built, check, load
@@ -59,6 +60,10 @@ def codes(quant_type: str, nested: bool) -> Packer:
     return lambda k, n, g: llama.bitsandbytes(quant_type, nested)(k, n, g)[0]
 
 
+def floats(format: str) -> Packer:
+    return lambda k, n, g: fp4_cases.tensors("compressed-tensors", fp4_cases.weight(g, format, k, n))
+
+
 def write(folder: Path, packer: Packer, options: dict[str, Any], g: torch.Generator, lm_head: bool = False) -> Path:
     folder.mkdir()
     tensors = llama.plain_tensors(g)
@@ -85,6 +90,8 @@ FOLDERS = {
     "bnb-nf4": (codes("nf4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "bnb-nf4-nested": (codes("nf4", True), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "bnb-fp4": (codes("fp4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "ct-nvfp4": (floats("nvfp4"), fp4_cases.config("compressed-tensors", "nvfp4")),
+    "ct-mxfp4": (floats("mxfp4"), fp4_cases.config("compressed-tensors", "mxfp4")),
 }
 
 
@@ -130,18 +137,15 @@ def write_mixtral(folder: Path, packer: Packer, options: dict[str, Any], g: torc
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq-4bit-zeros", "awq-4bit", "ct-8bit-zeros", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4"]
+    "name",
+    ["gptq-4bit-zeros", "awq-4bit", "ct-8bit-zeros", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4", "ct-nvfp4", "ct-mxfp4"],
 )
-def test_experts_of_each_format(
-    name: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, "on")
+def test_experts_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_mixtral(tmp_path / name, *FOLDERS[name], generator)
     check(load(folder), folder, generator)
 
 
-def test_converted_experts(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "on")
+def test_converted_experts(tmp_path: Path, generator: torch.Generator) -> None:
     source = write_mixtral(tmp_path / "source", *FOLDERS["ct-8bit-zeros"], generator)
     wo.formats.convert(source, tmp_path / "converted", arch="sm90", progress=False)
     check(load(tmp_path / "converted", quantization=None), source, generator)
@@ -149,10 +153,10 @@ def test_converted_experts(tmp_path: Path, generator: torch.Generator, monkeypat
 
 def test_refused_experts(tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_mixtral(tmp_path / "order", *FOLDERS["gptq-4bit-act-order"], generator)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=f"experts: has quantized experts, which need {VARIABLE}=on"):
+    monkeypatch.setenv(VARIABLE, "off")
+    with pytest.raises(ValueError, match=f"experts: has quantized experts, which {VARIABLE}=off leaves to vLLM"):
         load(folder)
-    monkeypatch.setenv(VARIABLE, "on")
+    monkeypatch.delenv(VARIABLE)
     with pytest.raises(ValueError, match=r"experts: expected one of int4, .* without act-order"):
         load(folder)
     packer, options = FOLDERS["gptq-4bit-zeros"]
@@ -177,6 +181,8 @@ def test_refused_experts(tmp_path: Path, generator: torch.Generator, monkeypatch
         ("gptq-8bit-act-order", "sm80"),
         ("gptq-8bit-act-order", "sm90"),
         ("bnb-nf4-nested", "sm90"),
+        ("ct-nvfp4", "sm90"),
+        ("ct-mxfp4", "sm80"),
     ],
 )
 def test_converted_folder(name: str, arch: str, tmp_path: Path, generator: torch.Generator) -> None:
@@ -184,6 +190,17 @@ def test_converted_folder(name: str, arch: str, tmp_path: Path, generator: torch
     source = write(tmp_path / "source", *FOLDERS[name], generator)
     wo.formats.convert(source, tmp_path / "converted", arch=arch, progress=False)
     check(load(tmp_path / "converted", quantization=None), source, generator)
+
+
+def test_scales_beyond_fp16(tmp_path: Path, generator: torch.Generator) -> None:
+    def packer(k: int, n: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+        w = fp4_cases.weight(g, "mxfp4", k, n)
+        w.raw[0, 0] = 200
+        return fp4_cases.tensors("compressed-tensors", w)
+
+    folder = write(tmp_path / "folder", packer, FOLDERS["ct-mxfp4"][1], generator)
+    with pytest.raises(ValueError, match=r"qkv_proj\.scales: expected powers of two .* for mxfp4 in torch\.float16"):
+        load(folder)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -281,10 +298,13 @@ def test_another_k(k: int, tmp_path: Path, generator: torch.Generator, monkeypat
 
 
 def test_layers_that_are_not_loaded() -> None:
-    """A format without rows, and groups of another number of rows."""
-    method = WeightOnlyLinearMethod("up", LayerShape("mxfp4", 64, 64, 32, symmetric=True, act_order=False))
-    with pytest.raises(ValueError, match="up: expected one of int4, int8, nf4, fp4, got mxfp4"):
+    """A format without rows, groups of 4-bit floats that ranks cut, and groups of another number of rows."""
+    method = WeightOnlyLinearMethod("up", LayerShape("code4", 64, 64, 32, symmetric=True, act_order=False))
+    with pytest.raises(ValueError, match="up: expected one of int4, int8, nf4, fp4, mxfp4, nvfp4, got code4"):
         method.create_weights(torch.nn.Module(), 64, [64], 64, 64, torch.float16, weight_loader=None)
+    method = WeightOnlyLinearMethod("up", LayerShape("mxfp4", 96, 64, 32, symmetric=True, act_order=False))
+    with pytest.raises(ValueError, match="up: expected K of a rank in whole groups of 32, got 48"):
+        method.create_weights(torch.nn.Module(), 48, [64], 96, 64, torch.float16, weight_loader=None)
     groups = RowGroups(data=torch.zeros(64, dtype=torch.int32), weight_loader=None)
     with pytest.raises(ValueError, match=r"row_groups: expected \[64\], got \[1\]"):
         groups.load_column_parallel_weight(torch.zeros(1, dtype=torch.int32))

@@ -18,6 +18,7 @@ import vllm
 from tests.vllm import vllm_cases as cases
 from vllm import envs
 from vllm.config.utils import hash_factors
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -259,13 +260,12 @@ def test_batch_invariant_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[type[MPLinearKernel]]:
     """A platform that says it is a Hopper GPU. Returns a copy of the list of its kernels, which `register` changes."""
-    kernels = list(_POSSIBLE_KERNELS[PlatformEnum.CUDA])
-    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, kernels)
+    cases.keep_kernels(monkeypatch)
     platform = type(current_platform)
     monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
     monkeypatch.setattr(platform, "is_cuda", lambda _: True)
     monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0))
-    return kernels
+    return linear._POSSIBLE_KERNELS[PlatformEnum.CUDA]
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,12 @@ def test_register(
     register()
     register()
     assert cuda == ([WeightOnlyLinearKernel] if is_first else []) + others
+    for name in filter(linear.__dict__.get, cases.LISTS_OF_FP4_KERNELS):  # older versions have no such lists
+        assert getattr(linear, name)[PlatformEnum.CUDA][0].__name__.startswith("WeightOnly") == is_first
 
 
 def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled without us, with us, with experts, with our kernel disabled: none is another's."""
+    """Compiled without us, with us, with all experts, with none, with our kernel disabled: none is another's."""
     monkeypatch.setattr(envs, "compile_factors", inspect.unwrap(envs.compile_factors))
     monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
     keys = [hash_factors(envs.compile_factors())]
@@ -290,11 +292,12 @@ def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytes
     keys.append(hash_factors(envs.compile_factors()))
     register()
     assert hash_factors(envs.compile_factors()) == keys[-1]
-    monkeypatch.setenv("WEIGHTONLY_VLLM_EXPERTS", "on")
-    keys.append(hash_factors(envs.compile_factors()))
+    for experts in ("on", "off"):
+        monkeypatch.setenv("WEIGHTONLY_VLLM_EXPERTS", experts)
+        keys.append(hash_factors(envs.compile_factors()))
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "WeightOnlyLinearKernel")
     keys.append(hash_factors(envs.compile_factors()))
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == 5
 
 
 def test_register_is_silent_on_a_cpu() -> None:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.vllm import vllm_cases as cases
+from tests.vllm import vllm_fp4
 from tests.vllm import vllm_models as models
 from vllm.model_executor.layers.linear import LinearBase
 
@@ -37,6 +38,7 @@ def test_quantized_model_has_the_numbers_of_the_dense_one(
     quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases.take_first(monkeypatch)
+    vllm_fp4.take_place(monkeypatch)
     job = replace(_JOB, quant=quant)
     ours = dict(_built(tmp_path / "ours", job).named_modules())
     dense = dict(_built(tmp_path / "dense", replace(job, provider="dense")).named_modules())

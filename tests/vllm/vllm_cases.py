@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from vllm.distributed import (
     init_distributed_environment,
     model_parallel_is_initialized,
 )
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -27,12 +29,14 @@ from vllm.scalar_type import scalar_types
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
 __all__ = [
+    "LISTS_OF_FP4_KERNELS",
     "METHODS",
     "Weight",
     "beside",
     "build",
     "config",
     "finish",
+    "keep_kernels",
     "load",
     "rank_of",
     "serving",
@@ -55,6 +59,16 @@ def serving(dtype: torch.dtype = torch.float16) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+LISTS_OF_FP4_KERNELS = ("_POSSIBLE_NVFP4_KERNELS", "_POSSIBLE_MXFP4_KERNELS")
+
+
+def keep_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered from here on is gone when the test ends."""
+    for name in ("_POSSIBLE_KERNELS", *LISTS_OF_FP4_KERNELS, "MarlinNvFp4LinearKernel"):
+        if hasattr(linear, name):  # older versions do not have all of them
+            monkeypatch.setattr(linear, name, copy.deepcopy(getattr(linear, name)))
 
 
 def take_first(monkeypatch: pytest.MonkeyPatch, arch: str | None = None) -> None:

@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 from .. import __version__
 from ..kernels import arch_runs_on, built_archs
-from .support import experts_wanted
+from .support import experts_wanted, is_asked_for
 
 logger = logging.getLogger("vllm.weightonly")
 
 
 def register() -> None:
-    """Registers the quantization method and the load format "weightonly", and our linear kernel as the first.
+    """Registers the quantization method and the load format "weightonly", and our linear kernels as the first.
 
-    The kernel is for GPUs that our kernels are built for; on others nothing is put before vLLM's own. There, and where
-    WEIGHTONLY_VLLM_EXPERTS is on, experts are taken, too. Calls after the first one change nothing.
+    The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and unless
+    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. Calls after the first one change nothing.
 
     A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """
@@ -30,6 +30,7 @@ def register() -> None:
     parts: dict[str, Callable[[], None]] = {"compile cache": _register_cache, "quantization method": _register_method}
     if _runs_here():
         parts["linear kernel"] = _register_kernel
+        parts["kernel of 4-bit floats"] = _register_fp4_kernels
         if wanted:
             parts["experts"] = _register_experts
     for name, part in parts.items():
@@ -49,7 +50,8 @@ def _register_cache() -> None:
 
     @functools.wraps(compile_factors)
     def with_ours() -> dict[str, object]:
-        return compile_factors() | {"weightonly": f"{__version__}, experts {experts_wanted()}, kernels {_runs_here()}"}
+        experts = experts_wanted(), is_asked_for()
+        return compile_factors() | {"weightonly": f"{__version__}, experts {experts}, kernels {_runs_here()}"}
 
     envs.compile_factors = with_ours
 
@@ -83,6 +85,12 @@ def _register_kernel() -> None:
     kernels = _POSSIBLE_KERNELS.setdefault(current_platform._enum, [])
     if WeightOnlyLinearKernel not in kernels:
         kernels.insert(0, WeightOnlyLinearKernel)
+
+
+def _register_fp4_kernels() -> None:
+    from .fp4_kernels import take_marlins_place
+
+    take_marlins_place()
 
 
 def _register_experts() -> None:

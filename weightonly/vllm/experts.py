@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
-from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
-from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 
 from ..experts import fused_experts
@@ -23,49 +23,63 @@ from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import FORMATS
 from ..packed import PackedWeight
 from ..packing import preprocess
+from ..quantize_codes import check_scales_as
 from ..weight import QuantizedWeight
-from .expert_tensors import ExpertTensors, of_config
+from .expert_tensors import CONFIGS, ExpertTensors
 from .rows import unpack_rows
-from .support import why_not
+from .support import is_asked_for, why_many_launches, why_not
 
 logger = init_logger(f"vllm.{__name__}")
 
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ", "swigluoai_uninterleave")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ", "swigluoai", "swigluoai_uninterleave")
 _WITHOUT_GATE = ("silu", "gelu", "gelu_tanh", "relu2")
 """Values of vLLM's MoEActivation that a `Gate` computes; those without a gate have another name, "silu_no_mul"."""
-
-_CONFIGS: dict[type[QuantizationConfig], tuple[str, ...]] = {
-    AutoGPTQConfig: ("gptq", "gptq_marlin", "auto_gptq"),
-    AutoAWQConfig: ("awq", "awq_marlin", "auto_awq"),
-    CompressedTensorsConfig: ("compressed-tensors",),
-}
-"""vLLM's configs whose experts we take, and the names of methods that it has for each."""
 
 
 def take_experts() -> None:
     """Registers configs in place of vLLM's, which differ in one thing: experts that we can compute are ours."""
-    for config, methods in _CONFIGS.items():
-        ours = _with_experts(config)
+    for place, (methods, _) in CONFIGS.items():
+        try:
+            ours = _with_experts(place)
+        except (ImportError, AttributeError) as error:
+            logger.info("Experts of %s are left to this vLLM: %s", place, error)
+            continue
         for method in methods:
             if method in QUANTIZATION_METHODS:
                 register_quantization_config(method)(ours)
 
 
-def _with_experts(config: type[QuantizationConfig]) -> type[QuantizationConfig]:
+@functools.cache
+def _with_experts(place: str) -> type[QuantizationConfig]:
+    """The config of vLLM at a place of `CONFIGS`, with our experts."""
+    module, _, name = place.rpartition(".")
+    config: type[Any] = getattr(importlib.import_module(f"{quantization.__name__}.{module}"), name)
+    _, tensors_of = CONFIGS[place]
+
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
-        tensors = of_config(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
+        tensors = tensors_of(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
         if tensors is not None:
             try:
                 if isinstance(tensors, str):
                     raise ValueError(f"{prefix}: {tensors}")
                 method = WeightOnlyExpertsMethod(prefix, layer, tensors)
-                logger.info_once("Using WeightOnlyExpertsMethod for %s", config.__name__)
+                logger.info_once("Using WeightOnlyExpertsMethod for %s", name)
                 return method
             except ValueError as error:
                 logger.warning_once("Experts are left to vLLM's kernels: %s", error)
         return config.get_quant_method(self, layer, prefix)
 
-    return type(config.__name__, (config,), {"get_quant_method": get_quant_method})
+    def reduce(self: Any) -> Any:  # vLLM sends configs to processes, which find no class like this by its name
+        return _sent, (place, vars(self))
+
+    return type(name, (config,), {"get_quant_method": get_quant_method, "__reduce__": reduce})
+
+
+def _sent(place: str, fields: dict[str, Any]) -> QuantizationConfig:
+    config = _with_experts(place)
+    sent = config.__new__(config)
+    vars(sent).update(fields)
+    return sent
 
 
 def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
@@ -82,18 +96,24 @@ def _why_not(layer: Any, tensors: ExpertTensors) -> str | None:
         "all-to-all kernels (data parallelism with expert parallelism)": parallel.use_all2all_kernels,
         "router weights on the input with top_k above 1": layer.apply_router_weight_on_input and layer.top_k > 1,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "a --moe-backend of vLLM": getattr(moe, "moe_backend", "auto") != "auto" and not is_asked_for(),
     }
     for what, is_asked in refused.items():
         if is_asked:
             return f"weightonly has no experts with {what}"
-    inner = moe.intermediate_size_per_partition
+    if (moe.activation.value == "swigluoai") != tensors.alternates:
+        return "activation: expected swigluoai for experts of gpt-oss, and for no others"
+    inner = tensors.inner(moe)
     for stem, k, n in (("w13", moe.hidden_dim, (2 if gate.has_gate else 1) * inner), ("w2", inner, moe.hidden_dim)):
         try:
             shard = Shard(layer, tensors, stem)
         except ValueError as error:
             return f"{stem}: {error}"
         has_zeros = tensors.zeros is not None
-        reason = why_not(k, n, tensors.format, shard.group_size, has_zeros, moe.in_dtype)
+        product = k, n, tensors.format, shard.group_size, has_zeros, moe.in_dtype
+        reason = why_not(*product)
+        if reason is None and not is_asked_for():
+            reason = why_many_launches(*product, int(layer.local_num_experts), int(layer.top_k))
         if reason is not None:
             return f"{stem}: {reason}"
     return None
@@ -108,6 +128,8 @@ def gate_of(moe: Any) -> Gate:
     names = (*_ACTIVATIONS, *(f"{name}_no_mul" for name in _WITHOUT_GATE))
     if value not in names:
         raise ValueError(f"activation: expected one of {', '.join(names)}, got {value}")
+    if value == "swigluoai":
+        return Gate.of(value)
     # Older versions do not have all of these.
     limit, alpha, beta = (getattr(moe, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
     if value == "swigluoai_uninterleave":
@@ -131,13 +153,13 @@ class Shard:
     def __init__(self, layer: Any, tensors: ExpertTensors, stem: str) -> None:
         """Raises ValueError for groups that no kernel takes. Of the pieces of a group `why_not` says it."""
         moe = layer.moe_config
-        inner, parallel = moe.intermediate_size_per_partition, moe.moe_parallel_config
-        begin, full = inner * parallel.tp_rank, inner * parallel.tp_size
+        inner, parallel = tensors.inner(moe), moe.moe_parallel_config
+        begin, full, hidden = inner * int(parallel.tp_rank), inner * int(parallel.tp_size), int(moe.hidden_dim)
         is_first = stem == "w13"
         self.parts = 2 if is_first and gate_of(moe).has_gate else 1
-        self.k, self.n = (moe.hidden_dim, self.parts * inner) if is_first else (inner, moe.hidden_dim)
-        self.full_k, self.full_n = (moe.hidden_dim, full) if is_first else (full, moe.hidden_dim)
-        self.first_row, self.first_column = (0, int(begin)) if is_first else (int(begin), 0)
+        self.k, self.n = (hidden, self.parts * inner) if is_first else (inner, hidden)
+        self.full_k, self.full_n = (hidden, full) if is_first else (full, hidden)
+        self.first_row, self.first_column = (0, begin) if is_first else (begin, 0)
         size = tensors.first_group if is_first else tensors.down_group
         size = self.full_k if size == -1 else size
         check_kernel_group_size(size, self.full_k)
@@ -177,6 +199,11 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         self.loaded_biases: set[str] = set()
         self._made: tuple[tuple[int, ...], tuple[Any, ...]] | None = None
 
+    def maybe_roundup_sizes(self, hidden_size: int, *sizes: Any, **named: Any) -> tuple[int, int]:
+        """This rank's rows of the second product, as the loader cuts them."""
+        hidden, _ = super().maybe_roundup_sizes(hidden_size, *sizes, **named)
+        return hidden, self.tensors.inner(self.moe)
+
     def create_weights(
         self,
         layer: Any,
@@ -187,16 +214,20 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Parameters for the experts of this rank, named as in the file; weights in the form of rows.py."""
-        tensors = self.tensors
+        tensors, self.dtype = self.tensors, params_dtype
+        of_scales = tensors.scales_dtype or params_dtype
         for stem, shard in self.shards.items():
             width = shard.k * FORMATS[tensors.format] // 8
             shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
                 tensors.qweight: ((shard.n, width), torch.uint8),
-                tensors.scales: ((shard.n, len(shard.groups)), params_dtype),
-                "bias": ((shard.n,), params_dtype),
+                tensors.scales: ((shard.n, len(shard.groups)), of_scales),
             }
+            if getattr(self.moe, "has_bias", True):  # what is not loaded would delay a reload to its end
+                shapes["bias"] = (shard.n,), params_dtype
             if tensors.zeros is not None:
                 shapes[tensors.zeros] = shapes[tensors.scales]
+            if tensors.factor is not None:
+                shapes[tensors.factor] = (shard.parts,), torch.float32
             shapes |= dict.fromkeys(tensors.unread, ((0,), torch.uint8))
             for name, (shape, dtype) in shapes.items():
                 data = torch.zeros(num_experts, *shape, dtype=dtype)
@@ -217,6 +248,9 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
 
         Raises ValueError for a tensor of another shape than the config says.
         """
+        if self.tensors.alternates:
+            is_mine = self._load_alternating(param, loaded_weight, weight_name, expert_id)
+            return is_mine if return_success else None
         expert = self.local_expert(expert_id)
         if expert == -1:
             return False if return_success else None
@@ -228,6 +262,8 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
         if name in self.tensors.unread:
             if name.endswith("g_idx") and not bool((loaded_weight[1:] >= loaded_weight[:-1]).all()):
                 raise ValueError(f"{self.name}.{name}: expected groups in order, as the config says, got others")
+        elif name == self.tensors.factor:
+            param.data[expert][half : half + 1].copy_(loaded_weight.reshape(1))
         elif name == "bias":
             self.loaded_biases.add(stem)
             # The ranks' results are added up: one of them brings the bias.
@@ -250,18 +286,71 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
             place.copy_(read[shard.first_column :][:columns, begin:end])
         return True if return_success else None
 
+    def _load_alternating(
+        self, param: torch.nn.Parameter, loaded: torch.Tensor, weight_name: str, expert_id: int | None
+    ) -> bool:
+        """Brings a tensor of a product of gpt-oss into a parameter: of all experts of this rank, cut for it, or of the
+        expert `expert_id`, for all ranks. Returns whether this rank has it."""
+        stem, _, name = weight_name.rpartition(".")[2].partition("_")
+        shard, data = self.shards[stem], param.data  # (experts, N, ...)
+        if expert_id is not None:
+            expert = self.local_expert(expert_id)
+            if expert == -1:
+                return False
+            data, loaded = data[expert : expert + 1], loaded[None]
+            loaded = loaded.flatten(2) if name == self.tensors.qweight else loaded
+            if stem == "w13":
+                loaded = loaded[:, 2 * shard.first_column :][:, : shard.n]
+            elif name != "bias":
+                per_column = shard.k // data.shape[2]
+                loaded = loaded[..., shard.first_row // per_column :][..., : data.shape[2]]
+            elif self.tp_rank:
+                loaded = torch.zeros_like(loaded)
+        fits = len(loaded) == len(data) and all(a <= b for a, b in zip(loaded.shape, data.shape, strict=True))
+        if not fits:
+            raise ValueError(f"{self.name}.{name}: expected {list(data.shape)} at most, got {list(loaded.shape)}")
+        if name == "bias":
+            self.loaded_biases.add(stem)
+        else:
+            loaded = self.tensors.read[name](loaded)
+        data.zero_()  # the last rank may have fewer
+        columns = shard.n // shard.parts
+        for part in range(shard.parts):
+            mine = loaded[:, part :: shard.parts]
+            place = data[:, part * columns :][:, : mine.shape[1]]
+            (place[..., : mine.shape[2]] if mine.dim() == 3 else place).copy_(mine)
+        return True
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the weights, in place of what was loaded."""
+        """Packs the weights, in place of what was loaded. Raises ValueError for scales that do not fit."""
         tensors, self._made = self.tensors, None
         for stem, shard in self.shards.items():
             self._pack(layer, f"{stem}_{tensors.qweight}", stem)
             for name in (tensors.scales, tensors.zeros):
                 if name is not None:
-                    data = getattr(layer, f"{stem}_{name}").data.transpose(1, 2)  # (E, groups, N)
+                    data = getattr(layer, f"{stem}_{name}").data
+                    data = self._scales(layer, stem, data) if name == tensors.scales else data
+                    data = data.transpose(1, 2)  # (E, groups, N)
                     data = data if shard.source is None else data[:, shard.source.to(data.device)]
                     _replace(layer, f"{stem}_{name}", data.contiguous())
             if stem not in self.loaded_biases:
                 layer.register_parameter(f"{stem}_bias", None)
+        names = (f"{stem}_{name}" for stem in self.shards for name in (*tensors.read, "bias"))
+        self.held = tuple(name for name in names if getattr(layer, name, None) is not None)
+
+    def _scales(self, layer: Any, stem: str, raw: torch.Tensor) -> torch.Tensor:
+        """In the dtype of x. Raises ValueError for those that do not fit."""
+        factors, name = None, self.tensors.factor
+        if name is not None:
+            columns = self.shards[stem].n // self.shards[stem].parts
+            factors = getattr(layer, f"{stem}_{name}").data.repeat_interleave(columns, 1)[..., None]  # (E, N, 1)
+            layer.register_parameter(f"{stem}_{name}", None)
+        try:
+            scales = self.tensors.scales_of(raw, factors)
+            check_scales_as(scales, self.dtype, self.tensors.format)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.{stem}_{self.tensors.scales}: {error}") from error
+        return scales.to(self.dtype)
 
     def _pack(self, layer: Any, name: str, stem: str) -> None:
         """One expert at a time, so that no more than one is unpacked."""
@@ -302,7 +391,7 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
 
     def _weights(self, layer: Any) -> tuple[Any, ...]:
         """w13 and w2, made when they are asked for first, and again where a reload brought others."""
-        places = tuple(getattr(layer, f"{stem}_{self.tensors.qweight}").data_ptr() for stem in self.shards)
+        places = tuple(getattr(layer, name).data_ptr() for name in self.held)
         if self._made is None or self._made[0] != places:
             self._made = places, tuple(self._weight(layer, stem) for stem in self.shards)
         return self._made[1]

@@ -126,7 +126,7 @@ class WeightOnlyConfig(QuantizationConfig):
                 f"{type(layer).__name__}; the method weightonly has no embeddings"
             )
         if not experts_wanted():
-            raise ValueError(f"{prefix}: has quantized experts, which need {VARIABLE}=on")
+            raise ValueError(f"{prefix}: has quantized experts, which {VARIABLE}=off leaves to vLLM")
         from .expert_tensors import of_rows
         from .experts import WeightOnlyExpertsMethod
 

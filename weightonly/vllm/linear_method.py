@@ -18,11 +18,12 @@ from ..formats.layers import LayerShape
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
-from ..heuristics.problem import CODE_FORMATS, FORMATS
+from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from ..packed import PackedWeight
 from ..packing import preprocess, repack
+from ..quantize_codes import check_scales_as
 from .blocks import PackedRows, cuts_bytes, packed_blocks
-from .rows import LOADED_FORMATS, unpack_rows
+from .rows import EXACT_SCALES, LOADED_FORMATS, unpack_rows
 from .support import Held, why_not
 
 _CHUNK = 32
@@ -94,12 +95,14 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             raise ValueError(f"{self.name}: expected one of {', '.join(LOADED_FORMATS)}, got {shape.format}")
         # Whole groups lie in this shard, side by side: scales are cut as the weight is.
         self.is_whole = not shape.act_order and k % shape.group_size == 0
+        if not self.is_whole and shape.format in FORMAT_GROUPS:
+            raise ValueError(f"{self.name}: expected K of a rank in whole groups of {shape.group_size}, got {k}")
         group_size = shape.group_size if self.is_whole or k == input_size else _CHUNK
         k_padded = -(-k // group_size) * group_size if group_size == _CHUNK else k
         reason = why_not(k_padded, n, shape.format, group_size, has_zeros, params_dtype)
         if reason is not None:
             raise ValueError(f"{self.name}: {reason}")
-        self.k, self.n, self.k_packed = k, n, k
+        self.k, self.n, self.k_packed, self.dtype = k, n, k, params_dtype
         loader = extra_weight_attrs["weight_loader"]
         self.takes_blocks = self.is_whole and cuts_bytes(shape, k, output_partition_sizes, (input_size, output_size))
         if self.takes_blocks:
@@ -109,7 +112,7 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             layer.register_parameter("qweight", PackedRows(data=rows, input_dim=1, output_dim=0, weight_loader=loader))
         groups = (k if self.is_whole else shape.k) // shape.group_size
         for name in ("scales", "zeros") if has_zeros else ("scales",):
-            data = torch.empty(n, groups, dtype=params_dtype)
+            data = torch.empty(n, groups, dtype=EXACT_SCALES.get(shape.format, params_dtype))
             parameter = (
                 GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
                 if self.is_whole
@@ -123,9 +126,16 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         self.tp_rank = int(getattr(layer, "tp_rank", 0))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the weight, in place of what was loaded. Raises ValueError for merged layers of different act-order."""
+        """Packs the weight, in place of what was loaded.
+
+        Raises ValueError for merged layers of different act-order, and for scales that do not fit the dtype of x.
+        """
         shape, bits = self.shape, FORMATS[self.shape.format]
-        scales = layer.scales.data.t().contiguous()
+        try:
+            check_scales_as(layer.scales.data, self.dtype, shape.format)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.{error}") from error
+        scales = layer.scales.data.t().to(self.dtype).contiguous()
         zeros = layer.zeros.data.t().contiguous() if hasattr(layer, "zeros") else None
         perm = None
         if self.takes_blocks:

@@ -11,7 +11,10 @@ import torch
 from ..formats.words import to_signed
 from ..heuristics.problem import CODE_FORMATS, FORMATS
 
-LOADED_FORMATS = ("int4", "int8", "nf4", "fp4")
+LOADED_FORMATS = ("int4", "int8", "nf4", "fp4", "mxfp4", "nvfp4")
+
+EXACT_SCALES = {"mxfp4": torch.bfloat16, "nvfp4": torch.float32}
+"""Dtypes in which scales come that not every x has the range of; others come in that of x."""
 
 
 def pack_rows(unsigned: torch.Tensor, format: str) -> torch.Tensor:

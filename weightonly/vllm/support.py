@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 from torch.compiler import is_compiling
@@ -11,24 +12,32 @@ from ..args import CPU_DTYPES
 from ..device import device_arch, sm_count
 from ..heuristics import Problem
 from ..heuristics.configs import TypeConfig
+from ..heuristics.grouped import select_grouped
 from ..heuristics.legal import check_kernel_group_size
+from ..heuristics.problem import check_format_groups
+from ..kernels import is_compiled, runs_on
 from ..packed import PackedWeight
 from ..plan.choose import DTYPE_NAMES, choose, scale_mode
 from ..weight import LooseWeight, QuantizedWeight
 
 VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"
-"""Names the environment variable that turns our experts on."""
+"""Names the environment variable that turns our experts on, all of them, or off. Not set: those of one launch."""
 
 _TOKENS = (1, 64, 4096)
 """Rows of x that are tried: kernels of decode, of small batches, and of prompts."""
 
 
 def experts_wanted() -> bool:
-    """Whether the environment asks for our experts. Raises ValueError for a value other than on and off."""
-    value = os.environ.get(VARIABLE, "off")
+    """Whether the environment leaves experts to us. Raises ValueError for a value other than on and off."""
+    value = os.environ.get(VARIABLE, "on")
     if value not in ("on", "off"):
         raise ValueError(f"{VARIABLE}: expected on or off, got {value!r}")
     return value == "on"
+
+
+def is_asked_for() -> bool:
+    """Whether experts are asked for that are one `gemm` each, for which the host waits."""
+    return os.environ.get(VARIABLE) == "on"
 
 
 class Held:
@@ -50,6 +59,21 @@ class Held:
         return self._made[1]
 
 
+def multiplies_fp4() -> bool:
+    """Whether the GPU multiplies 4-bit floats itself: Blackwell. What vLLM quantizes x for is left to it there."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and int(capability.major) >= 10
+
+
+def finite_scales(scales: torch.Tensor) -> torch.Tensor:
+    """`scales`. Raises ValueError for infinite ones and NaN."""
+    if not bool(scales.isfinite().all()):
+        raise ValueError("scales: expected finite numbers, got NaN or infinity")
+    return scales
+
+
 def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype) -> str | None:
     """Why `gemm` cannot compute x [M, K] @ w [K, N] on the current device; None: it can.
 
@@ -57,16 +81,37 @@ def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype
     """
     try:
         check_kernel_group_size(group_size, k)
+        check_format_groups(format, group_size, k)
         if not torch.cuda.is_available():
             return None if dtype in CPU_DTYPES else f"x: expected 16 or 32 bits, got {dtype}"
         if dtype not in DTYPE_NAMES:
             return f"x: expected float16 or bfloat16, got {dtype}"
-        device = torch.cuda.current_device()
-        group_size = -1 if group_size == k else group_size
-        for m in _TOKENS:
-            problem = Problem(m, n, k, format, group_size, device_arch(device), sm_count(device), zeros=has_zeros)
-            types = TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+        for problem, types in _problems(k, n, format, group_size, has_zeros, dtype):
             choose(problem, types, None)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return None
+
+
+def why_many_launches(
+    k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype, experts: int, top_k: int
+) -> str | None:
+    """Why the product of `experts` weights, which `gemm` computes, is more than one launch; None: it is not."""
+    if not torch.cuda.is_available():
+        return None
+    for problem, types in _problems(k, n, format, group_size, has_zeros, dtype, top_k):
+        config = select_grouped(problem, experts)
+        if config is None or not runs_on(config, problem.arch) or not is_compiled(config, types):
+            return f"no kernel has all experts in one launch; {VARIABLE}=on takes them, without CUDA graphs"
+    return None
+
+
+def _problems(
+    k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype, top_k: int = 1
+) -> Iterator[tuple[Problem, TypeConfig]]:
+    """What the current device computes for few and many tokens, each of which goes to top_k weights."""
+    device = torch.cuda.current_device()
+    group_size = -1 if group_size == k else group_size
+    for m in _TOKENS:
+        problem = Problem(m * top_k, n, k, format, group_size, device_arch(device), sm_count(device), zeros=has_zeros)
+        yield problem, TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, has_zeros))

@@ -1,0 +1,119 @@
+"""Engines of vLLM, on a GPU, in a process of their own: `python -m tests.vllm.engine_run WHAT PROVIDER`.
+
+logprobs: of the prompts of every case of `CASES`. features MODEL: prompts longer than a step takes (chunked prefill),
+cached prefixes, LoRA, sleep, weights that are loaded again. The last line is what was found, as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from weightonly.bench.serve.engine import (
+    RESULT,
+    Job,
+    engine,
+    kernels,
+    prompt_logprobs,
+    prompts,
+    random_weights,
+    sampling,
+    set_environment,
+)
+from weightonly.bench.serve.models import MODELS, QUANTIZERS
+
+LENGTH = 200
+_RANK = 8
+_JOB = Job("tiny", "", "ct", 128, None, "float16", (8,), LENGTH, 16, (), "eager", 0.1, 1, None, False, 1.0)
+
+CASES = {
+    **{f"{quant}-fp16": replace(_JOB, quant=quant) for quant in QUANTIZERS},
+    **{f"{quant}-bf16": replace(_JOB, quant=quant, dtype="bfloat16") for quant in ("gptq", "awq", "ct8")},
+    **{f"ct-groups-of-{group}": replace(_JOB, group_size=group) for group in (32, 64)},
+    **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS},
+}
+
+
+def logprobs(provider: str) -> dict[str, Any]:
+    found = {}
+    for name, case in CASES.items():
+        job = replace(case, provider=provider)
+        llm = engine(job)
+        found[name] = {"kernels": llm.apply_model(kernels)[0], "logprobs": prompt_logprobs(llm, LENGTH)}
+        _free(llm)
+    return found
+
+
+def _free(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    vars(llm).clear()  # the CUDA graphs, too: before the process group
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def features(provider: str, model: str) -> dict[str, Any]:
+    job = replace(_JOB, provider=provider, model=model, mode="graphs")
+    with_lora = MODELS[model].mixture is None
+    lora = {"enable_lora": True, "max_lora_rank": _RANK} if with_lora else {}
+    llm = engine(job, enable_prefix_caching=True, enable_sleep_mode=True, max_num_batched_tokens=256, **lora)
+    found: dict[str, Any] = {"chunked prefill": prompt_logprobs(llm, LENGTH)}
+    tokens = {"first": _tokens(llm), "cached prefixes": _tokens(llm)}
+    if with_lora:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("adapter", 1, str(_adapter(job)))
+        found["LoRA"] = prompt_logprobs(llm, LENGTH, lora_request=request)
+    llm.sleep(level=1)
+    llm.wake_up()
+    found["sleep"] = prompt_logprobs(llm, LENGTH)
+    llm.collective_rpc("reload_weights")
+    found["the same weights again"] = prompt_logprobs(llm, LENGTH)
+    other = random_weights(job, torch.device("cuda"), seed=1)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(other)})
+    found["other weights"] = prompt_logprobs(llm, LENGTH)
+    llm.sleep(level=2)  # the weights are gone
+    llm.wake_up()
+    llm.collective_rpc("reload_weights")
+    found["weights after sleep"] = prompt_logprobs(llm, LENGTH)
+    return {"logprobs": found, "tokens": tokens}
+
+
+def _tokens(llm: Any) -> list[list[int]]:
+    outputs = llm.generate(prompts(llm, 8, LENGTH), sampling(16), use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def _adapter(job: Job) -> Path:
+    """A PEFT folder for q_proj and down_proj of every layer."""
+    sizes = MODELS[job.model].attention
+    g, tensors = torch.Generator().manual_seed(3), dict[str, torch.Tensor]()
+    shapes = {"self_attn.q_proj": (sizes.hidden, sizes.hidden), "mlp.down_proj": (sizes.intermediate, sizes.hidden)}
+    for layer in range(sizes.layers):
+        for name, (k, n) in shapes.items():
+            base = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{base}.lora_A.weight"] = torch.randn(_RANK, k, generator=g).half() * k**-0.5
+            tensors[f"{base}.lora_B.weight"] = torch.randn(n, _RANK, generator=g).half() * 0.3
+    folder = Path(tempfile.mkdtemp())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    names = [name.rpartition(".")[2] for name in shapes]
+    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": names, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    return folder
+
+
+if __name__ == "__main__":
+    what, provider, *models = sys.argv[1:]
+    set_environment(replace(_JOB, provider=provider))
+    print(RESULT + json.dumps(features(provider, *models) if what == "features" else logprobs(provider)), flush=True)
+    os._exit(0)  # no teardown, see bench/serve/engine.py
