@@ -39,7 +39,8 @@ def folder_of(
     path: Path, options: Mapping[str, Any], pack: Callable[[str], Packer], g: torch.Generator
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     """A folder of NAMES, and their weights."""
-    tensors, dense = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
     for name in NAMES:
         packed, dense[name] = pack(name)(K, N, g)
         tensors |= {f"{name}.{inside}": tensor for inside, tensor in packed.items()}

@@ -134,9 +134,10 @@ def _check_parts(
     _, k, n = size
     for layers in parts:
         for layer in layers:
-            dense = checkpoint.shards.tensors.get(f"{layer}.weight")
-            shape = shapes.get(layer)
-            got = (shape.k, shape.n) if shape is not None else tuple(dense.shape[::-1])
+            if layer in shapes:
+                got: tuple[int, ...] = shapes[layer].k, shapes[layer].n
+            else:
+                got = checkpoint.shards.tensors[f"{layer}.weight"].shape[::-1]
             check_size(layer, (k, n // len(layers)), got)
             if not has_bias:
                 check_no_bias(checkpoint, layer)
@@ -197,10 +198,10 @@ def place_of(names: Names, layer: str) -> Place | None:
         if name is None or number is None or not _stacks(converter, names.experts[name.rpartition(".")[0]]):
             return None
         return name, int(number[1]), converter.source_patterns.index(pattern)
-    for product, parts in _PLACES.items() if own is not None else ():
-        name = names.stack_of(f"{own[1]}.{product}") if own[3] in parts else None
-        if name is not None:
-            return name, int(own[2]), parts[own[3]]
+    if own is not None:
+        for product, parts in _PLACES.items():
+            if own[3] in parts and (name := names.stack_of(f"{own[1]}.{product}")) is not None:
+                return name, int(own[2]), parts[own[3]]
     return None
 
 
