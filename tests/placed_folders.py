@@ -24,12 +24,12 @@ def apart(model: torch.nn.Module) -> Tensors:
     for name, tensor in model.state_dict().items():
         owner, _, product = name.rpartition(".")
         module: Any = model.get_submodule(owner)
-        if not hasattr(module, "_apply_gate"):
+        if not hasattr(module, "_apply_gate") and not hasattr(module, "gate_up_proj"):
             tensors[name] = tensor
             continue
         inside = "bias" if product.endswith("_bias") else "weight"
         # [E, N, K] or [E, N]
-        stack = tensor.transpose(1, 2) if inside == "weight" and module.is_transposed else tensor
+        stack = tensor.transpose(1, 2) if inside == "weight" and getattr(module, "is_transposed", True) else tensor
         layers = {product.removesuffix("_bias"): stack}
         if "gate_up_proj" in layers:
             half = stack.shape[1] // 2

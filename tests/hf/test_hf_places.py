@@ -42,6 +42,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"intermediate_size": 64, "num_experts": 6}),
     "phimoe": ("Phimoe", {"intermediate_size": 64, "num_local_experts": 4}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    "llama4": ("Llama4", {"intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 4}),
 }
 
 
@@ -51,7 +52,7 @@ def model_of(name: str) -> Any:
         model = make(name)
     else:
         stem, sizes = OTHERS[name]
-        config = getattr(transformers, f"{stem}Config")(**SMALL | sizes)
+        config = getattr(transformers, f"{stem}{'TextConfig' if stem == 'Llama4' else 'Config'}")(**SMALL | sizes)
         model = seeded(lambda: getattr(transformers, f"{stem}ForCausalLM")(config))
     for parameter in model.parameters():
         parameter.data.mul_(0.2 if parameter.dim() == 3 and name in MODELS else 1)
@@ -266,6 +267,15 @@ def test_experts_some_of_which_are_dense(
     assert experts_of(model) == ["model.layers.0.mlp.experts"]
     says = "layers.1.mlp.experts.gate_up_proj and 1 others stay dense, dequantized: model.layers.1" in caplog.text
     assert says is not (name == "qwen3-moe" and case == "all of a layer")  # which transformers reads itself
+
+
+@routes
+def test_experts_that_no_packed_ones_replace(route: str, tmp_path: Path, generator: torch.Generator) -> None:
+    """Llama4's, which llm-compressor takes apart like others."""
+    expected = model_of("llama4")
+    model = check(write(tmp_path / "model", expected, linear, generator), expected, route)
+    reasons = {dense.reason for dense in model.hf_quantizer.plan.densified.values()}
+    assert reasons == {"it has not the attributes of transformers' use_experts_implementation"}
 
 
 @routes

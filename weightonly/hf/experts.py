@@ -15,7 +15,7 @@ from ..formats.gpt_oss import METHOD as GPT_OSS
 from ..formats.layers import LayerShape
 from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
-from ..nn.experts import Experts, ModuleGate, alternates, gates_first, in_order, stack_parts
+from ..nn.experts import Experts, ModuleGate, alternates, gates_first, in_order, stack_parts, why_not_experts
 from ..nn.grouped import GroupedLinear
 from ..packed import PackedWeight
 from .dense import Dense, check_no_bias, dtype_of, tensors_inside
@@ -47,7 +47,7 @@ def plan_experts(
     whole = _whole_stacks(names, shapes, checkpoint, may_pack)
     places = _places(names, checkpoint, shapes)
     used: set[str] = set()
-    for experts, module in names.experts.items():
+    for experts, module in (names.experts | names.others).items():
         found = {f"{experts}.{product}": shape for product, shape in expert_shapes(module).items()}
         own = {name: places[name] for name in found if name in places}
         if all(_is_left(names, checkpoint, layer) for layers in own.values() for layer in layers.values()):
@@ -57,7 +57,9 @@ def plan_experts(
             _check_parts(checkpoint, shapes, found[name], of_each, bool(module.has_bias))
         shared = {name: _common_shape(shapes, of_each) for name, of_each in parts.items()}
         reasons = [shape for shape in shared.values() if isinstance(shape, str)]
-        if not may_pack:
+        if experts in names.others:
+            reasons.insert(0, why_not_experts(names.model.get_submodule(experts)) or "")
+        elif not may_pack:
             reasons.insert(0, "tensor parallel cuts experts that are dense")
         if len(parts) + len(whole.keys() & found.keys()) < len(found):
             reasons.append("the checkpoint has another product of its experts alone")
@@ -160,7 +162,7 @@ def _whole_stacks(
             )
         renamed = apply_renamings(layer, names.renamings)
         name = names.stack_of(renamed)
-        if name is None:
+        if name is None or name.rpartition(".")[0] in names.others:
             if names.parameters(renamed) or names.parameters(f"{renamed}.weight"):
                 raise ValueError(
                     f"{layer}: expected a parameter of experts that weightonly.nn.Experts replaces, as the checkpoint "
@@ -195,7 +197,8 @@ def place_of(names: Names, layer: str) -> Place | None:
             continue
         number = re.search(pattern.replace("*.", r"(\d+)\."), f"{renamed}.weight") if "*." in pattern else None
         name = names.stack_of(target)
-        if name is None or number is None or not _stacks(converter, names.experts[name.rpartition(".")[0]]):
+        module = None if name is None else (names.experts | names.others)[name.rpartition(".")[0]]
+        if name is None or number is None or not _stacks(converter, module):
             return None
         return name, int(number[1]), converter.source_patterns.index(pattern)
     if own is not None:

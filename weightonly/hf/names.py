@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..nn.experts import why_not_experts
+
+
+@dataclass(frozen=True)
+class OtherExperts:
+    """Experts without the interface of `why_not_experts`, such as Llama4's: w [E, N, K], or [E, K, N] if transposed."""
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    is_transposed: bool
+    has_gate: bool = True
+    has_bias: bool = False
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> OtherExperts | None:
+        """None for other modules: the shapes of the two weights, which have to fit each other, tell which way."""
+        found = dict(module.named_parameters())
+        if found.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in found.values()):
+            return None
+        (_, a, b), (_, c, d) = found["gate_up_proj"].shape, found["down_proj"].shape
+        for is_transposed, fits in ((True, (a, b) == (d, 2 * c)), (False, (b, a) == (c, 2 * d))):
+            if fits:
+                return cls(**found, is_transposed=is_transposed)
+        return None
 
 
 class Names:
@@ -25,6 +50,12 @@ class Names:
             name: module for name, module in model.named_modules() if why_not_experts(module) is None
         }
         """Modules with the weights of all experts of a mixture, which `nn.Experts` can replace."""
+        self.others: dict[str, OtherExperts] = {
+            name: others
+            for name, module in model.named_modules()
+            if name not in self.experts and (others := OtherExperts.of(module)) is not None
+        }
+        """Those that it cannot replace, but that have their weights in the same form."""
 
     def of_layer(self, layer: str) -> tuple[str, str | None]:
         """(the module of layer `layer` of the checkpoint, None), or (a parameter that it is a part of, how).
@@ -54,7 +85,9 @@ class Names:
 
     def stack_of(self, name: str) -> str | None:
         """The name in the model of stacked weights of experts, which has another prefix than `name`, maybe; or None."""
-        return next((full for full in self.parameters(name) if full.rpartition(".")[0] in self.experts), None)
+        return next(
+            (full for full in self.parameters(name) if full.rpartition(".")[0] in self.experts | self.others), None
+        )
 
     def parameters(self, name: str) -> list[str]:
         """The tensors of the model whose name is `name`, maybe with another prefix."""
