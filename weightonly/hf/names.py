@@ -32,7 +32,7 @@ class OtherExperts:
         (_, a, b), (_, c, d) = found["gate_up_proj"].shape, found["down_proj"].shape
         for is_transposed, fits in ((True, (a, b) == (d, 2 * c)), (False, (b, a) == (c, 2 * d))):
             if fits:
-                return cls(**found, is_transposed=is_transposed)
+                return cls(found["gate_up_proj"], found["down_proj"], is_transposed)
         return None
 
 
