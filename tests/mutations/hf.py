@@ -18,7 +18,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/loader.py",
-        "hf_load_model hf_gpt_oss hf_experts",
+        "hf_load_model hf_gpt_oss hf_experts hf_places",
         [
             ("code of a folder is asked for", "load_model", ", False", ", None"),
             ("code of a folder runs", "load_model", ", False", ", True"),
@@ -27,7 +27,7 @@ MUTATIONS = [
             ("config.json is read again", "load_model", "shards.configs[CONFIG] = _entries(config)\n", ""),
             ("the dtype of the tensors", "load_model", "weights.plain_dtype or ", ""),
             ("a tensor that is missing", "_complete", "missing:", "len(missing) > 1:"),
-            ("experts that cannot be stacked", "load_model", "SeparateExpertsError", "ZeroDivisionError"),
+            ("layers that are put together", "load_model", "PartsError", "ZeroDivisionError"),
         ],
     ),
     *of(
@@ -71,12 +71,25 @@ MUTATIONS = [
             ("the permutation is a float", "CheckpointWeights._add", "int32,", "float32,"),
             ("dense weights are not transposed", "CheckpointWeights.read", ".t()", ""),
             ("scales of a KV cache", "CheckpointWeights.plain", "name not in self.checkpoint.unused", "True"),
+            ("pairs in another order", "CheckpointWeights._stack", " and len(stack.parts[0]) == 1", ""),
+            ("biases of zeros", "CheckpointWeights._plan_layer", "not in names.tensors:", "is None:"),
+            ("a head that is the embedding", "_why_dense", "others and not", "None and not"),
             (
                 "codes have the layout of integers",
                 "CheckpointWeights._packed_shape",
                 "record_code_layout if shape.format in CODE_FORMATS else ",
                 "",
             ),
+        ],
+    ),
+    *of(
+        "weightonly/hf/dense.py",
+        "hf_places",
+        [
+            ("gates are not in turns", "Dense._columns", "self.alternates and ", "False and "),
+            ("experts that are transposed", "Dense.weight.one", "w if self.is_transposed else w.t()", "w.t()"),
+            ("biases that are not 0", "check_no_bias", ".any()", ".all()"),
+            ("what is kept in fp32", "dtype_of", "not plan", "True"),
         ],
     ),
     *of(
@@ -99,15 +112,16 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/experts.py",
-        "hf_experts hf_gpt_oss",
+        "hf_experts hf_gpt_oss hf_places",
         [
-            ("an expert that is missing", "plan_experts", "(expert, part) not in layers", "expert is None"),
-            (
-                "biases that the model lacks",
-                "plan_experts",
-                "{layer in biased for layer in layers.values()} != {bool(module.has_bias)}",
-                "module is None",
-            ),
+            ("an expert that is missing", "_ordered", "(expert, part) not in layers", "expert is None"),
+            ("an expert too much", "_ordered", "expert >= count", "expert < 0"),
+            ("two layers in one place", "_places", "other != layer", "other is None"),
+            ("experts of another size", "_check_parts", "check_size(layer, (k, n // len(layers)), got)", "pass"),
+            ("biases that the model lacks", "_check_parts", "check_no_bias(checkpoint, layer)", "pass"),
+            ("biases that the checkpoint lacks", "_check_parts", '"bias" not in', '"biases" in'),
+            ("dense experts that transformers reads", "_is_left", "bool(inside) and ", "False and "),
+            ("names of lists", "place_of", "names.has_experts(listed[1])", "False"),
             ("blocks in another order", "read_gates_first", "gates_first(read(tensor), 1)", "read(tensor)"),
             (
                 "packed layers in another order",
@@ -116,7 +130,8 @@ MUTATIONS = [
                 "record",
             ),
             ("fewer experts than the model has", "_whole_stacks", "!=", ">"),
-            ("experts of several columns", "_common_shape", "!= like.n", "< 0"),
+            ("experts that are not quantized", "_common_shape", "is not None", "is None"),
+            ("biases of zeros", "_filled", "record.bias if has_bias else None", "record.bias"),
             ("zero points of some experts", "_common_shape", "all", "any"),
             ("the order of some experts", "_common_shape", "any", "all"),
             ("zero points that change weights", "_filled", "zeros_like", "ones_like"),
@@ -136,7 +151,9 @@ MUTATIONS = [
             ),
             ("a gate", "plan_quantization", "== 1", "== 0"),
             ("layers to leave", "plan_quantization", "all", "any"),
-            ("N of another model", "_check_size", "found != (shape.k, shape.n)", "found[0] != shape.k"),
+            ("N of another model", "check_size", "expected != got", "expected[0] != got[0]"),
+            ("ties that stay", "untie", "module._tied_weights_keys = left\n", ""),
+            ("a config of other ties", "untie", "not left", "True"),
             ("zero points", "_arguments", "shape.symmetric is not False", "True"),
             ("names that do not print", "check_names", "not name.isprintable()", "name is None"),
             (
@@ -163,9 +180,15 @@ MUTATIONS = [
             ),
             ("the output embedding", "WeightOnlyQuantizer._process_model_before_weight_loading", "True", "False"),
             (
-                "experts in several shapes",
+                "layers that are put together",
                 "WeightOnlyQuantizer._plan_folder",
-                "check_stacked(self.plan, checkpoint)\n",
+                "check_whole(self.plan, checkpoint)\n",
+                "",
+            ),
+            (
+                "dense experts are saved in one",
+                "WeightOnlyQuantizer._process_model_after_weight_loading",
+                " or self._made(c)",
                 "",
             ),
             (
@@ -210,7 +233,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/hf/conversions.py",
-        "hf_from_pretrained hf_quantize hf_experts hf_gpt_oss hf_mxfp4 hf_quantize_errors parallel_hf",
+        "hf_from_pretrained hf_quantize hf_experts hf_gpt_oss hf_mxfp4 hf_quantize_errors parallel_hf hf_places",
         [
             (
                 "biases in another order",
@@ -224,7 +247,12 @@ MUTATIONS = [
                 "gates_first if in_turns_in_files(model, name) else ",
                 "",
             ),
-            ("packed layers in another order", "Read.convert.record", "in_turns", "False"),
+            (
+                "packed layers in another order",
+                "Read.convert",
+                "is_stack and in_turns_in_files(model, name) and ",
+                "False and ",
+            ),
             ("saved in another order", "_Split.convert", "in_turns_in_files(model, stack)", "False"),
             ("scales are saved in another order", "_Split.convert", 'in ("scales", "zeros", "bias")', '== "bias"'),
             (
@@ -248,6 +276,9 @@ MUTATIONS = [
                 'in self.targets.modules and tensor != "weight"',
                 "is None",
             ),
+            ("pairs in another order", "Read.convert", " and len(sources[0]) == 1", ""),
+            ("biases of zeros", "Read.convert", "not has_bias", "has_bias is None"),
+            ("biases of dense experts", "Read._dense", "dense.bias is None", "name"),
             ("names with a prefix", "Targets.__init__", ', f"{prefix}.{bare[0]}": f"{prefix}.{bare[1]}"', ""),
             ("a rank without a part", "Quantize.convert", "not weight.numel()", "weight is None"),
             ("errors do not name the layer", "Quantize.convert", 'type(error)(f"{name}: {error}") from ', ""),

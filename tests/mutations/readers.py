@@ -100,14 +100,15 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/formats/gptq.py",
-        "formats_gptq strange_configs formats_errors formats_checkpoint",
+        "formats_gptq strange_configs formats_errors formats_checkpoint layer_settings",
         [
-            ("act-order per channel needs g_idx", "gptq_format", " and group_size != -1", ""),
-            ("desc_act without g_idx", "gptq_format.describe", "needs_order", "needs_order is None"),
+            ("act-order per channel needs g_idx", "gptq_format.describe", " and size != -1", ""),
+            ("desc_act without g_idx", "gptq_format.describe", "and act_order and", "and act_order is None and"),
+            ("desc_act of a layer", "gptq_format.describe", '"desc_act", bool', '"act", bool'),
+            ("sym of a layer", "gptq_format.is_symmetric", '"sym", bool', '"symmetric", bool'),
             ("desc_act is not compared", "gptq_format.describe", "False", "None"),
             ("version 1 is version 2", "_zero_points", "== 2", ">= 1"),
             ("symmetric checkpoints of version 1", "_zero_points", "all", "any"),
-            ("patterns keep their sign", "gptq_format", '.removeprefix("+:")', ""),
             ("Marlin's order", "gptq_format", '"is_marlin_format"', '"is_marlin"'),
             ("3 bits", "gptq_format", "default_bits not in _ONES", "default_bits is None"),
             ("groups of the config", "_grouping", "is not None", "== 0"),
@@ -117,6 +118,28 @@ MUTATIONS = [
                 'expect("qweight", qweight, torch.int32, [words_for(k, bits), n])',
                 "pass",
             ),
+        ],
+    ),
+    *of(
+        "weightonly/formats/layer_settings.py",
+        "layer_settings formats_errors",
+        [
+            ("patterns keep their sign", "dynamic_settings", '"+:", "-:"', '"-:"'),
+            ("negative patterns", "dynamic_settings.find", 'startswith("-:")', "startswith('~')"),
+            ("names are patterns", "extra_settings", " if _SPECIAL.intersection(text)", ""),
+            ("the first of extra_config", "extra_settings.find", "min", "max"),
+            ("modules that a layer is in", "extra_settings.find", "texts if text in extra", "()"),
+        ],
+    ),
+    *of(
+        "weightonly/formats/auto_round.py",
+        "layer_settings",
+        [
+            ("activations", "auto_round_format", "< 16", "< 0"),
+            ("floats", "auto_round_format", 'not kind.startswith("int")', "not kind"),
+            ("rotations", "auto_round_format", "if options.get(key)", "if not key"),
+            ("kernels in the packing format", "auto_round_format", 'layout.partition(":")[0]', "layout"),
+            ("the key of old versions", "auto_round_format", '"backend"', '"kernel"'),
         ],
     ),
     *of(
@@ -177,7 +200,7 @@ MUTATIONS = [
         "strange_configs linear_reading",
         [
             ("a match anywhere", "Pattern.matches_start", " & 1", ""),
-            ("a match of all of it", "Pattern.matches_start", "all", "all + 1 >> 1"),
+            ("a match of all of it", "Pattern._begins", "name.all", "name.all + 1 >> 1"),
             ("steps of a sequence", "_one_after_another.node", "1 + len(parts)", "0"),
             ("steps of options", "_any_of.node", "len(options)", "0"),
             ("any number of patterns", "Pattern.__init__", "len(text) + 1", "0"),

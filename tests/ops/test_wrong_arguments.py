@@ -42,10 +42,17 @@ _TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "negated": lambda t: torch._neg_view(t),
     "quantized": lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8),
 }
+
+
+class _Object:
+    def __repr__(self) -> str:
+        return "an object"  # the same id in every process
+
+
 _INTS: list[Any] = [None, "4", 4.0, True, [4], {}, float("nan"), torch.tensor(4), -2, 0]
-_BOOLS: list[Any] = ["no", 2, 0.5, [], object(), torch.tensor([1, 2])]
-_STRS: list[Any] = [3, "", "zzz", b"int4", ["int4"], {}, object(), True]
-_DTYPES: list[Any] = ["float16", 3, torch.float64, torch.int8, object()]
+_BOOLS: list[Any] = ["no", 2, 0.5, [], _Object(), torch.tensor([1, 2])]
+_STRS: list[Any] = [3, "", "zzz", b"int4", ["int4"], {}, _Object(), True]
+_DTYPES: list[Any] = ["float16", 3, torch.float64, torch.int8, _Object()]
 
 
 def _calls() -> list[Case]:

@@ -16,6 +16,7 @@ import torch
 
 from .expect import FLOATS, TensorError, expect, option
 from .groups import rows_by_count
+from .layer_settings import NO_SETTINGS, LayerSettings
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .plain import IntWeight
 from .words import signed_zeros, to_signed, words_as_bytes
@@ -60,21 +61,25 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     return nibbles.view(rows, columns, 2, 4).transpose(2, 3).reshape(rows, columns * _COLUMNS_PER_WORD)
 
 
-def awq_format(options: Mapping[str, Any]) -> LayerFormat:
+def awq_format(options: Mapping[str, Any], settings: LayerSettings = NO_SETTINGS) -> LayerFormat:
     """The format that a quantization config describes. options: AutoAWQ's own file or Hugging Face's config.
 
-    Raises ValueError for other bits than 4, and for a version other than "gemm".
+    settings: of single layers. Raises ValueError for other bits than 4, and for a version other than "gemm".
     """
-    bits = option(options, "bits", int, option(options, "w_bit", int, 4))
-    if bits != 4:
-        raise ValueError(f"bits: expected 4 for AWQ, got {bits}")
+    default_bits = option(options, "bits", int, option(options, "w_bit", int, 4))
+    if settings.is_empty and default_bits != 4:
+        raise ValueError(f"bits: expected 4 for AWQ, got {default_bits}")
     # Hugging Face's newer configs name it "format".
     version = option(options, "version", str, option(options, "format", str, "gemm"))
     if version.lower() != "gemm":
         raise ValueError(f"version: expected 'gemm', got {version!r}; other orders of AutoAWQ are not read")
-    group_size = option(options, "group_size", int, option(options, "q_group_size", int))
+    default_rows = option(options, "group_size", int, option(options, "q_group_size", int))
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
+        bits = settings.option(layer, "bits", int, default_bits)
+        if bits != 4:
+            raise TensorError("qweight", f"bits: expected 4 for AWQ, got {bits} in the config")
+        group_size = settings.option(layer, "group_size", int, default_rows)
         k, n, groups = awq_shape(tensors["qweight"], tensors["scales"], tensors["qzeros"])
         check_bias(tensors, n)
         return LayerShape("int4", k, n, _rows(k, groups, group_size), symmetric=False, act_order=False)

@@ -12,7 +12,6 @@ undoes both.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 
 from .expect import FLOATS, INTEGERS, TensorError, expect, option
 from .groups import Grouping, even_groups, group_rows, is_in_order
+from .layer_settings import LayerSettings, dynamic_settings
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
-from .patterns import Name, Pattern, PatternError, Steps
 from .plain import IntWeight
 from .words import signed_zeros, unpack_words, words_for
 
@@ -66,8 +65,8 @@ def read_gptq(
     return grouping.weight(unpack_words(qweight, bits, dim=0)[:k], bits, scales, zeros)
 
 
-def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format that a quantization config describes.
+def gptq_format(options: Mapping[str, Any], settings: LayerSettings | None = None) -> LayerFormat:
+    """The format that a quantization config describes. settings: of single layers; None: those of its `dynamic`.
 
     Raises ValueError for a config without bits, for other bits than 4 and 8, and for a layout other than GPTQ's.
     """
@@ -78,63 +77,49 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
         raise ValueError("is_marlin_format: expected false, got true; Marlin's order is not read")
     version = VERSIONS[stored]
     default_bits = option(options, "bits", int)
-    group_size = option(options, "group_size", int)
-    symmetric = option(options, "sym", bool)
-    act_order = option(options, "desc_act", bool)
-    needs_order = act_order and group_size != -1
-    dynamic = option(options, "dynamic", dict, {})
-    steps = Steps()
-    patterns: list[tuple[Pattern, Mapping[str, Any]]] = []
-    for text, settings in dynamic.items():
-        try:
-            pattern = Pattern(text.removeprefix("+:"), steps)
-        except PatternError as error:
-            raise ValueError(f"dynamic: expected regular expressions, got {text!r:.200} ({error})") from error
-        if isinstance(settings, dict):
-            patterns.append((pattern, settings))
-
-    @functools.cache
-    def override(layer: str) -> Mapping[str, Any]:
-        """GPTQModel's `dynamic`: the settings of the first pattern that matches the start of the layer's name."""
-        try:
-            name = Name(layer, steps)
-            return next((settings for pattern, settings in patterns if pattern.matches_start(name)), {})
-        except PatternError as error:
-            raise TensorError("qweight", f"dynamic: {error}") from error
+    for key, kind in (("group_size", int), ("sym", bool), ("desc_act", bool)):
+        option(options, key, kind)
+    own = dynamic_settings(option(options, "dynamic", dict, {})) if settings is None else settings
 
     def bits_of(layer: str) -> int:
-        bits = _option(override(layer), "bits", default_bits)
+        bits: int = own.option(layer, "bits", int, default_bits)
         if bits not in _ONES:
             raise TensorError("qweight", f"bits: expected 4 or 8 for GPTQ, got {bits} in the config")
         return bits
 
+    def rows_of(layer: str) -> int | None:
+        rows: int | None = own.option(layer, "group_size", int, options.get("group_size"))
+        return rows
+
+    def is_symmetric(layer: str) -> bool | None:
+        symmetric: bool | None = own.option(layer, "sym", bool, options.get("sym"))
+        return symmetric
+
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        bits, g_idx = bits_of(layer), tensors.get("g_idx")
+        bits, g_idx, size = bits_of(layer), tensors.get("g_idx"), rows_of(layer)
+        act_order = own.option(layer, "desc_act", bool, options.get("desc_act"))
         k, n, groups = _shape(tensors["qweight"], tensors["scales"], tensors["qzeros"], g_idx, bits)
         check_bias(tensors, n)
-        if g_idx is None and needs_order:
+        if g_idx is None and act_order and size != -1:
             raise TensorError("g_idx", "expected one, as the config says desc_act; there is none")
-        grouping = _grouping(k, groups, g_idx, _group_size(layer), torch.device("cpu"))
-        size = _group_size(layer)
-        if g_idx is not None and act_order is False and not is_in_order(g_idx, k if size == -1 else size):
+        grouping = _grouping(k, groups, g_idx, size, torch.device("cpu"))
+        rows = k // groups if size is None else k if size == -1 else size
+        if g_idx is not None and act_order is False and not is_in_order(g_idx, rows):
             raise TensorError("g_idx", "expected the groups in order, as the config says desc_act is false, got others")
-        return LayerShape(f"int{bits}", k, n, grouping.rows, symmetric, act_order=grouping.perm is not None)
+        return LayerShape(f"int{bits}", k, n, grouping.rows, is_symmetric(layer), act_order=grouping.perm is not None)
 
     def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight:
         qweight, scales, g_idx, bits = tensors["qweight"], tensors["scales"], tensors.get("g_idx"), bits_of(layer)
         zeros = None if zeros is None else zeros.to(scales)
         k = len(qweight) * 32 // bits if g_idx is None else len(g_idx)
-        grouping = _grouping(k, len(scales), g_idx, _group_size(layer), scales.device)
+        grouping = _grouping(k, len(scales), g_idx, rows_of(layer), scales.device)
         return grouping.weight(unpack_words(qweight, bits, dim=0)[:k], bits, scales, zeros)
 
     def zero_points(shape: LayerShape, layer: str, qzeros: torch.Tensor) -> torch.Tensor | None:
         bits = bits_of(layer)
-        return signed_zeros(_zero_points(qzeros, shape.n, bits, version, bool(symmetric)), bits)
+        return signed_zeros(_zero_points(qzeros, shape.n, bits, version, bool(is_symmetric(layer))), bits)
 
-    def _group_size(layer: str) -> int | None:
-        return _option(override(layer), "group_size", group_size)
-
-    if not dynamic and default_bits not in _ONES:
+    if own.is_empty and default_bits not in _ONES:
         raise ValueError(f"bits: expected 4 or 8 for GPTQ, got {default_bits}")
     return LayerFormat(
         name="gptq",
@@ -155,15 +140,6 @@ def gptq_format(options: Mapping[str, Any]) -> LayerFormat:
             "bias": (Axis("n"),),
         },
     )
-
-
-def _option(settings: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    """An integer of `dynamic`. Raises TensorError for another kind: it is met with the layer that it is for."""
-    try:
-        value: int | None = option(settings, key, int, default)
-    except ValueError as error:
-        raise TensorError("qweight", f"dynamic: {error}") from error
-    return value
 
 
 def _shape(

@@ -88,10 +88,17 @@ class Pattern:
 
     def matches_start(self, name: Name) -> bool:
         """Whether some beginning of `name` matches, as `re.match` says."""
+        return bool(self._begins(name) & 1)
+
+    def matches_part(self, name: Name) -> bool:
+        """Whether some part of `name` matches, as `re.search` says."""
+        return bool(self._begins(name))
+
+    def _begins(self, name: Name) -> int:
         if len(name.text) > MAX_LENGTH:
             raise PatternError(f"expected names of at most {MAX_LENGTH} characters, got {len(name.text)}")
         name.steps.take(1)
-        return bool(self._root(name, name.all) & 1)
+        return self._root(name, name.all)
 
 
 class _Parser:

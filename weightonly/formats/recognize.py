@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..shown import shown
+from .auto_round import METHODS as AUTO_ROUND
+from .auto_round import auto_round_format
 from .awq import awq_format
 from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
@@ -28,6 +30,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     "compressed-tensors": compressed_tensors_format,
     "bitsandbytes": bitsandbytes_format,
     GPT_OSS: gpt_oss_format,
+    **dict.fromkeys(AUTO_ROUND, auto_round_format),
     METHOD: converted_format,
 }
 """Method of a quantization config -> what makes the format of its layers of the options."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from ..layout import CPU
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
+from .dense import Dense, check_no_bias, dtype_of, tensors_inside
 from .experts import in_turns_in_files, plan_experts, read_gates_first, stacked
-from .files import biased_layers, check_complete, check_declared, check_used, has_bias
+from .files import check_complete, check_declared, check_used, has_bias
 from .memory import after_packing
-from .modules import Plan, Stack
+from .modules import Plan, Stack, check_size, linear_shape
 from .names import Names
 
 logger = logging.get_logger(__name__)
@@ -54,6 +56,7 @@ class CheckpointWeights:
         self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
         self.tensors: dict[str, Any] = {}
         self._stacks: dict[str, Stack] = {}
+        self._dense: dict[str, Dense] = {}
         self._lock = threading.Lock()  # layers are read one after another: the unpacked numbers of one at a time
         self._read: dict[str, dict[str, torch.Tensor]] = {}
         self._model: PreTrainedModel | None = None
@@ -89,32 +92,59 @@ class CheckpointWeights:
         self.dtype = model.dtype
         names, plan = Names(model), Plan()
         self._model = model
-        found = check_used(model, names, self.checkpoint.shards, self.plain)
-        biased = biased_layers(self.checkpoint)
-        experts = plan_experts(names, self.shapes, biased, plan, stacks)
+        experts = plan_experts(names, self.checkpoint, self.shapes, plan, stacks)
         for name, stack in plan.stacks.items():
             self._stacks[name] = stack
-            self._add(name, name, stack.shape, "bias" in self.checkpoint.layers[stack.parts[0][0]].tensors)
-        for layer, shape in self.shapes.items():
-            if layer in experts:
-                continue
-            name, pattern = names.of_layer(layer)
-            if pattern is not None and name in names.tensors:
-                self.tensors[f"{layer}.weight"] = _Lazy(self, layer, "dense", torch.float32)
-                plan.densified.setdefault(name, "the model stores several layers of the checkpoint in one parameter")
-            elif f"{name}.weight" in names.tensors:
-                plan.layers[name] = shape
-                self._add(layer, name, shape, has_bias(model.get_submodule(name), layer, self.checkpoint))
-            else:
-                logger.warning(f"weightonly: {layer} of the checkpoint is not used: {type(model).__name__} has none")
-        if plan.densified:
-            name, reason = next(iter(plan.densified.items()))
-            logger.warning(f"weightonly: {len(plan.densified)} parameters such as {name} stay dense: {reason}")
-        for tensor in self.plain:
-            self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
+            self._add(name, name, stack.shape, bool(names.experts[name.rpartition(".")[0]].has_bias))
+        alone = {tensor for layer in experts for tensor in tensors_inside(self.checkpoint, layer).values()}
+        plain = [tensor for tensor in self.checkpoint.plain if tensor not in alone]
+        found = check_used(model, names, self.checkpoint.shards, plain)
+        places = {layer: names.of_layer(layer) for layer in self.shapes if layer not in experts}
+        given = found | {f"{name}.weight" for name, _ in places.values()}
+        for layer, (name, pattern) in places.items():
+            self._plan_layer(layer, name, pattern, names, plan, given)
+        for tensor in plain:
+            self._add_plain(tensor)
+        self._dense = {name: dense for name, dense in plan.densified.items() if dense.parts}
+        for name, dense in self._dense.items():
+            self.tensors[name] = _Lazy(self, name, "dense", dense.dtype)
+            if dense.bias is not None:
+                self.tensors[dense.bias] = _Lazy(self, name, "bias", dense.dtype)
+        for reason, count in Counter(dense.reason for dense in plan.densified.values()).items():
+            name = next(name for name, dense in plan.densified.items() if dense.reason == reason)
+            more = f" and {count - 1} others" * (count > 1)
+            logger.warning(f"weightonly: {name}{more} stay dense, dequantized: {reason}")
         check_complete(model, plan, found, self.checkpoint.folder)
         check_declared(plan, names, self.checkpoint)
         return plan
+
+    def _plan_layer(
+        self, layer: str, name: str, pattern: str | None, names: Names, plan: Plan, given: set[str]
+    ) -> None:
+        """What becomes of a layer that is no expert, and that the model calls so. given: the weights of the folder."""
+        shape, bias = self.shapes[layer], self.checkpoint.layers[layer].tensors.get("bias")
+        weight = f"{name}.weight"
+        if pattern is not None and name in names.tensors:
+            self.tensors[f"{layer}.weight"] = _Lazy(self, layer, "dense", torch.float32)
+            dense = Dense("the model has it in other parts than the checkpoint", torch.float32)
+            plan.densified |= dict.fromkeys(names.targets(name, pattern), dense)
+            if bias is not None:
+                self._add_plain(bias)
+        elif weight in names.tensors:
+            module = names.model.get_submodule(name)
+            reason = _why_dense(names.model, module, weight, given)
+            if reason is None:
+                plan.layers[name] = shape
+                self._add(layer, name, shape, has_bias(module, layer, self.checkpoint))
+            else:
+                check_size(layer, tuple(names.tensors[weight].shape[::-1]), (shape.k, shape.n))
+                own_bias = f"{name}.bias" if bias is not None and f"{name}.bias" in names.tensors else None
+                plan.densified[weight] = Dense(reason, dtype_of(names.model, weight), ((layer,),), bias=own_bias)
+                if f"{name}.bias" not in names.tensors:
+                    check_no_bias(self.checkpoint, layer)
+        else:
+            model = type(names.model).__name__
+            logger.warning(f"weightonly: {layer} of the checkpoint is not used: {model} has none")
 
     def check_scales(self) -> None:
         """Raises ValueError, naming the layer, for scales in the files that the dtype of the model does not hold."""
@@ -124,6 +154,9 @@ class CheckpointWeights:
             scales = f"{layer}.scales"
             if shards.tensors[scales].dtype != dtype:
                 _check_scales(layer, shards.read(scales), dtype, shape.format)
+
+    def _add_plain(self, tensor: str) -> None:
+        self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
 
     def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:
         self._names[layer] = name
@@ -139,9 +172,11 @@ class CheckpointWeights:
     def read(self, layer: str, tensor: str) -> torch.Tensor:
         """A tensor of a layer, or of stacked experts. The others are kept until they are read, too."""
         with self._lock:
+            if layer in self._dense:
+                dense = self._dense[layer]
+                return dense.weight(self._weight) if tensor == "dense" else dense.biases(self._bias)
             if tensor == "dense":
-                record = self.checkpoint.read_layer(layer, self.pack_arch)
-                return record.dequantize().t()
+                return self._weight(layer).t()
             if tensor not in self._read.get(layer, {}):
                 read = self._stack if layer in self._stacks else self._tensors
                 self._read[layer] = after_packing(read(layer))
@@ -149,6 +184,15 @@ class CheckpointWeights:
             if not self._read[layer]:
                 del self._read[layer]
             return value
+
+    def _weight(self, layer: str) -> torch.Tensor:
+        """The weight [K, N] of a layer, quantized or not."""
+        if layer in self.checkpoint.layers:
+            return self.checkpoint.read_layer(layer, self.pack_arch).dequantize()
+        return self.checkpoint.shards.read(f"{layer}.weight").t()
+
+    def _bias(self, layer: str) -> torch.Tensor:
+        return self.checkpoint.shards.read(tensors_inside(self.checkpoint, layer)["bias"])
 
     def _tensors(self, layer: str) -> dict[str, torch.Tensor]:
         """The tensors of a layer, or of this rank's part of it."""
@@ -168,12 +212,13 @@ class CheckpointWeights:
     def _stack(self, name: str) -> dict[str, torch.Tensor]:
         stack = self._stacks[name]
         assert self.dtype is not None
-        in_turns = self._model is not None and in_turns_in_files(self._model, name)
+        in_turns = self._model is not None and in_turns_in_files(self._model, name) and len(stack.parts[0]) == 1
         read = functools.partial(read_gates_first, self.checkpoint) if in_turns else self.checkpoint.record_of
         records = [
             tuple(read(layer, self.pack_arch, self.checkpoint.shards.read) for layer in parts) for parts in stack.parts
         ]
-        return dict(stacked(name, stack, records, self.dtype).state_dict())
+        has_bias = f"{name}.bias" in self.tensors
+        return dict(stacked(name, stack, records, self.dtype, has_bias).state_dict())
 
     def _packed_shape(self, layer: str) -> LayerShape:
         shape = self.checkpoint.exact_shape(layer)
@@ -182,6 +227,17 @@ class CheckpointWeights:
         find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
         layout = find(self.pack_arch)
         return dataclasses.replace(shape, layout=layout)
+
+
+def _why_dense(model: PreTrainedModel, module: torch.nn.Module, weight: str, given: set[str]) -> str | None:
+    """Why a module of the model cannot take a packed layer. given: the weights of the folder."""
+    if linear_shape(module) is None:
+        return f"{type(module).__name__} is no linear layer"
+    tied = {weight, model.all_tied_weights_keys.get(weight)}
+    others = {name for pair in model.all_tied_weights_keys.items() if tied.intersection(pair) for name in pair}
+    if others and not (others - {weight}) & given:
+        return "it is the embedding, too"
+    return None
 
 
 def _check_scales(layer: str, scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:
@@ -211,6 +267,8 @@ class _Lazy:
 
     def get_shape(self) -> list[int]:
         """Of a tensor that belongs to no packed layer: transformers asks for it to read a part."""
+        if self._layer is not None:
+            return list(self[...].shape)
         return list(self._weights.checkpoint.shards.tensors[self._tensor].shape)
 
     def is_floating_point(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -10,7 +10,6 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
-from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
 from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
@@ -18,6 +17,7 @@ from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
 from .config import WeightOnlyConfig
+from .dense import Dense, tensors_inside
 from .experts import in_turns_in_files, read_gates_first, stacked
 from .memory import after_packing
 from .modules import Plan, expert_name
@@ -261,9 +261,9 @@ def _empty(layer: ParallelLinear) -> dict[str, torch.Tensor]:
 
 
 class ReadLayers(WeightConverter):
-    """Tensors of the layers of a checkpoint, in its own format, become those of packed layers.
+    """Tensors of the layers of a checkpoint, in its own format, become those of packed layers, or dense weights.
 
-    places: name of a tensor in the files, renamed as transformers does -> (name of the packed weight,
+    places: name of a tensor in the files, renamed as transformers does -> (name of the weight in the model,
     "EXPERT.PART.NAME IN THE LAYER"). stacks: names of stacked experts, which are split when the model is saved.
     """
 
@@ -274,13 +274,17 @@ class ReadLayers(WeightConverter):
     @classmethod
     def of(cls, sources: Sources, stacks: Collection[str], renamings: list[Any], read: Read) -> ReadLayers:
         """renamings: those of transformers, which come before."""
+        packed, found = read.hf_quantizer.plan, read.checkpoint.layers
         places = {
-            apply_renamings(tensor, renamings): (f"{name}.qweight", f"{expert}.{part}.{inside}")
+            apply_renamings(tensor, renamings): (
+                name if name in packed.densified else f"{name}.qweight",
+                f"{expert}.{part}.{inside}",
+            )
             for name, layers in sources.items()
             for expert, parts in enumerate(layers)
             for part, layer in enumerate(parts)
-            for inside, tensor in read.checkpoint.layers[layer].tensors.items()
-            if inside != read.checkpoint.layers[layer].format.zeros  # those have been read
+            for inside, tensor in tensors_inside(read.checkpoint, layer).items()
+            if layer not in found or inside != found[layer].format.zeros  # those have been read
         }
         new = cls(list(dict.fromkeys(pattern for _, pattern in places.values())), "qweight", [read])
         new.places, new.stacks = places, set(stacks)
@@ -309,7 +313,7 @@ class ReadLayers(WeightConverter):
 
 
 class Read(ConversionOps):
-    """The tensors of a layer of a checkpoint, or of one for each expert, become those of the packed layer.
+    """The tensors of a layer of a checkpoint, or of one for each expert, become those of the packed layer, or dense.
 
     arch: the GPU to pack for; None: a packed checkpoint keeps its layout.
     """
@@ -325,31 +329,51 @@ class Read(ConversionOps):
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         name = full_layer_name.removesuffix(".qweight")
-        inside = {key: tensors[0] if isinstance(tensors, list) else tensors for key, tensors in input_dict.items()}
+        given = {key: tensors[0] if isinstance(tensors, list) else tensors for key, tensors in input_dict.items()}
         input_dict.clear()
-
-        is_stack = name in self.hf_quantizer.plan.stacks
-        in_turns = is_stack and in_turns_in_files(model, name)
-
-        def record(layer: str, place: str) -> QuantizedLayer:
-            names = {tensor: f"{place}.{key}" for key, tensor in self.checkpoint.layers[layer].tensors.items()}
-            if in_turns:
-                return read_gates_first(self.checkpoint, layer, self.arch, lambda tensor: inside.pop(names[tensor]))
-            return self.checkpoint.record_of(layer, self.arch, lambda tensor: inside.pop(names[tensor]))
-
+        plan, sources = self.hf_quantizer.plan, self.sources[name]
+        places = {layer: f"{expert}.{part}" for expert, parts in enumerate(sources) for part, layer in enumerate(parts)}
+        if (dense := plan.densified.get(name)) is not None:
+            return self._dense(name, dense, places, given)
+        is_stack = name in plan.stacks
+        in_turns = is_stack and in_turns_in_files(model, name) and len(sources[0]) == 1
+        read = read_gates_first if in_turns else Checkpoint.record_of
         records = [
-            tuple(record(layer, f"{expert}.{part}") for part, layer in enumerate(parts))
-            for expert, parts in enumerate(self.sources[name])
+            tuple(read(self.checkpoint, layer, self.arch, self._taken(layer, places, given)) for layer in parts)
+            for parts in sources
         ]
-        dtype = model.get_submodule(name).scales.dtype
+        target = model.get_submodule(name)
+        dtype, has_bias = target.scales.dtype, target.bias is not None
         if is_stack:
-            return after_packing(_tensors(name, stacked(name, self.hf_quantizer.plan.stacks[name], records, dtype)))
+            return after_packing(_tensors(name, stacked(name, plan.stacks[name], records, dtype, has_bias)))
         [[only]] = records
         check_scales_as(only.scales, dtype, only.weight.format)
         tensors = {
             f"{name}.{tensor.removeprefix(f'{only.name}.')}": value for tensor, value in tensors_of(only).items()
         }
+        if not has_bias:
+            tensors.pop(f"{name}.bias", None)
         return after_packing({key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()})
+
+    def _taken(
+        self, layer: str, places: Mapping[str, str], given: dict[str, torch.Tensor]
+    ) -> Callable[[str], torch.Tensor]:
+        """(name in the checkpoint of a tensor of `layer`) -> the tensor, which is no longer kept."""
+        inside = {tensor: inside for inside, tensor in self.checkpoint.layers[layer].tensors.items()}
+        return lambda tensor: given.pop(f"{places[layer]}.{inside[tensor]}")
+
+    def _dense(
+        self, name: str, dense: Dense, places: Mapping[str, str], given: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        biases = {layer: given[key] for layer, place in places.items() if (key := f"{place}.bias") in given}
+
+        def weight(layer: str) -> torch.Tensor:
+            if layer not in self.checkpoint.layers:
+                return given.pop(f"{places[layer]}.weight").t()
+            return self.checkpoint.record_of(layer, self.arch, self._taken(layer, places, given)).dequantize()
+
+        found = {name: dense.weight(weight)}
+        return found if dense.bias is None else found | {dense.bias: dense.biases(biases.__getitem__)}
 
 
 class SplitExperts(WeightConverter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,75 +15,140 @@ from ..formats.gpt_oss import METHOD as GPT_OSS
 from ..formats.layers import LayerShape
 from ..formats.records import QuantizedLayer
 from ..heuristics.arch import Arch
-from ..nn.experts import Experts, ModuleGate, alternates, gates_first, in_order, stack_parts
+from ..nn.experts import Experts, ModuleGate, alternates, gates_first, in_order, stack_parts, why_not_experts
 from ..nn.grouped import GroupedLinear
 from ..packed import PackedWeight
-from .modules import Plan, Stack, expert_shapes
+from .dense import Dense, check_no_bias, dtype_of, tensors_inside
+from .modules import Plan, Stack, check_size, expert_shapes
 from .names import Names
 
 Place = tuple[str, int, int]
 """(name of the stack in the model, expert, part): part 0 is gate and 1 is up, where they are layers of their own."""
 
+_PLACES = {
+    "gate_up_proj": {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1},
+    "up_proj": {"w1": 0},
+    "down_proj": {"w2": 0},
+}
+"""Product -> the names that quantizers, which take experts apart, give its parts, beside its own and the model's."""
+
 
 def plan_experts(
-    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], plan: Plan, may_pack: bool
+    names: Names, checkpoint: Checkpoint, shapes: Mapping[str, LayerShape], plan: Plan, may_pack: bool
 ) -> set[str]:
-    """Fills plan.stacks, and plan.densified for experts that cannot be stacked. Returns the layers of plan.stacks.
+    """Fills plan.stacks, and plan.densified for experts that cannot be packed. Returns the layers of both.
 
-    shapes: layer of a checkpoint -> its shape. biased: those that have a bias. may_pack: whether experts may be
-    packed; if not, nothing is filled.
+    shapes: layer of the checkpoint -> its shape. may_pack: whether experts may be packed.
 
-    Raises ValueError, naming the layer, for an expert that is not there while others of its module are, and for a layer
-    of all experts, which is never made dense, that does not fit the model or may not be packed.
+    Raises ValueError, naming the layer, for an expert that is not there while others of its module are, for one that
+    the model does not have, for layers and biases that do not fit the model, and for a layer of all experts, which is
+    never made dense, that may not be packed.
     """
-    whole = _whole_stacks(names, shapes, biased, may_pack)
-    if not may_pack:
-        return set()
-    places: dict[str, dict[tuple[int, int], str]] = {}
-    for layer in shapes:
-        if shapes[layer].experts is None and (place := place_of(names, layer)) is not None:
-            places.setdefault(place[0], {})[place[1:]] = layer
-    for experts, module in names.experts.items():
+    whole = _whole_stacks(names, shapes, checkpoint, may_pack)
+    places = _places(names, checkpoint, shapes)
+    used: set[str] = set()
+    for experts, module in (names.experts | names.others).items():
         found = {f"{experts}.{product}": shape for product, shape in expert_shapes(module).items()}
-        stacks: dict[str, Stack] = {}
-        reason = None
-        for name, (count, _, _) in found.items():
-            if name in whole:
-                stacks[name] = whole[name]
-                continue
-            layers = places.get(name, {})
-            if not layers:
-                reason = reason or "the checkpoint has another product of its experts alone"
-                continue
-            parts = 1 + max(part for _, part in layers)
-            for expert in range(count):
-                for part in range(parts):
-                    if (expert, part) not in layers:
-                        other = next(iter(layers.values()))
-                        raise ValueError(
-                            f"{name}: expected {count} experts, got none for expert {expert} beside such as {other}"
-                        )
-            ordered = tuple(tuple(layers[expert, part] for part in range(parts)) for expert in range(count))
-            shape = _common_shape(shapes, ordered)
-            if isinstance(shape, str):
-                reason = reason or shape
-            elif {layer in biased for layer in layers.values()} != {bool(module.has_bias)}:
-                reason = reason or "biases are not where the model has them"
-            else:
-                stacks[name] = Stack(count, shape, ordered)
-        if len(stacks) == len(found):
-            plan.stacks |= stacks
+        own = {name: places[name] for name in found if name in places}
+        if all(_is_left(names, checkpoint, layer) for layers in own.values() for layer in layers.values()):
+            own = {}
+        parts = {name: _ordered(name, found[name], layers) for name, layers in own.items()}
+        for name, of_each in parts.items():
+            _check_parts(checkpoint, shapes, found[name], of_each, bool(module.has_bias))
+        shared = {name: _common_shape(shapes, of_each) for name, of_each in parts.items()}
+        reasons = [shape for shape in shared.values() if isinstance(shape, str)]
+        if experts in names.others:
+            reasons.insert(0, why_not_experts(names.model.get_submodule(experts)) or "")
+        elif not may_pack:
+            reasons.insert(0, "tensor parallel cuts experts that are dense")
+        if len(parts) + len(whole.keys() & found.keys()) < len(found):
+            reasons.append("the checkpoint has another product of its experts alone")
+        used |= {layer for layers in own.values() for layer in layers.values()}
+        if not reasons:
+            plan.stacks |= {name: whole[name] for name in found if name in whole}
+            for name, shape in shared.items():
+                assert isinstance(shape, LayerShape)
+                plan.stacks[name] = Stack(found[name][0], shape, parts[name])
             continue
         for name in found:
             if name in whole:
-                raise ValueError(f"{name}: expected packed layers for all products of its experts, but {reason}")
-        plan.densified |= {name: reason or "" for name in found if name in places}
-    alone = {layer for name in plan.stacks for layer in places.get(name, {}).values()}
-    return alone | {layer for stack in whole.values() for (layer,) in stack.parts}
+                raise ValueError(f"{name}: expected packed layers for all products of its experts, but {reasons[0]}")
+        for name, of_each in parts.items():
+            plan.densified[name] = Dense(
+                reasons[0],
+                dtype_of(names.model, name),
+                of_each,
+                experts=True,
+                is_transposed=bool(module.is_transposed),
+                alternates=alternates(module, name.rpartition(".")[2]),
+                bias=f"{name}_bias" if module.has_bias else None,
+            )
+    return used | {layer for stack in whole.values() for (layer,) in stack.parts}
+
+
+def _places(
+    names: Names, checkpoint: Checkpoint, shapes: Mapping[str, LayerShape]
+) -> dict[str, dict[tuple[int, int], str]]:
+    """Stack of the model -> (expert, part) -> the layer, quantized or not. Raises ValueError for two in one place."""
+    tensors = checkpoint.shards.tensors
+    matrices = [name for name in checkpoint.plain if name.endswith(".weight") and len(tensors[name].shape) == 2]
+    layers = [layer for layer, shape in shapes.items() if shape.experts is None]
+    places: dict[str, dict[tuple[int, int], str]] = {}
+    for layer in (*layers, *(name.removesuffix(".weight") for name in matrices)):
+        if (place := place_of(names, layer)) is not None:
+            name, *inside = place
+            other = places.setdefault(name, {}).setdefault((inside[0], inside[1]), layer)
+            if other != layer:
+                raise ValueError(f"{layer}: expected one layer for expert {inside[0]} of {name}, got {other}, too")
+    return places
+
+
+def _is_left(names: Names, checkpoint: Checkpoint, layer: str) -> bool:
+    """Whether transformers itself finds the place of a layer."""
+    inside = () if layer in checkpoint.layers else tensors_inside(checkpoint, layer).values()
+    return bool(inside) and all(names.of_tensor(tensor) in names.tensors for tensor in inside)
+
+
+def _ordered(name: str, size: tuple[int, ...], layers: Mapping[tuple[int, int], str]) -> tuple[tuple[str, ...], ...]:
+    """For each expert its layers. Raises ValueError for one that is missing, or that the model does not have."""
+    count, parts = size[0], 1 + max(part for _, part in layers)
+    for (expert, _), layer in layers.items():
+        if expert >= count:
+            raise ValueError(f"{name}: expected {count} experts as the model's config says, got {layer}")
+    for expert in range(count):
+        for part in range(parts):
+            if (expert, part) not in layers:
+                other = next(iter(layers.values()))
+                raise ValueError(
+                    f"{name}: expected {count} experts, got none for expert {expert} beside such as {other}"
+                )
+    return tuple(tuple(layers[expert, part] for part in range(parts)) for expert in range(count))
+
+
+def _check_parts(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, LayerShape],
+    size: tuple[int, ...],
+    parts: Sequence[tuple[str, ...]],
+    has_bias: bool,
+) -> None:
+    """Raises ValueError for layers of another size than the model's experts, and for biases that one of them lacks."""
+    _, k, n = size
+    for layers in parts:
+        for layer in layers:
+            if layer in shapes:
+                got: tuple[int, ...] = shapes[layer].k, shapes[layer].n
+            else:
+                got = checkpoint.shards.tensors[f"{layer}.weight"].shape[::-1]
+            check_size(layer, (k, n // len(layers)), got)
+            if not has_bias:
+                check_no_bias(checkpoint, layer)
+            elif "bias" not in tensors_inside(checkpoint, layer):
+                raise ValueError(f"{layer}.bias: expected a bias, as the model's experts have one, got none")
 
 
 def _whole_stacks(
-    names: Names, shapes: Mapping[str, LayerShape], biased: Collection[str], may_pack: bool
+    names: Names, shapes: Mapping[str, LayerShape], checkpoint: Checkpoint, may_pack: bool
 ) -> dict[str, Stack]:
     """Name in the model -> the stack, for layers that have all experts. Raises ValueError as `plan_experts` says."""
     whole = {}
@@ -97,7 +162,7 @@ def _whole_stacks(
             )
         renamed = apply_renamings(layer, names.renamings)
         name = names.stack_of(renamed)
-        if name is None:
+        if name is None or name.rpartition(".")[0] in names.others:
             if names.parameters(renamed) or names.parameters(f"{renamed}.weight"):
                 raise ValueError(
                     f"{layer}: expected a parameter of experts that weightonly.nn.Experts replaces, as the checkpoint "
@@ -111,7 +176,7 @@ def _whole_stacks(
             raise ValueError(
                 f"{name}: expected {count} experts as the model's config says, got {shape.experts} in the checkpoint"
             )
-        if (layer in biased) is not bool(module.has_bias):
+        if ("bias" in checkpoint.layers[layer].tensors) is not bool(module.has_bias):
             expected, got = ("a bias", "none") if module.has_bias else ("no bias", "one")
             raise ValueError(f"{name}: expected {expected}, as the model says, got {got} in the checkpoint")
         whole[name] = Stack(count, dataclasses.replace(shape, experts=None), ((layer,),))
@@ -121,6 +186,8 @@ def _whole_stacks(
 def place_of(names: Names, layer: str) -> Place | None:
     """Where `layer` of a checkpoint is among the stacked experts of the model, or None."""
     renamed = apply_renamings(f"{layer}.weight", names.renamings).removesuffix(".weight")
+    if (listed := re.fullmatch(r"(.+)\.(\w+)s\.(\d+)", renamed)) is not None and names.has_experts(listed[1]):
+        renamed = f"{listed[1]}.{listed[3]}.{listed[2]}"  # "experts.gate_up_projs.3" as others name it
     own = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", renamed)
     if own is not None and (name := names.stack_of(f"{own[1]}.{own[3]}")) is not None:
         return name, int(own[2]), 0
@@ -130,9 +197,14 @@ def place_of(names: Names, layer: str) -> Place | None:
             continue
         number = re.search(pattern.replace("*.", r"(\d+)\."), f"{renamed}.weight") if "*." in pattern else None
         name = names.stack_of(target)
-        if name is None or number is None or not _stacks(converter, names.experts[name.rpartition(".")[0]]):
+        module = None if name is None else (names.experts | names.others)[name.rpartition(".")[0]]
+        if name is None or number is None or not _stacks(converter, module):
             return None
         return name, int(number[1]), converter.source_patterns.index(pattern)
+    if own is not None:
+        for product, parts in _PLACES.items():
+            if own[3] in parts and (name := names.stack_of(f"{own[1]}.{product}")) is not None:
+                return name, int(own[2]), parts[own[3]]
     return None
 
 
@@ -150,23 +222,24 @@ def _stacks(converter: Any, module: Any) -> bool:
 
 def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, ...]]) -> LayerShape | str:
     """The shape of one expert of a stack, or why there is none."""
-    first = shapes[parts[0][0]]
-    for expert in parts:
-        for part, layer in enumerate(expert):
-            shape, like = shapes[layer], shapes[parts[0][part]]
-            if shape.format == "code4":
-                return "each expert has a codebook of its own"
-            fields = (shape.format, shape.k, shape.group_size, shape.layout)
-            if fields != (first.format, first.k, first.group_size, first.layout) or shape.n != like.n:
-                return f"{layer} has another shape, format or group size than {parts[0][0]}"
-    everyone = [shapes[layer] for expert in parts for layer in expert]
+    everyone = [layer for expert in parts for layer in expert]
+    dense = next((layer for layer in everyone if layer not in shapes), None)
+    if dense is not None:
+        return f"{dense} is not quantized"
+    first = shapes[everyone[0]]
+    for layer in everyone:
+        shape = shapes[layer]
+        if shape.format == "code4":
+            return "each expert has a codebook of its own"
+        if (shape.format, shape.group_size, shape.layout) != (first.format, first.group_size, first.layout):
+            return f"{layer} has another format or group size than {everyone[0]}"
     return LayerShape(
         first.format,
         first.k,
         sum(shapes[layer].n for layer in parts[0]),
         first.group_size,
-        all(shape.symmetric is not False for shape in everyone),
-        any(shape.act_order for shape in everyone),
+        all(shapes[layer].symmetric is not False for layer in everyone),
+        any(shapes[layer].act_order for layer in everyone),
         first.layout,
     )
 
@@ -193,11 +266,12 @@ def read_gates_first(
 
 
 def stacked(
-    name: str, stack: Stack, records: Sequence[tuple[QuantizedLayer, ...]], dtype: torch.dtype
+    name: str, stack: Stack, records: Sequence[tuple[QuantizedLayer, ...]], dtype: torch.dtype, has_bias: bool
 ) -> GroupedLinear:
     """The layer of all experts. records: for each of them its layers, or the one of all, as stack.parts names them.
 
-    Where some have zero points or an order of their rows, the others get such that change nothing.
+    Where some have zero points or an order of their rows, the others get such that change nothing. has_bias: whether
+    the layer has one; if not, those of the records are zeros.
     """
     first = records[0][0]
     if first.weight.experts is not None:
@@ -206,15 +280,15 @@ def stacked(
             return GroupedLinear.from_quantized(product.operand, bias=product.bias)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-    filled = [tuple(_filled(record, stack.shape) for record in expert) for expert in records]
+    filled = [tuple(_filled(record, stack.shape, has_bias) for record in expert) for expert in records]
     return stack_parts(name, filled, dtype)
 
 
-def _filled(record: QuantizedLayer, shape: LayerShape) -> QuantizedLayer:
+def _filled(record: QuantizedLayer, shape: LayerShape, has_bias: bool) -> QuantizedLayer:
     weight, scales, zeros, perm = record.weight, record.scales, record.zeros, record.perm
     if shape.symmetric is False and zeros is None:
         zeros = torch.zeros_like(scales)
     if shape.act_order and perm is None:
         perm = torch.arange(weight.k, dtype=torch.int32, device=scales.device)
     plain = PackedWeight(weight.data, weight.k, weight.n, weight.format, weight.layout)
-    return QuantizedLayer(record.name, plain, scales, zeros, record.bias, perm)
+    return QuantizedLayer(record.name, plain, scales, zeros, record.bias if has_bias else None, perm)

@@ -20,8 +20,8 @@ from .modules import Plan, linear_shape
 from .names import Names
 
 
-class SeparateExpertsError(ValueError):
-    """A packed folder has a layer for each expert, and these cannot be stacked for the one layer of the model."""
+class PartsError(ValueError):
+    """Converters of transformers put layers of a folder together, or take them apart, which are packed."""
 
 
 def check_declared(plan: Plan, names: Names, checkpoint: Checkpoint) -> None:
@@ -36,18 +36,14 @@ def check_declared(plan: Plan, names: Names, checkpoint: Checkpoint) -> None:
         )
 
 
-def check_stacked(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raises SeparateExpertsError for quantized layers of the checkpoint that cannot stay packed."""
-    for name, reason in plan.densified.items():
-        raise SeparateExpertsError(
-            f"{checkpoint.folder}: expected layers that can be put together to {name}, got others ({reason}); "
-            "weightonly.hf.load_model makes them dense"
-        )
-
-
-def biased_layers(checkpoint: Checkpoint) -> set[str]:
-    """Layers that have a bias."""
-    return {name for name, layer in checkpoint.layers.items() if "bias" in layer.tensors}
+def check_whole(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raises PartsError for quantized layers of the checkpoint that are not whole parameters of the model."""
+    for name, dense in plan.densified.items():
+        if not dense.parts:
+            raise PartsError(
+                f"{checkpoint.folder}: expected a layer for {name}, got others ({dense.reason}); "
+                "weightonly.hf.load_model makes them dense"
+            )
 
 
 def check_complete(model: PreTrainedModel, plan: Plan, found: set[str], folder: Path) -> None:
@@ -64,6 +60,8 @@ def check_complete(model: PreTrainedModel, plan: Plan, found: set[str], folder: 
         if name in plan.layers or (not isinstance(module, torch.nn.Linear) and linear_shape(module) is None):
             continue
         weight = f"{name}.weight"
+        if weight in plan.densified:
+            continue
         is_head = bool(prefix) and not name.startswith(f"{prefix}.")  # transformers makes a new one, and says so
         if weight not in found and weight not in tied and not is_head:
             raise ValueError(f"{folder}: expected {name}.qweight or {weight}, as the model has this layer, got neither")

@@ -20,7 +20,7 @@ from ..packing import target_name
 from ..shown import shown
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
-from .files import SeparateExpertsError, check_used
+from .files import PartsError, check_used
 from .names import Names
 
 
@@ -79,8 +79,8 @@ def load_model(
         try:
             model, info = cls.from_pretrained(folder, config=config, **arguments)
             return _complete(model, info, folder)
-        except SeparateExpertsError:
-            pass  # they are put together below
+        except PartsError:
+            pass  # they are made dense below
     _describe(config, weights, weights.options)
     if arguments["dtype"] == "auto":
         arguments["dtype"] = config.dtype or weights.plain_dtype or torch.get_default_dtype()

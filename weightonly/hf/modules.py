@@ -23,6 +23,7 @@ from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import layout_for_arch
 from ..parallel import ParallelLinear
+from .dense import Dense
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,23 @@ class Plan:
 
     layers: name -> the shape of the packed layer. stacks: name, such as "model.layers.0.mlp.experts.down_proj" -> the
     packed experts. dense: name -> why it is left as it is. densified: parameters that hold quantized layers of a
-    checkpoint, and cannot be packed -> why.
+    checkpoint, and cannot be packed -> how they are made.
     """
 
     layers: dict[str, LayerShape] = field(default_factory=dict)
     stacks: dict[str, Stack] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
-    densified: dict[str, str] = field(default_factory=dict)
+    densified: dict[str, Dense] = field(default_factory=dict)
 
     def leave_experts(self, reason: str) -> None:
         """Lets every mixture of experts stay dense."""
         self.dense |= {name.rpartition(".")[0]: reason for name in self.stacks}
         self.stacks.clear()
+
+    @property
+    def left(self) -> list[str]:
+        """Modules that are not packed: `modules_to_not_convert` of the config."""
+        return sorted({*self.dense, *(name.removesuffix(".weight") for name in self.densified)})
 
     def in_files(self) -> dict[str, LayerShape]:
         """Every packed layer as files have it: each expert by itself."""
@@ -164,21 +170,20 @@ def check_layers(model: PreTrainedModel, plan: Plan) -> None:
     """Raises ValueError unless each packed layer is a layer of this shape in the model."""
     for name, shape in plan.layers.items():
         found = linear_shape(model.get_submodule(name))
-        if found is None:
-            kind = type(model.get_submodule(name)).__name__
-            raise ValueError(f"{name}: expected a linear layer, as the checkpoint has one, got {kind} in the model")
-        _check_size(name, found, shape)
+        assert found is not None
+        check_size(name, found, (shape.k, shape.n))
     for name, stack in plan.stacks.items():
         experts, _, product = name.rpartition(".")
         _, k, n = expert_shapes(model.get_submodule(experts))[product]
-        _check_size(name, (k, n), stack.shape)
+        check_size(name, (k, n), (stack.shape.k, stack.shape.n))
 
 
-def _check_size(name: str, found: tuple[int, int], shape: LayerShape) -> None:
-    if found != (shape.k, shape.n):
+def check_size(name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+    """Raises ValueError unless the sizes (K, N) of a layer in the model and in the checkpoint are the same."""
+    if expected != got:
         raise ValueError(
-            f"{name}: expected K x N = {found[0]} x {found[1]} as the model's config says, "
-            f"got {shape.k} x {shape.n} in the checkpoint"
+            f"{name}: expected K x N = {' x '.join(map(str, expected))} as the model's config says, "
+            f"got {' x '.join(map(str, got))} in the checkpoint"
         )
 
 
@@ -209,6 +214,33 @@ def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> se
             products.append(GroupedLinear(stack.experts, shape.k, shape.n, bias=bool(old.has_bias), **arguments))
         _replace(model, name, Experts(products[0], products[1], ModuleGate.of(old)))
     return conv1d
+
+
+def untie(model: PreTrainedModel, plan: Plan) -> list[str]:
+    """Ends the ties of packed layers, which have weights of their own. Returns those that were tied.
+
+    Where nothing else is tied, the model's config says so, too: it is saved, and others read it.
+    """
+    packed = {f"{name}.weight" for name in plan.layers}
+    model.all_tied_weights_keys = _without(model.all_tied_weights_keys, packed)
+    found = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        own = {weight.removeprefix(f"{prefix}.") for weight in packed}
+        ties = module.get_expanded_tied_weights_keys(all_submodels=False)
+        left = _without(ties, own)
+        if left == ties:
+            continue
+        module._tied_weights_keys = left
+        found += [weight.removesuffix(".weight") for pair in ties.items() for weight in pair if weight in own]
+        if not left:
+            module.config.tie_word_embeddings = False
+    return found
+
+
+def _without(ties: dict[str, str], packed: set[str]) -> dict[str, str]:
+    return {target: source for target, source in ties.items() if not packed.intersection((target, source))}
 
 
 def _arguments(shape: LayerShape, dtype: torch.dtype) -> dict[str, Any]:

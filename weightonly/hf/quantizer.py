@@ -32,9 +32,18 @@ from ..packing import resolve_layout
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
 from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
-from .conversions import DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
-from .files import check_dense, check_stacked, open_files
-from .modules import Plan, check_layers, check_names, dense_layers, plan_of_model, plan_quantization, replace_layers
+from .conversions import Beside, DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
+from .files import check_dense, check_whole, open_files
+from .modules import (
+    Plan,
+    check_layers,
+    check_names,
+    dense_layers,
+    plan_of_model,
+    plan_quantization,
+    replace_layers,
+    untie,
+)
 from .names import Names
 from .tensors import LayerTensors, converters, whole_state_dict
 
@@ -62,6 +71,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._dtype: torch.dtype | None = None
         """Of the tensors of packed layers."""
         self._read: ReadLayers | None = None
+        self._beside: list[Any] = []
+        """The conversions of the model while it is loaded."""
         self._is_parallel = False
         self._reads_files = True
         """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
@@ -118,8 +129,9 @@ class WeightOnlyQuantizer(HfQuantizer):
             self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
         self._dtype = dtype or torch.get_default_dtype()
+        for name in untie(model, self.plan):
+            logger.warning(f"weightonly: {name} has a weight of its own, though config.json says tie_word_embeddings")
         self.conv1d = replace_layers(model, self.plan, self._dtype)
-        _untie(model, self.plan)
         for name in self.plan.layers:
             model.get_submodule(name).reads = self._reads(name)
         for name, reason in self.plan.dense.items():
@@ -139,7 +151,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         self.plan = weights.plan(model, stacks)
         if not self._reads_files:
             return
-        check_stacked(self.plan, checkpoint)
+        check_whole(self.plan, checkpoint)
         self._read = self._reader(model, weights, [] if is_packed else list(checkpoint.layers))
         if is_packed:
             weights.check_scales()  # transformers casts them
@@ -181,7 +193,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         targets = Targets(self.plan, model.base_model_prefix)
         read = [] if self._read is None else [self._read]
         quantize = None if self.pre_quantized else Quantize(self)
-        return [*read, *beside_packed(weight_conversions, targets, quantize), *self._conversions(targets)]
+        self._beside = [*read, *beside_packed(weight_conversions, targets, quantize), *self._conversions(targets)]
+        return self._beside
 
     def _conversions(self, targets: Targets) -> list[Any]:
         dense = [] if self.pre_quantized else [DenseWeights.of(targets)]
@@ -194,12 +207,13 @@ class WeightOnlyQuantizer(HfQuantizer):
         """
         checkpoint = weights.checkpoint
         zeros = {checkpoint.layers[layer].format.zeros for layer in layers} - {None}
-        read = {rf"\.{name}$" for name in zeros} | {re.escape(name) for name in checkpoint.unused}
-        model._keys_to_ignore_on_load_unexpected = read.union(model._keys_to_ignore_on_load_unexpected or ())
+        ignored = {rf"\.{name}$" for name in zeros} | {re.escape(name) for name in checkpoint.unused}
+        model._keys_to_ignore_on_load_unexpected = ignored.union(model._keys_to_ignore_on_load_unexpected or ())
         names = Names(model)
         alone = {names.of_layer(layer)[0]: ((layer,),) for layer in layers}
         sources: dict[str, Any] = {name: layer for name, layer in alone.items() if name in self.plan.layers}
         sources |= {name: stack.parts for name, stack in self.plan.stacks.items()}
+        sources |= {name: dense.parts for name, dense in self.plan.densified.items()}
         read = Read(self, checkpoint, weights.pack_arch, sources)
         return ReadLayers.of(sources, self.plan.stacks, names.renamings, read) if sources else None
 
@@ -212,8 +226,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         for name in (*self.plan.layers, *self.plan.stacks):
             for parameter in model.get_submodule(name).parameters():
                 parameter.requires_grad_(False)
-        # What read packed tensors cannot be undone when the model is saved.
-        conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if not _is_of_packed(c)]
+        # What read packed tensors cannot be undone when the model is saved; dense experts are taken apart, whoever put
+        # them together.
+        used = {id(conversion) for conversion in model._weight_conversions or []}
+        conversions = [c for c in self._beside if id(c) in used or self._made(c)]
+        conversions = [c for c in conversions if not _is_of_packed(c)]
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
         return model
@@ -243,7 +260,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         if not isinstance(quantizer, WeightOnlyQuantizer):
             return
         quantizer.plan = plan_of_model(model)
-        _untie(model, quantizer.plan)
+        untie(model, quantizer.plan)
         quantizer.conv1d = quantizer.conv1d | conv1d
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:  # what `save_pretrained` takes for a model that was not loaded
@@ -256,17 +273,30 @@ class WeightOnlyQuantizer(HfQuantizer):
         loose.hf_quantizer = quantizer
         quantizer.describe(model)
 
+    def _made(self, conversion: Any) -> bool:
+        """Whether it would make a parameter that was made of layers of the checkpoint without it."""
+        if not isinstance(conversion, Beside):
+            return False
+        back = conversion.reverse_transform()
+        return any(back.rename_source_key(name)[1] is not None for name in self.plan.densified)
+
     def _split(self) -> list[Any]:
         """The conversion that saves each expert by itself."""
         return [ReadLayers.split(self.plan.stacks)] if self.plan.stacks else []
 
     def describe(self, model: PreTrainedModel) -> None:
-        """Write to the config of `model` what its packed layers are, so that the saved model can be loaded."""
+        """Write to the config of `model` what its packed layers are, so that the saved model can be loaded.
+
+        Where all are dense, the config says nothing of them.
+        """
+        if not self.plan.in_files():
+            forget_quantizers(model.config)
+            return
         config = copy.copy(self.quantization_config)
         config.format_version, config.weights, config.folder = VERSION, None, None
         for name, value in options_of(self.plan.in_files()).items():
             setattr(config, name, value)
-        config.modules_to_not_convert = sorted(self.plan.dense | self.plan.densified)
+        config.modules_to_not_convert = self.plan.left
         self.quantization_config = model.config.quantization_config = config
         guard = guard_of({"fusion_config": getattr(model.config, "fusion_config", None)})
         model.config.fusion_config = guard["fusion_config"]
@@ -286,12 +316,15 @@ class WeightOnlyQuantizer(HfQuantizer):
         def in_file(name: str) -> str:
             return apply_renamings(f"{name}.qweight", renamings).removesuffix(".qweight")
 
-        config, plan = model.config.quantization_config, self.plan if self._is_parallel else plan_of_model(model)
+        config = getattr(model.config, "quantization_config", None)
+        if config is None:
+            return whole_state_dict(model), {}
+        plan = self.plan if self._is_parallel else plan_of_model(model)
         shapes = {in_file(name): shape for name, shape in plan.in_files().items()}
         if shapes:
             for name, value in options_of(shapes).items():
                 setattr(config, name, value)
-        config.modules_to_not_convert = sorted(map(in_file, self.plan.dense | self.plan.densified))
+        config.modules_to_not_convert = sorted(map(in_file, self.plan.left))
         return whole_state_dict(model), {}
 
     @torch.no_grad()
@@ -316,13 +349,6 @@ class WeightOnlyQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: torch.compile traces packed layers."""
         return True
-
-
-def _untie(model: PreTrainedModel, plan: Plan) -> None:
-    """Packed layers have bytes of their own, also where the dense ones would share a weight."""
-    pairs = model.all_tied_weights_keys.items()
-    names = {pair: {key.rpartition(".")[0] for key in pair} for pair in pairs}
-    model.all_tied_weights_keys = {key: source for key, source in pairs if names[key, source].isdisjoint(plan.layers)}
 
 
 def _is_of_packed(conversion: Any) -> bool:
