@@ -44,7 +44,7 @@ def target_name(arch: Arch) -> str:
     try:
         return CPU if arch == CPU else f"sm{parse_arch(arch)}"
     except ValueError as error:
-        raise ValueError(str(error).replace("one of ", f"{CPU} or one of ", 1)) from error
+        raise ValueError(str(error).replace("one of ", f"one of {CPU}, ", 1)) from error
 
 
 def preprocess(

@@ -72,10 +72,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "a dense model is quantized while it loads: from_pretrained",
     ),
     "dense, to explain": (["explain", "{dense}"], "a dense model is quantized while it loads: from_pretrained"),
-    "an arch": (["explain", "{dense}", "--arch", "sm50"], "a dense model|arch: expected cpu or one of sm70"),
+    "an arch": (["explain", "{dense}", "--arch", "sm50"], "a dense model|arch: expected one of cpu, sm70"),
     "an arch to convert for": (
         ["convert", "{dense}", "{out}", "--arch", "x"],
-        "arch: expected cpu or one of sm70, .*'x",
+        "arch: expected one of cpu, sm70, .*'x",
     ),
     "no such device": (["run", "{dense}", "--tokens", "1", "--device", "banana"], "device: expected the name of a dev"),
     "another device": (

@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows": ({"k": 64, "n": 64, "group_size": 64, "m": 0}, ValueError, "m: expected at least 1, got 0"),
     "group size": ({"k": 100, "n": 64, "m": 1}, ValueError, "group_size: expected -1 or a divisor of K=100, got 128"),
     "format": ({"k": 64, "n": 64, "format": "int3"}, ValueError, "format: expected one of"),
-    "arch": ({"k": 128, "n": 64, "arch": "sm50"}, ValueError, "arch: expected cpu or one of sm70"),
+    "arch": ({"k": 128, "n": 64, "arch": "sm50"}, ValueError, "arch: expected one of cpu, sm70"),
 }
 
 
