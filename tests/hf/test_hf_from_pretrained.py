@@ -25,7 +25,7 @@ def test_it_reads_what_load_model_reads(case: str, tmp_path: Path, generator: to
     """The config of the call says for which GPU; what the layers are is in the folder."""
     folder = write_model(tmp_path / "model", case, generator)
     for arch in (None, "sm90"):
-        config = WeightOnlyConfig(format="int8", arch=arch)
+        config = WeightOnlyConfig(arch=arch)
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         expected = load_model(folder, torch.float32, arch=arch)
         assert same_state(model, expected)

@@ -52,7 +52,7 @@ def _gptq(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     order = (torch.arange(K) // GROUP)[torch.randperm(K, generator=g)].int()
     tensors = {"qweight": _words(K // 8, N, g), "qzeros": _words(2, N // 8, g), "scales": _scales(2, N, g)}
     options = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": True}
-    return options | {"dynamic": {"-:b": {}, "+:.*c$": {"bits": 8}}}, tensors | {"g_idx": order}
+    return options | {"dynamic": {"-:.*head": {}, "+:.*c$": {"bits": 8}}}, tensors | {"g_idx": order}
 
 
 def _compressed(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:

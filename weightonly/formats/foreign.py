@@ -60,6 +60,10 @@ _BUFFERS = re.compile(r"mask|ids?$|idx$|index|eid$|position|buckets|tracked|inv_
 """Masks, indices and tables that models have, or had in earlier versions of transformers."""
 
 
+_OF_ROUTERS = {"e_score_correction_bias"}
+"""Tensors that models have beside the weight of a router, which may be quantized."""
+
+
 def check_foreign(shards: Shards, plain: Iterable[str], layers: Mapping[str, Layer]) -> None:
     """Raises ValueError for the first of the tensors `plain`, which are in none of `layers`, that a quantizer wrote."""
     beside = {f"{layer}{found.format.separator}" for layer, found in layers.items()}
@@ -75,7 +79,7 @@ def check_foreign(shards: Shards, plain: Iterable[str], layers: Mapping[str, Lay
             problem = "no tensor of this name"
         elif (found := _BESIDE.match(name)) and _is_weight(found[1], shards.tensors, layers):
             problem = f"none beside the weight of {found[1]}"
-        elif f"{stem}." in beside:
+        elif f"{stem}." in beside and last not in _OF_ROUTERS:
             problem = f"none beside the tensors of {stem}"
         if problem is not None:
             raise foreign(name, info, near, problem)

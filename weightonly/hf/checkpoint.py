@@ -97,7 +97,7 @@ class CheckpointWeights:
             self._stacks[name] = stack
             self._add(name, name, stack.shape, bool(names.experts[name.rpartition(".")[0]].has_bias))
         alone = {tensor for layer in experts for tensor in tensors_inside(self.checkpoint, layer).values()}
-        plain = [tensor for tensor in self.checkpoint.plain if tensor not in alone]
+        plain = [tensor for tensor in self.plain if tensor not in alone]
         found = check_used(model, names, self.checkpoint.shards, plain)
         places = {layer: names.of_layer(layer) for layer in self.shapes if layer not in experts}
         given = found | {f"{name}.weight" for name, _ in places.values()}

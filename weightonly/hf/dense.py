@@ -74,7 +74,7 @@ def check_no_bias(checkpoint: Checkpoint, layer: str) -> None:
     """Raises ValueError for a bias of a layer that has none in the model. Some quantizers write zeros there."""
     name = tensors_inside(checkpoint, layer).get("bias")
     if name is not None and bool(checkpoint.shards.read(name).any()):
-        raise ValueError(f"{name}: expected none, or zeros, as the layer has no bias in the model, got others")
+        raise ValueError(f"{name}: expected none or zeros, as the model has no bias here, got others")
 
 
 def dtype_of(model: PreTrainedModel, name: str) -> torch.dtype:

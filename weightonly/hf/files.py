@@ -99,7 +99,7 @@ def check_used(model: PreTrainedModel, names: Names, shards: Shards, plain: Iter
         if shards.read(tensor).any() if is_bias else not is_buffer(name.rpartition(".")[2]):
             kind = f"a tensor that {type(modules[inside]).__name__} {inside} uses"
             raise foreign(tensor, info, {tensor: info}, kind)
-    return set(found.values())
+    return {name for tensor in found for name in names.of_tensors(tensor)}
 
 
 def has_bias(module: Any, layer: str, checkpoint: Checkpoint) -> bool:

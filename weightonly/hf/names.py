@@ -79,6 +79,13 @@ class Names:
         found, _ = rename_source_key(name, self.renamings, self.converters, self._prefix, self.tensors)
         return name if found not in self.tensors and name in self.tensors else found
 
+    def of_tensors(self, name: str) -> list[str]:
+        """The same, all of those that a converter makes of the tensor."""
+        found, pattern = rename_source_key(name, self.renamings, self.converters, self._prefix, self.tensors)
+        if pattern is None or (found not in self.tensors and name in self.tensors):
+            return [self.of_tensor(name)]
+        return self.targets(found, pattern)
+
     def has_experts(self, name: str) -> bool:
         """Whether `name`, maybe with another prefix, is that of a module in `experts`."""
         return any(self.stack_of(f"{name}.{product}") for product in ("gate_up_proj", "up_proj"))
