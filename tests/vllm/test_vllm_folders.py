@@ -323,6 +323,9 @@ def test_merged_layers_of_different_act_order(tmp_path: Path, generator: torch.G
 def test_refused(tmp_path: Path, generator: torch.Generator, no_groups_of_16: None) -> None:
     packer, options = FOLDERS["bnb-nf4"]
     folder = write(tmp_path / "head", packer, options, generator, lm_head=True)
+    tied = SimpleNamespace(tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"lm_head: expected no quantized head, as config.json says tie_word"):
+        WeightOnlyConfig().maybe_update_config(str(folder), hf_config=tied)
     with pytest.raises(ValueError, match=r"lm_head: expected quantized layers to be linear"):
         load(folder)
     packer, options = integers("gptq", 4, False, False, 16), GPTQ | {"bits": 4, "sym": True, "group_size": 16}

@@ -80,9 +80,18 @@ class WeightOnlyConfig(QuantizationConfig):
         return METHOD if user_quant == METHOD else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Reads the headers of the folder `model_name`. Raises what `load_checkpoint` raises at once."""
+        """Reads the headers of the folder `model_name`.
+
+        Raises what `load_checkpoint` raises at once, and ValueError for a quantized head that vLLM would not read.
+        """
         self._checkpoint = open_checkpoint(model_name)
         self.shapes = self._checkpoint.shapes
+        if getattr(hf_config, "tie_word_embeddings", False):
+            for head in (name for name in self.shapes if name.rpartition(".")[2] == "lm_head"):
+                raise ValueError(
+                    f"{head}: expected no quantized head, as config.json says tie_word_embeddings, got one; vLLM would "
+                    "take the embedding in its place: weightonly.hf.load_model reads the folder"
+                )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names of layers in the folder become those in vLLM's model."""
