@@ -237,7 +237,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
         {"edit": with_a_narrow_gate},
         rf"{STEM}1\.w1: expected K x N = 64 x 128 as the model's config says, got 64 x 64",
     ),
-    "biases": ({"edit": with_biases}, rf"{STEM}0\.w2\.bias: expected none, or zeros, .*, got others"),
+    "biases": ({"edit": with_biases}, rf"{STEM}0\.w2\.bias: expected none or zeros, .*, got others"),
 }
 
 
