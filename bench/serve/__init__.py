@@ -4,10 +4,11 @@
 
 Each engine runs in a process of its own, on random weights of a real model's shapes or on a folder. Providers:
 
-weightonly  vLLM with this plug-in
-vllm        the same without it: Machete on Hopper, Marlin for experts
-marlin      without Machete, too
-dense       the same numbers in 16 bits; log-probabilities are compared with it
+weightonly         vLLM with this plug-in
+weightonly-method  a folder through `--quantization weightonly`
+vllm               vLLM without us: Machete on Hopper, Marlin for experts
+marlin             without Machete, too
+dense              the same numbers in 16 bits; log-probabilities are compared with it
 """
 
 from .command import COMMAND, serve

@@ -14,11 +14,13 @@ from typing import Any
 import pandas as pd
 import torch
 
+from weightonly.require import require_int
+
 from .. import command
-from .engine import RESULT, Job
+from .engine import METHOD, RESULT, Job
 from .models import MODELS, QUANTIZERS
 
-PROVIDERS = ("weightonly", "vllm", "marlin", "dense")
+PROVIDERS = ("weightonly", METHOD, "vllm", "marlin", "dense")
 MODES = ("graphs", "compile", "eager")
 LOGPROB_BOUND = 0.05
 """Of the mean difference from the dense model's log-probabilities: both have the same numbers, rounded alike."""
@@ -50,19 +52,39 @@ def serve(
     Columns: model, quant, provider, kernels, measure ("decode": tokens/s of all prompts; "ttft": ms to the first
     token), size (prompts, or tokens of the prompt), value, logprob_mean, logprob_max (differences from the dense
     model's, where it is a provider), note (why an engine did not run).
-    Raises ValueError for unknown names, and a model with no folder; ModuleNotFoundError without vLLM.
+    Raises ValueError for unknown names, numbers out of range, and a model with no folder; TypeError for numbers of
+    another type; ModuleNotFoundError without vLLM.
     """
-    for name, value, known in (("providers", p, PROVIDERS) for p in providers):
-        if value not in known:
-            raise ValueError(f"{name}: expected some of {', '.join(known)}, got {value!r}")
+    for provider in providers:
+        if provider not in PROVIDERS:
+            raise ValueError(f"providers: expected some of {', '.join(PROVIDERS)}, got {provider!r}")
     if model not in MODELS and not (Path(model) / "config.json").is_file():
         raise ValueError(f"model: expected one of {', '.join(MODELS)} or a folder with config.json, got {model!r}")
-    if model not in MODELS and "dense" in providers:
-        raise ValueError("providers: expected dense for random weights alone, got it for a folder")
+    wrong = METHOD if model in MODELS else "dense"
+    if wrong in providers:
+        raise ValueError(f"providers: expected dense with random weights, {METHOD} with a folder, got {wrong}")
     if quant not in QUANTIZERS:
         raise ValueError(f"quant: expected one of {', '.join(QUANTIZERS)}, got {quant!r}")
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    numbers = (
+        ("batch", batch, 1),
+        ("prompt", [prompt], 1),
+        ("tokens", [tokens], 2),  # the first is not timed
+        ("prefill", prefill, 1),
+        ("group_size", [group_size], 1),
+        ("layers", [] if layers is None else [layers], 1),
+        ("ranks", [ranks], 1),
+    )
+    for name, values, least in numbers:
+        for value in values:
+            require_int(name, value, least)
+    if not batch:
+        raise ValueError("batch: expected at least one number of prompts, got none")
+    if not 0 < memory <= 1:
+        raise ValueError(f"memory: expected more than 0 and at most 1, got {memory}")
+    if cache_gb is not None and not cache_gb > 0:
+        raise ValueError(f"cache_gb: expected more than 0, got {cache_gb}")
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("serve: expected vLLM to be installed (pip install vllm), found none")
     rows: list[dict[str, Any]] = []

@@ -22,6 +22,9 @@ import torch
 from .models import MODELS, QUANTIZERS, Weights, config_of, with_layers
 
 RESULT = "RESULT "
+METHOD = "weightonly-method"
+"""The provider that is `--quantization weightonly`."""
+
 RANDOM = "weightonly-random"
 """The load format of random weights."""
 
@@ -98,6 +101,8 @@ def engine(job: Job, **more: Any) -> Any:
         (folder / "config.json").write_text(json.dumps(config))
         register_random()
         arguments |= {"load_format": RANDOM, "model_loader_extra_config": asdict(job)}
+    elif job.provider == METHOD:
+        arguments |= {"quantization": "weightonly", "load_format": "weightonly"}
     if job.mode == "eager":
         arguments["enforce_eager"] = True
     elif job.mode == "graphs":

@@ -177,22 +177,17 @@ def _fp4(format: str) -> Quantizer:
         return _compressed(f"{format}-pack-quantized", weights | {"dynamic": False})
 
     def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-        largest = w.float().unflatten(0, (-1, rows)).abs().amax(1)  # (groups, N)
-        if format == "nvfp4":
-            raw: torch.Tensor = (largest / 6 / _NVFP4_FACTOR).to(torch.float8_e4m3fn)
-            scales = raw.float() * _NVFP4_FACTOR
-        else:
-            exponents = torch.log2(largest / 6).ceil()
-            raw, scales = (exponents + 127).to(torch.uint8), torch.exp2(exponents)
-        table = codebook(format).to(w.device).float()
-        by_value = table.sort()  # midpoints between neighbours round to the nearest
-        middles = (by_value.values[1:] + by_value.values[:-1]) / 2
-        codes = by_value.indices[torch.bucketize(w.float() / _rows(scales, w), middles)].to(torch.uint8)  # (K, N)
+        codes, scales, _ = wo.quantize(w, format=format)
+        codes = codes.view(torch.uint8)  # (K, N)
         by_row = codes.t()
-        packed = (by_row[:, ::2] | by_row[:, 1::2] << 4).contiguous()
-        found = {"weight_packed": packed, "weight_scale": raw.t().contiguous()}
+        found = {"weight_packed": (by_row[:, ::2] | by_row[:, 1::2] << 4).contiguous()}
         if format == "nvfp4":
+            raw = (scales.float() / _NVFP4_FACTOR).to(torch.float8_e4m3fn)  # exact: another power of two
             found["weight_global_scale"] = torch.tensor([1 / _NVFP4_FACTOR])
+        else:
+            raw = (torch.log2(scales.float()) + 127).to(torch.uint8)
+        found["weight_scale"] = raw.t().contiguous()
+        table = codebook(format).to(w.device).float()
         return found, table[codes.long()] * _rows(scales, w)
 
     return Quantizer(config, layer)

@@ -72,10 +72,8 @@ def test_features(model: str) -> None:
     assert firsts == [row[0] for row in ours["tokens"]["cached prefixes"]]
 
 
-def test_compiled_graphs_of_one_kernel_are_not_those_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM keeps what it compiles: served with us, without us, and dense."""
+def test_the_mode_that_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served with us, without us, and dense, with one cache; test_vllm_kernel.py has the keys of the cache."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     small: dict[str, Any] = {"batch": (8,), "prompt": 100, "tokens": 16, "prefill": (), "memory": 0.1, "cache_gb": 1.0}

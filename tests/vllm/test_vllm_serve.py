@@ -17,6 +17,7 @@ from tests.vllm import vllm_fp4
 from tests.vllm import vllm_models as models
 from vllm.model_executor.layers.linear import LinearBase
 
+from weightonly.bench.serve import serve
 from weightonly.bench.serve.engine import RANDOM, Job, register_random
 from weightonly.bench.serve.models import MODELS, QUANTIZERS, config_of, with_layers
 
@@ -47,3 +48,25 @@ def test_quantized_model_has_the_numbers_of_the_dense_one(
     for name in linears:
         x = torch.randn(3, dense[name].input_size, generator=torch.Generator().manual_seed(0)).half()
         torch.testing.assert_close(ours[name](x)[0], dense[name](x)[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"providers": ["machete"]}, "providers: expected some of weightonly"),
+        ({"model": "llama"}, "model: expected one of llama3-8b"),
+        ({"providers": ["weightonly-method"]}, "providers: expected dense with random weights"),
+        ({"quant": "gguf"}, "quant: expected one of gptq"),
+        ({"mode": "fast"}, "mode: expected one of graphs"),
+        ({"batch": []}, "batch: expected at least one"),
+        ({"batch": [0]}, "batch: expected at least 1, got 0"),
+        ({"tokens": 1}, "tokens: expected at least 2, got 1"),
+        ({"layers": 0}, "layers: expected at least 1, got 0"),
+        ({"memory": 1.5}, "memory: expected more than 0 and at most 1"),
+        ({"cache_gb": 0}, "cache_gb: expected more than 0, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        serve(**({"model": "tiny"} | arguments))
