@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .cpu import library, table
-from .dense import default_group_size, resolve_group_size
+from .dense import check_weight_dtype, default_group_size, resolve_group_size
 from .device import device_arch
 from .device import sm_count as sm_count_of
 from .formats.checkpoint import Checkpoint, open_checkpoint
@@ -29,7 +29,7 @@ from .packed import PackedWeight
 from .packing import format_of, target_name
 from .plan.choose import DTYPE_NAMES, check_sizes, preferred, scale_mode
 from .plan.tuned import table_of
-from .require import require_int
+from .require import require_bool, require_int
 from .shown import counted, shown
 from .weight import QuantizedWeight
 
@@ -141,15 +141,22 @@ def explain(
     whole layer. Raises TypeError for anything else than these, ValueError for a model without packed layers and for
     arguments that no kernel takes.
     """
-    rows = (m,) if isinstance(m, int) else tuple(m)
-    for one in rows:
-        require_int("m", one, least=1)
+    rows = _rows(m)
+    if sm_count is not None:
+        require_int("sm_count", sm_count, least=1)
+    require_bool("zeros", zeros, or_none=True)
+    if dtype is not None:
+        check_weight_dtype(dtype)
     counts: Counts
     device: torch.device | None = None
     if weight is None:
         if k is None or n is None:
             raise TypeError("explain: expected a weight, or k and n, got neither")
+        for argument, value in (("k", k), ("n", n), ("experts", 1 if experts is None else experts)):
+            require_int(argument, value, least=1)
         name = format_of(None, format)
+        if zeros and name in CODE_FORMATS:
+            raise ValueError(f"zeros: expected none for {name}, got True")
         size = default_group_size(name) if group_size is None else group_size
         counts = Counter([(Kind(k, n, name, size, bool(zeros), experts, None, dtype or torch.float16), None)])
     else:
@@ -170,7 +177,18 @@ def explain_folder(
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder)
     shapes = checkpoint.shapes.values()
     kinds = (Kind(s.k, s.n, s.format, s.group_size, s.symmetric is False, s.experts, s.layout) for s in shapes)
-    return _explain(Counter((kind, None) for kind in kinds), (m,) if isinstance(m, int) else tuple(m), arch, sm_count)
+    if sm_count is not None:
+        require_int("sm_count", sm_count, least=1)
+    return _explain(Counter((kind, None) for kind in kinds), _rows(m), arch, sm_count)
+
+
+def _rows(m: int | Sequence[int]) -> tuple[int, ...]:
+    rows = (m,) if isinstance(m, int) else tuple(m)
+    for one in rows:
+        require_int("m", one, least=1)
+    if not rows:
+        raise ValueError("m: expected at least one number of rows, got none")
+    return rows
 
 
 Counts = Counter[tuple[Kind, tuple[Kind, bool] | None]]
