@@ -213,9 +213,8 @@ class PackedLayer(torch.nn.Module):
         except ValueError as error:
             raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
-        self._packed = self._operand = self._view = (
-            None  # of the bytes from before: they would stay alive, and stay in use
-        )
+        # Of the bytes from before: they would stay alive, and stay in use.
+        self._packed = self._operand = self._view = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -122,10 +122,7 @@ class LayerPlan:
         ids = ids.contiguous()
         weights = weights.float().contiguous()
         numbers = torch.empty(rows + (1 if self.sorts else self.experts), dtype=torch.int32, device=x.device)
-        places, ends = (
-            numbers[:rows],
-            numbers[rows:],
-        )  # (T), and the end of all rows, or (E): of each expert's
+        places, ends = numbers[:rows], numbers[rows:]  # (T), and the end of all rows, or (E): of each expert
         between = x.new_empty(rows, self.inner)
         parts = x.new_empty(rows, self.columns)
         y = x.new_empty(self.tokens, self.columns)

@@ -17,7 +17,7 @@ from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import check_format_groups
 from ..kernels import is_compiled, runs_on
 from ..packed import PackedWeight
-from ..plan.choose import DTYPE_NAMES, choose, scale_mode
+from ..plan.choose import DTYPE_NAMES, choose, types_of
 from ..weight import LooseWeight, QuantizedWeight
 
 VARIABLE = "WEIGHTONLY_VLLM_EXPERTS"
@@ -114,4 +114,4 @@ def _problems(
     group_size = -1 if group_size == k else group_size
     for m in _TOKENS:
         problem = Problem(m * top_k, n, k, format, group_size, device_arch(device), sm_count(device), zeros=has_zeros)
-        yield problem, TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, has_zeros))
+        yield problem, types_of(problem, dtype)
