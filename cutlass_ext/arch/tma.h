@@ -40,11 +40,13 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, void const* data, CUtensorM
 
 template <class Element>
 inline constexpr CUtensorMapDataType kTensorMapType =
-    cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    sizeof(Element) == 1                                            ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    : cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
-/// The columns of a box of map_k_blocks: 128 bytes of 16-bit elements, the width of the 128-byte swizzle.
-inline constexpr int kSwizzleColumns = 64;
+/// The columns of a box of map_k_blocks: 128 bytes, the width of the 128-byte swizzle.
+template <class Element>
+inline constexpr int kSwizzleColumns = 128 / int(sizeof(Element));
 
 /// A row-major matrix of 16-bit Elements in boxes of box_rows x box_columns. row_stride: elements. Coordinates of a
 /// box: (column, row).
@@ -80,10 +82,10 @@ template <class Element>
 cudaError_t map_k_blocks(CUtensorMap* map, void const* data, int64_t rows, int64_t columns, int64_t row_stride,
                          int box_rows, int box_k_blocks) {
   bool const is_one = box_k_blocks == 1;
-  cuuint64_t const sizes[3] = {is_one ? cuuint64_t(columns) : kSwizzleColumns, cuuint64_t(rows),
-                               is_one ? 1 : cuuint64_t(columns) / kSwizzleColumns};
-  cuuint64_t const strides[2] = {cuuint64_t(row_stride) * sizeof(Element), kSwizzleColumns * sizeof(Element)};
-  cuuint32_t const box[3] = {kSwizzleColumns, cuuint32_t(box_rows), cuuint32_t(box_k_blocks)};
+  cuuint64_t const sizes[3] = {is_one ? cuuint64_t(columns) : kSwizzleColumns<Element>, cuuint64_t(rows),
+                               is_one ? 1 : cuuint64_t(columns) / kSwizzleColumns<Element>};
+  cuuint64_t const strides[2] = {cuuint64_t(row_stride) * sizeof(Element), kSwizzleColumns<Element> * sizeof(Element)};
+  cuuint32_t const box[3] = {kSwizzleColumns<Element>, cuuint32_t(box_rows), cuuint32_t(box_k_blocks)};
   return detail::make_tensor_map(map, data, kTensorMapType<Element>, 3, sizes, strides, box,
                                  CU_TENSOR_MAP_SWIZZLE_128B);
 }

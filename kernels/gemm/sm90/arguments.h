@@ -44,6 +44,7 @@ struct Params : GemmParams {
   int32_t scale_box_rows;  // rows of one TMA load: all of a k_tile, or 1 if a k_tile does not hold whole groups
   ReduceParams reduce;
   SchedulerParams scheduler;
+  float const* x_scales;  // [m], of x in 8 bits
 };
 
 /// Whether x arrives by multicast, each of two CTAs loading one half of it for both.
@@ -64,7 +65,7 @@ template <class Traits>
 cudaError_t make_tensor_maps(Params& p) {
   using Element = typename Traits::Element;
   using Layout = typename Traits::Layout;
-  cudaError_t error = map_k_blocks<Element>(&p.x_map, p.x, p.m, p.k, p.ldx, p.x_box_rows, p.x_box_k_blocks);
+  cudaError_t error = map_k_blocks<typename Traits::XElement>(&p.x_map, p.x, p.m, p.k, p.ldx, p.x_box_rows, p.x_box_k_blocks);
   if (error != cudaSuccess) return error;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
   error = map_lines(&p.weight_map, p.weight, p.n_padded / Layout::kPanelColumns,
@@ -96,8 +97,8 @@ cudaError_t make_params(GemmParams const& call, Params& p) {
   // TMA is slower in rows beyond M than in rows of x. So a box has no more of them than the 128-byte swizzle needs.
   constexpr int kSwizzleRows = 8;
   p.x_rows = min(Traits::kTileM, divide_up(p.m, kSwizzleRows) * kSwizzleRows);
-  p.x_box_rows = Traits::kKBlocks == 1 ? p.x_rows / p.multicast_ctas : p.x_rows;
-  p.x_box_k_blocks = p.k % Layout::kBlockK == 0 ? max(1, Traits::kKBlocks / p.multicast_ctas) : 1;
+  p.x_box_rows = Traits::kXBlocks == 1 ? p.x_rows / p.multicast_ctas : p.x_rows;
+  p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? max(1, Traits::kXBlocks / p.multicast_ctas) : 1;
   p.scale_rows = Traits::kTileK / p.scale_k;
   p.scale_box_rows = Traits::kTileK % p.group_size == 0 ? Traits::kTileK / p.group_size : 1;
   p.reduce.remote_partials = Traits::remote_partials(p.split_k);

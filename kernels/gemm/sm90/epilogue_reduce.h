@@ -122,8 +122,10 @@ struct ClusterReduce {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = tile_begin; i < tile_end; i += kWarpgroups) {
       float4 const sum = add_partials();
-      float values[4] = {columns[0].affine(sum.x), columns[1].affine(sum.z), columns[0].affine(sum.y),
-                         columns[1].affine(sum.w)};
+      float2 x_scale{1.f, 1.f};
+      if constexpr (Traits::kHasXScales) x_scale = read_x_scales();
+      float values[4] = {columns[0].affine(sum.x * x_scale.x), columns[1].affine(sum.z * x_scale.x),
+                         columns[0].affine(sum.y * x_scale.y), columns[1].affine(sum.w * x_scale.y)};
       if (!kIsIdentity) activate(values, p.activation);
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < 2; ++e) {
@@ -173,6 +175,12 @@ struct ClusterReduce {
       remote += (kWarpgroups - 1) * remote_tile_bytes();
     }
     return sum;
+  }
+
+  /// Of the thread's two tokens.
+  CUTLASS_DEVICE float2 read_x_scales() const {
+    int const token = work.token_begin + row;
+    return {p.x_scales[min(token, p.m - 1)], p.x_scales[min(token + 1, p.m - 1)]};
   }
 
   CUTLASS_DEVICE static float4 load_shared(uint32_t source) {

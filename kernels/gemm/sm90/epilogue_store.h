@@ -25,16 +25,34 @@ struct StagedStore {
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class Work, class Accumulators>
   CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum) {
+    int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
+    store_panel(p, work, smem, accum, warpgroup, warpgroup % Traits::kWarpgroupsN);
+  }
+
+  /// The same of a warpgroup that has the accumulators of several column panels, for one of these.
+  template <class Work, class Accumulators>
+  CUTLASS_DEVICE static void store_panel(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum,
+                                         int warpgroup, int panel) {
     static_assert(Traits::kWarpgroupsK == 1);
     static_assert(Traits::kReductionTilesM % 4 == 0, "every tile begins with the first buffer");
-    int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0), thread = threadIdx.x % 128;
+    int const thread = threadIdx.x % 128;
     int const g = thread % 32 / 4, t = thread % 4;
-    int const column_begin = work.column_begin + Traits::kWarpgroupN * (warpgroup % Traits::kWarpgroupsN);
+    int const column_begin = work.column_begin + Traits::kWarpgroupN * panel;
     int const column = 8 * g + 2 * (thread / 32);  // and the next one, of tokens 2t and 2t + 1 of eight
     ColumnPairConstants<Element> const constants(work.operands(p), column_begin + column, !Traits::kHasScales);
     ColumnEpilogue const columns[2] = {constants.column(0, !Traits::kHasScales),
                                        constants.column(1, !Traits::kHasScales)};
     Element* const buffers = smem.staged_y() + warpgroup * (2 * Traits::kStagedElements);
+    [[maybe_unused]] float x_scales[2 * Traits::kReductionTilesM];  // of the lane's tokens
+    if constexpr (Traits::kHasXScales) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Traits::kReductionTilesM; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          x_scales[2 * i + e] = __ldg(p.x_scales + min(work.token_begin + 8 * i + 2 * t + e, p.m - 1));
+        }
+      }
+    }
     bool const is_vector = vector_stores(p);
     int const store_row = thread / 8, store_column = thread % 8 * 8;  // what this thread stores to memory
     CUTLASS_PRAGMA_UNROLL
@@ -48,7 +66,10 @@ struct StagedStore {
         for (int e = 0; e < 2; ++e) {
           ColumnPair<Element> pair;
           CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) pair.values[h] = Element(columns[h].affine(accum(4 * (i + j) + 2 * h + e)));
+          for (int h = 0; h < 2; ++h) {
+            float const sum = accum(4 * (i + j) + 2 * h + e);
+            pair.values[h] = Element(columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum));
+          }
           pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }
       }

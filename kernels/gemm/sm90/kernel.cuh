@@ -30,9 +30,47 @@
 namespace weightonly {
 namespace sm90 {
 
+/// How the consumers of a CTA go through its tiles.
+template <class Traits, class Mainloop, class Epilogue, class TileScheduler>
+struct Consumers {
+  using Smem = typename Traits::Smem;
+
+  CUTLASS_DEVICE static void consume(Params const& p, typename TileScheduler::Tile const& first, Smem const& smem) {
+    using namespace cute;
+    using Element = typename Traits::Element;
+    using Reduce = typename Epilogue::Reduce;
+    typename Traits::TiledMma tiled_mma;
+    auto const thread_mma = tiled_mma.get_slice(threadIdx.x % Traits::kWarpgroupThreads);
+    Tensor const sX = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.x())),
+                                  typename Traits::SmemLayoutX{});  // (kTileM,64): a k_block
+    Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
+    Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
+    typename Mainloop::Reader reader(p, smem);
+    if (p.split_k > 1) cluster_wait();  // all CTAs have initialized their barriers
+    bool const is_staged = Epilogue::Store::serves(p);
+    auto const compute = [&](WorkTile const& work) {
+      if constexpr (!Traits::kHasScales && !Traits::kPreparesReduction) Epilogue::prefetch(p, work);
+      Mainloop::run(p, work, reader, tCrX, accum);
+      if constexpr (Traits::kMayStageStore) {
+        if (is_staged) Epilogue::Store::store(p, work, smem, accum);
+      }
+    };
+    if constexpr (Traits::kPreparesReduction) {
+      Reduce reduction(p, first, smem);
+      compute(first);
+      if (!is_staged) Epilogue::reduce(p, reduction, accum);
+    } else {
+      TileScheduler::for_each(p, first, compute);
+      if (is_staged) return;
+      Reduce reduction(p, first, smem);
+      Epilogue::reduce(p, reduction, accum);
+    }
+  }
+};
+
 /// The parts are classes of static device functions. They take Traits, not the kernel, so that each can be replaced
 /// alone.
-template <class Traits_, class Load, class Mainloop, class Epilogue, class TileScheduler_>
+template <class Traits_, class Load, class Consumers, class TileScheduler_>
 struct Kernel {
   using Traits = Traits_;
   using TileScheduler = TileScheduler_;
@@ -55,7 +93,7 @@ struct Kernel {
       // Not only x: kernels in front of this one may also be writing the bias, or reading y.
       cudaGridDependencySynchronize();
       cudaTriggerProgrammaticLaunchCompletion();
-      consume(p, work, smem);
+      Consumers::consume(p, work, smem);
       if (multicasts_x<Traits>(p)) cluster_sync();  // the other CTA may still release stages to this one
     } else {
       int const warp = producer / 32;
@@ -100,43 +138,11 @@ struct Kernel {
       named_barrier_sync<BarrierId::kProducers, Traits::kWarpgroupThreads>();
     }
   }
-
-  CUTLASS_DEVICE static void consume(Params const& p, Tile const& first, Smem const& smem) {
-    using namespace cute;
-    using Element = typename Traits::Element;
-    using Reduce = typename Epilogue::Reduce;
-    typename Traits::TiledMma tiled_mma;
-    auto const thread_mma = tiled_mma.get_slice(threadIdx.x % Traits::kWarpgroupThreads);
-    Tensor const sX = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.x())),
-                                  typename Traits::SmemLayoutX{});  // (kTileM,64): a k_block
-    Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
-    Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
-    typename Mainloop::Reader reader(p, smem);
-    if (p.split_k > 1) cluster_wait();  // all CTAs have initialized their barriers
-    bool const is_staged = Epilogue::Store::serves(p);
-    auto const compute = [&](WorkTile const& work) {
-      if constexpr (!Traits::kHasScales && !Traits::kPreparesReduction) Epilogue::prefetch(p, work);
-      Mainloop::run(p, work, reader, tCrX, accum);
-      if constexpr (Traits::kMayStageStore) {
-        if (is_staged) Epilogue::Store::store(p, work, smem, accum);
-      }
-    };
-    if constexpr (Traits::kPreparesReduction) {
-      Reduce reduction(p, first, smem);
-      compute(first);
-      if (!is_staged) Epilogue::reduce(p, reduction, accum);
-    } else {
-      TileScheduler::for_each(p, first, compute);
-      if (is_staged) return;
-      Reduce reduction(p, first, smem);
-      Epilogue::reduce(p, reduction, accum);
-    }
-  }
 };
 
 /// The kernel of a configuration.
-template <class Config, class T = Traits<Config>>
-using GemmKernel = Kernel<T, Load<T>, Mainloop<T>, Epilogue<T>, TileScheduler<T>>;
+template <class Config, class T = Traits<Config>, class Scheduler = TileScheduler<T>>
+using GemmKernel = Kernel<T, Load<T>, Consumers<T, Mainloop<T>, Epilogue<T>, Scheduler>, Scheduler>;
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Traits::kThreads, 1) gemm_sm90_kernel(__grid_constant__ Params const p) {

@@ -66,14 +66,14 @@ struct Load {
 
     CUTLASS_DEVICE XLoader(Params const& p, Smem const& smem) : p(p), smem(smem) {
       is_multicast = multicasts_x<Traits>(p);
-      stage_bytes = kKBlocks * p.x_rows * Traits::kXRowBytes;
+      stage_bytes = Traits::kXBlocks * p.x_rows * Traits::kXRowBytes;
       // With multicast each of the two CTAs loads one half for both: half of the k_blocks, or of a single k_block half
       // of the rows.
-      constexpr int kHalf = cutlass::const_max(1, kKBlocks / 2);
+      constexpr int kXBlocks = Traits::kXBlocks, kHalf = cutlass::const_max(1, kXBlocks / 2);
       int const rank = is_multicast ? rank_in_cluster() : 0;
-      k_block_begin = kKBlocks == 1 ? 0 : rank * kHalf;
-      k_block_end = is_multicast ? k_block_begin + kHalf : kKBlocks;
-      row_begin = kKBlocks == 1 ? rank * p.x_box_rows : 0;
+      k_block_begin = kXBlocks == 1 ? 0 : rank * kHalf;
+      k_block_end = is_multicast ? k_block_begin + kHalf : kXBlocks;
+      row_begin = kXBlocks == 1 ? rank * p.x_box_rows : 0;
     }
 
     template <class Work>
@@ -81,8 +81,8 @@ struct Load {
       auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
       for (int i = k_block_begin; i < k_block_end; i += p.x_box_k_blocks) {
         // Coordinates as map_k_blocks has them.
-        int const k_block = k_tile * kKBlocks + i;
-        int const k = p.x_box_k_blocks == 1 ? k_block * Layout::kBlockK : 0;
+        int const k_block = k_tile * Traits::kXBlocks + i;
+        int const k = p.x_box_k_blocks == 1 ? k_block * Traits::kXBlockK : 0;
         int const box = p.x_box_k_blocks == 1 ? 0 : k_block;
         char* const target = smem.x() + stage * Traits::kXStageBytes + (i * p.x_rows + row_begin) * Traits::kXRowBytes;
         int const token = work.token_begin + row_begin;

@@ -24,6 +24,8 @@ struct BarrierId {
 template <class Config>
 struct Traits {
   using Element = typename Config::Element;  // of x, scales, zero points, bias and y
+  using XElement = Element;
+  static constexpr bool kHasXScales = false;
   using Weight = typename Config::Weight;
   using Layout = TiledLayout<Weight>;
   static constexpr ScaleMode kScaleMode = Config::kScaleMode;
@@ -44,6 +46,7 @@ struct Traits {
   static constexpr int kKBlocks = kWarpgroupKBlocks * kWarpgroupsK;  // of a k_tile
   static constexpr int kTileK = kKBlocks * Layout::kBlockK;  // 64 to 512
   static constexpr int kStages = Config::kStages;  // k_tiles in shared memory
+  static constexpr int kXBlocks = kKBlocks, kXBlockK = Layout::kBlockK;  // blocks of x, whose rows have 128 bytes
 
   // One warpgroup multiplies one k_block: A is (64,64) of w^T, B (kTileM,64) of x, C (64,kTileM) of y^T.
   using MmaM = cute::Int<kWarpgroupN>;  // columns
