@@ -77,4 +77,10 @@ struct GemmParams {
   int32_t pdl_mode;  // enum PdlMode
 };
 
+/// y[m, n] = act(x_scales[m] * sum_k x[m, k] * w[k, n] + bias[n]): x is E4M3, and k and ldx are multiples of 16; T is the
+/// type of all others.
+struct Fp8GemmParams : GemmParams {
+  float const* x_scales;  // [m], 4-byte aligned
+};
+
 }  // namespace weightonly

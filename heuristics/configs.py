@@ -8,14 +8,18 @@ from .families import FAMILIES, KernelConfig
 from .problem import INTEGER_FORMATS
 
 
-def _configs(grouped: bool) -> tuple[KernelConfig, ...]:
-    return tuple(c for family in FAMILIES.values() if family.grouped == grouped for c in family.configs())
+def _configs(grouped: bool, x_bytes: int = 2) -> tuple[KernelConfig, ...]:
+    families = (f for f in FAMILIES.values() if f.grouped == grouped and f.x_bytes == x_bytes)
+    return tuple(config for family in families for config in family.configs())
 
 
 CONFIGS = _configs(grouped=False)
 
 FITTED_CONFIGS = tuple(c for c in CONFIGS if not c.groups_of_16)
 """Configurations that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
+
+FP8_CONFIGS = _configs(grouped=False, x_bytes=1)
+"""Configurations that take x in E4M3 with a scale for each row, and nothing else."""
 
 GROUPED_CONFIGS = _configs(grouped=True)
 """Configurations of grouped products, which compute nothing else."""
@@ -50,4 +54,5 @@ TYPES: tuple[TypeConfig, ...] = tuple(
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:
     """The types that a configuration computes, each with a kernel of its own unless `unfused`."""
     types = (t for t in TYPES if t.format in config.formats and t.dtype in config.rules.dtypes)
-    return [t for t in types if not (config.groups_of_16 and t.scale_mode == "channel")]
+    modes = config.rules.scale_modes
+    return [t for t in types if t.scale_mode in modes and not (config.groups_of_16 and t.scale_mode == "channel")]

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heuristics.arch import PTX, target_number
-from heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
 
 ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 SCALE_MODES = {"channel": "kChannel", "group": "kGroup", "group_zeros": "kGroupZeros"}
@@ -115,7 +115,8 @@ class Kernel:
         """Its entry in the registry: KernelFacts, the function, and what GroupedEntry has beside them."""
         family, c = self.config.rules, self.config
         max_cluster = c.max_split_k if family.shares_cluster else 0
-        facts = _row(f'"{self.symbol}"', c.max_m, max_cluster, self.types.reads_zeros, c.least_group)
+        least_group = min(c.least_group, 32) if self.types.scale_mode == "channel" else c.least_group
+        facts = _row(f'"{self.symbol}"', c.max_m, max_cluster, self.types.reads_zeros, least_group, family.x_bytes)
         flags = (family.sorts, family.in_layers) if family.grouped else ()
         return _row(facts, f"&{self.symbol}", *flags)
 
@@ -188,7 +189,7 @@ def all_kernels(unverified: bool = False) -> list[Kernel]:
 
     unverified: those, too, that no GPU has run.
     """
-    configs = (c for c in (*CONFIGS, *GROUPED_CONFIGS) if not c.unfused and (unverified or c.is_verified))
+    configs = (c for c in (*CONFIGS, *FP8_CONFIGS, *GROUPED_CONFIGS) if not c.unfused and (unverified or c.is_verified))
     return [Kernel(config, types) for config in configs for types in kernel_types(config)]
 
 

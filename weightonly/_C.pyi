@@ -43,6 +43,9 @@ def dequantize_4bit(
     absmax: int,
     stream: int,
 ) -> None: ...
+def quantize_activations(
+    device: int, type: int, m: int, k: int, x: int, ldx: int, x8: int, x_scales: int, stream: int
+) -> None: ...
 def dequantize(
     *,
     device: int,
@@ -123,6 +126,20 @@ class Plan:
         bias: int,
         y: int,
         partials: int,
+        ldx: int,
+        ldy: int,
+        stream: int,
+        scales_in_place: bool,
+        /,
+    ) -> None: ...
+    def launch_fp8(
+        self,
+        x: int,
+        x_scales: int,
+        weight: int,
+        scales: int,
+        bias: int,
+        y: int,
         ldx: int,
         ldy: int,
         stream: int,

@@ -8,6 +8,7 @@ from .gemm_sm70 import GemmSm70
 from .gemm_sm75 import GemmSm75
 from .gemm_sm80 import GemmSm80
 from .gemm_sm90 import GemmSm90
+from .gemm_sm90_fp8 import GemmSm90Fp8
 from .gemv import Gemv
 from .grouped_decode_sm90 import GroupedDecodeSm90
 from .grouped_sm80 import GroupedSm80
@@ -21,6 +22,7 @@ _IN_ORDER: tuple[Family, ...] = (
     GemmSm80(),
     DecodeSm90(),
     GemmSm90(),
+    GemmSm90Fp8(),
     GemmSm75(),
     GemmSm70(),
     DequantizeCublasSm75(),

@@ -64,7 +64,7 @@ class KernelConfig:
     @property
     def least_group(self) -> int:
         """k of the smallest groups of scales that it computes."""
-        return 16 if self.groups_of_16 else 32
+        return self.rules.least_group(self)
 
     @functools.cached_property
     def measured(self) -> KernelConfig:
@@ -170,6 +170,8 @@ class Family:
     layout                 of the weights
     first_arch, last_arch  compute capabilities that it is compiled for, and that `select` considers it for
     dtypes                 of x; tensor cores before sm80 have no bf16
+    x_bytes                of an element of x. 1: it is E4M3 with a scale for each row, and `dtypes` are those of y
+    scale_modes            that it is compiled for: see TypeConfig
     shares_cluster         parts of K are summed by a cluster: machine code of 90a alone, which runs on 9.0 alone
     unfused                dequantizes slices of the weight, which cuBLAS multiplies by
     takes_tail             may be the first of two launches
@@ -189,6 +191,8 @@ class Family:
     first_arch: ClassVar[int]
     last_arch: ClassVar[int] = NEWEST
     dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
+    x_bytes: ClassVar[int] = 2
+    scale_modes: ClassVar[tuple[str, ...]] = ("channel", "group", "group_zeros")
     shares_cluster: ClassVar[bool] = False
     unfused: ClassVar[bool] = False
     takes_tail: ClassVar[bool] = False
@@ -214,6 +218,10 @@ class Family:
     def k_tile(self, config: KernelConfig) -> int:
         """The k that split-K hands out."""
         return config.block_k
+
+    def least_group(self, config: KernelConfig) -> int:
+        """k of the smallest groups of scales that it computes: 16, alone, or 32, or 128 and its multiples."""
+        return 16 if config.groups_of_16 else 32
 
     def min_m(self, config: KernelConfig) -> int | None:
         """Rows of x from which `select` considers it; None: only where nothing else computes a problem."""
@@ -270,6 +278,8 @@ class Family:
             return f"{config} reads layout {self.layout!r}, but qweight is packed as {p.layout!r}"
         if p.format not in config.formats:
             return f"{config} reads {', '.join(config.formats)}, but qweight is {p.format}"
+        if p.zeros and "group_zeros" not in self.scale_modes:
+            return f"{config} computes symmetric weights alone, but qweight has zeros"
         if config.groups_of_16 != (p.group_step == 16):
             computed = "of 16 alone" if config.groups_of_16 else "of 32, 64 and their multiples"
             return f"{config} computes groups {computed}, but those of scales are of {p.group_size}"

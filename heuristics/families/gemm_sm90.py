@@ -165,14 +165,14 @@ class GemmSm90(ClusterFamily):
         if c.split_k > 1:  # of the tiles that it finishes it gets all other parts of K
             beside_bytes = (c.split_k - 1) * warpgroups_k * -(-reduction_tiles // c.split_k) * REDUCTION_TILE_BYTES
         else:
-            beside_bytes = c.block_n // 64 * 2 * 16 * (64 * 2 + 16) if self.stages_y(c) else 0
+            beside_bytes = c.block_n // c.warp_n * 2 * 16 * (64 * 2 + 16) if self.stages_y(c) else 0
         return BARRIERS_BYTES + max(pipeline_bytes, accumulators_bytes) + beside_bytes
 
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
         """Shared memory of a stage: x, weights, and scales and zero points of the smallest groups."""
         c = config
         scale_rows = 0 if per_channel and not zeros else c.block_k // c.least_group * (2 if zeros else 1)
-        return c.block_m * c.block_k * 2 + c.block_n * (c.block_k * FORMATS[format] // 8 + scale_rows * 2)
+        return c.block_m * c.block_k * self.x_bytes + c.block_n * (c.block_k * FORMATS[format] // 8 + scale_rows * 2)
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:
         """counts: tiles, clusters that run at once, k-tiles of a CTA for each tile, split_k, bytes.

@@ -10,6 +10,7 @@
 #include "kernels/api/checks.h"
 #include "kernels/api/on_device.h"
 #include "kernels/api/registry.h"
+#include "kernels/convert/conversions.h"
 #include "kernels/convert/dequantize.h"
 #include "kernels/experts/experts.h"
 
@@ -26,6 +27,30 @@ void convert_host(unsigned const* packed, int words, unsigned short* out) {
     auto const result = Converter::convert(source);
     std::memcpy(out + i * kCount, &result, sizeof(result));
   }
+}
+
+/// Launches a kernel that takes x in elements of x_bytes.
+template <class Params>
+int launch_gemm(int kernel, Params const* params, int x_bytes,
+                bool (*check)(KernelFacts const&, Params const&, char*, int), int device, void* stream,
+                Message const& place) {
+  if (kernel < 0 || kernel >= kKernelCount) {
+    std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kKernelCount - 1, kernel);
+    return 1;
+  }
+  KernelEntry const& entry = kKernels[kernel];
+  if (entry.facts.x_bytes != x_bytes) {
+    std::snprintf(place.text, place.bytes, "%s: takes x in %d bits, expected a kernel of %d bits", entry.facts.name,
+                  8 * entry.facts.x_bytes, 8 * x_bytes);
+    return 1;
+  }
+  if (!check_address(entry.facts.name, params, place)) return 1;
+  if (!check(entry.facts, *params, place.text, place.bytes)) return 1;
+  return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
+    Params complete = *params;
+    complete.group = GroupIndex::make(complete.k, complete.group_size);
+    return entry.launch(complete, static_cast<cudaStream_t>(stream));
+  });
 }
 
 }  // namespace
@@ -55,6 +80,10 @@ int wo_struct_bytes(int which) {
       return int(sizeof(GatherParams));
     case 7:
       return int(sizeof(CombineParams));
+    case 8:
+      return int(sizeof(Fp8GemmParams));
+    case 9:
+      return int(sizeof(QuantizeActivationsParams));
     default:
       return 0;
   }
@@ -73,19 +102,11 @@ char const* wo_archs() {
 }
 
 int wo_gemm(int kernel, GemmParams const* params, int device, void* stream, char* message, int message_bytes) {
-  Message const place(message, message_bytes);
-  if (kernel < 0 || kernel >= kKernelCount) {
-    std::snprintf(place.text, place.bytes, "kernel must be 0 to %d, got %d", kKernelCount - 1, kernel);
-    return 1;
-  }
-  KernelEntry const& entry = kKernels[kernel];
-  if (!check_address(entry.facts.name, params, place)) return 1;
-  if (!check_params(entry.facts, *params, place.text, place.bytes)) return 1;
-  return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
-    GemmParams complete = *params;
-    complete.group = GroupIndex::make(complete.k, complete.group_size);
-    return entry.launch(complete, static_cast<cudaStream_t>(stream));
-  });
+  return launch_gemm(kernel, params, 2, check_params, device, stream, Message(message, message_bytes));
+}
+
+int wo_gemm_fp8(int kernel, Fp8GemmParams const* params, int device, void* stream, char* message, int message_bytes) {
+  return launch_gemm(kernel, params, 1, check_fp8_params, device, stream, Message(message, message_bytes));
 }
 
 int wo_convert_host(int bits, int bf16, unsigned const* packed, int words, unsigned short* out) {

@@ -8,11 +8,12 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 4
+#define WEIGHTONLY_ABI_VERSION 5
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
-/// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams; 0 bytes
-/// for other numbers. A caller compares them with its own before all else.
+/// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams,
+/// 8 Fp8GemmParams, 9 QuantizeActivationsParams; 0 bytes for other numbers. A caller compares them with its own before
+/// all else.
 WEIGHTONLY_API int wo_abi_version();
 WEIGHTONLY_API int wo_struct_bytes(int which);
 
@@ -27,6 +28,10 @@ WEIGHTONLY_API char const* wo_archs();
 /// Returns 0, or nonzero with the reason in `message`, which may be null. What is refused is refused before any launch.
 WEIGHTONLY_API int wo_gemm(int kernel, weightonly::GemmParams const* params, int device, void* stream, char* message,
                            int message_bytes);
+
+/// The same for kernels that take x in 8 bits ("fp8" in their names), which wo_gemm refuses; this one refuses all others.
+WEIGHTONLY_API int wo_gemm_fp8(int kernel, weightonly::Fp8GemmParams const* params, int device, void* stream,
+                               char* message, int message_bytes);
 
 /// The same three functions for grouped products, whose kernels have numbers of their own.
 WEIGHTONLY_API int wo_grouped_kernel_count();

@@ -43,6 +43,24 @@ class Plan {
   void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
               uintptr_t partials, int64_t ldx, int64_t ldy, uintptr_t stream, bool scales_in_place) const {
     GemmParams params = sizes_;
+    fill(params, x, weight, scales, zeros, bias, y, partials, ldx, ldy, scales_in_place);
+    Failure message;
+    throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+  }
+
+  /// Of a kernel that takes x in 8 bits.
+  void launch_fp8(uintptr_t x, uintptr_t x_scales, uintptr_t weight, uintptr_t scales, uintptr_t bias, uintptr_t y,
+                  int64_t ldx, int64_t ldy, uintptr_t stream, bool scales_in_place) const {
+    weightonly::Fp8GemmParams params = {sizes_, reinterpret_cast<float const*>(x_scales)};
+    fill(params, x, weight, scales, 0, bias, y, 0, ldx, ldy, scales_in_place);
+    Failure message;
+    throw_if(wo_gemm_fp8(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)),
+             message);
+  }
+
+ private:
+  void fill(GemmParams& params, uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias,
+            uintptr_t y, uintptr_t partials, int64_t ldx, int64_t ldy, bool scales_in_place) const {
     params.x = reinterpret_cast<void const*>(x);
     params.weight = reinterpret_cast<void const*>(weight);
     params.scales = reinterpret_cast<void const*>(scales);
@@ -53,11 +71,8 @@ class Plan {
     params.ldx = ldx;
     params.ldy = ldy;
     params.pdl_mode = pdl_mode(scales_in_place);
-    Failure message;
-    throw_if(wo_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
 
- private:
   int pdl_mode(bool scales_in_place) const {
     // The weight of a tail was complete before the launch in front of it, which is of the same call.
     if (is_tail_) return int(PdlMode::kConstantWeights);
@@ -189,6 +204,21 @@ void blocks_4bit(int device, int type, int64_t count, int blocksize, std::array<
   throw_if(convert(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
+void quantize_activations(int device, int type, int m, int k, uintptr_t x, int64_t ldx, uintptr_t x8,
+                          uintptr_t x_scales, uintptr_t stream) {
+  weightonly::QuantizeActivationsParams params = {};
+  params.x = reinterpret_cast<void const*>(x);
+  params.x8 = reinterpret_cast<void*>(x8);
+  params.x_scales = reinterpret_cast<float*>(x_scales);
+  params.ldx = ldx;
+  params.m = m;
+  params.k = k;
+  params.type = type;
+  Failure message;
+  throw_if(wo_quantize_activations(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)),
+           message);
+}
+
 void dequantize(int device, int bits, int type, int layout, int k, int k_padded, int n_begin, int n_end, int n_padded,
                 int group_size, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t codebook, uintptr_t w,
                 int64_t ld_scales, int64_t ldw, uintptr_t stream) {
@@ -279,9 +309,11 @@ void check_library() {
                           int(sizeof(GroupedGemmParams)),
                           int(sizeof(weightonly::RouteParams)),
                           int(sizeof(weightonly::GatherParams)),
-                          int(sizeof(weightonly::CombineParams))};
+                          int(sizeof(weightonly::CombineParams)),
+                          int(sizeof(weightonly::Fp8GemmParams)),
+                          int(sizeof(weightonly::QuantizeActivationsParams))};
   bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
-  for (int i = 0; same && i < 8; ++i) same = wo_struct_bytes(i) == expected[i];
+  for (int i = 0; same && i < 10; ++i) same = wo_struct_bytes(i) == expected[i];
   if (!same)
     throw pybind11::import_error("weightonly._C and libweightonly_kernels.so are of different builds (interface " +
                                  std::to_string(WEIGHTONLY_ABI_VERSION) + " and " + std::to_string(wo_abi_version()) +
@@ -315,6 +347,9 @@ PYBIND11_MODULE(_C, module) {
              py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
              py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
+  module.def("quantize_activations", &quantize_activations, py::arg("device"), py::arg("type"), py::arg("m"),
+             py::arg("k"), py::arg("x"), py::arg("ldx"), py::arg("x8"), py::arg("x_scales"), py::arg("stream"),
+             "Enqueues kernels/convert/quantize_activations.cu.");
   module.def("dequantizes_groups_of_16", [] { return wo_dequantizes_groups_of_16() != 0; });
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");
@@ -328,7 +363,9 @@ PYBIND11_MODULE(_C, module) {
           "launch", &Plan::launch,
           "Enqueues the kernel. Positional, as that is quicker: the addresses of x, weight, scales, zeros, bias, y and "
           "partials, the row strides of x and y in elements, the stream, and whether scales and zeros are the "
-          "caller's own, not copies that the kernel in front of this one makes.");
+          "caller's own, not copies that the kernel in front of this one makes.")
+      .def("launch_fp8", &Plan::launch_fp8,
+           "The same of a kernel that takes x in 8 bits: x_scales after x, no zeros and no partials.");
   py::class_<GroupedPlan>(module, "GroupedPlan")
       .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int, bool,
                     std::tuple<int, float, float, float> const&, int, bool, bool>(),

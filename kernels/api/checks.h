@@ -45,12 +45,15 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
   if (p.n_padded > INT_MAX - 4095) return fail("n_padded", "less than 2^31 - 4096", p.n_padded);
   if (int64_t(p.m) * p.n_padded > (int64_t(1) << 40))
     return fail("m * n_padded", "at most 2^40", int64_t(p.m) * p.n_padded);
-  if (p.k < 1 || p.k % 8 != 0) return fail("k", "a multiple of 8", p.k);
+  bool const is_fp8 = kernel.x_bytes == 1;  // rows of x are 16-byte aligned
+  int const x_step = is_fp8 ? 16 : 8;
+  if (p.k < 1 || p.k % x_step != 0) return fail("k", is_fp8 ? "a multiple of 16" : "a multiple of 8", p.k);
   if (p.k_padded < p.k || p.k_padded % 64 != 0) return fail("k_padded", "a multiple of 64 from k on", p.k_padded);
   if (p.k_padded > (1 << 20)) return fail("k_padded", "at most 2^20", p.k_padded);
   if (int64_t(p.k_padded) * p.n_padded > (int64_t(1) << 42))
     return fail("k_padded * n_padded", "at most 2^42", int64_t(p.k_padded) * p.n_padded);
-  if (p.ldx < p.k || p.ldx % 8 != 0) return fail("ldx", "a multiple of 8 from k on", p.ldx);
+  if (p.ldx < p.k || p.ldx % x_step != 0)
+    return fail("ldx", is_fp8 ? "a multiple of 16 from k on" : "a multiple of 8 from k on", p.ldx);
   if (p.m > 1 && p.ldy < p.n) return fail("ldy", "at least n", p.ldy);
   // Bytes of x, y, scales and partials are counted in 64 bits.
   for (auto const& [name, rows, stride] : {Rows{"ldx", p.m, p.ldx}, Rows{"ldy", p.m, p.ldy},
@@ -61,6 +64,8 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
     if (p.group_size != 16) return fail("group_size", "16", p.group_size);
   } else if (p.group_size != 32 && (p.group_size < 64 || p.group_size % 64 != 0)) {
     return fail("group_size", "32 or a multiple of 64", p.group_size);
+  } else if (kernel.least_group == 128 && p.group_size % 128 != 0) {
+    return fail("group_size", "a multiple of 128 for this kernel", p.group_size);
   }
   if (p.split_k < 1 || p.split_k > 65535) return fail("split_k", "1 to 65535", p.split_k);
   if (kernel.max_cluster == 0) {
@@ -81,6 +86,15 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
     return fail("activation", numbers, p.activation);
   }
   return true;
+}
+
+/// The same for kernels that take x in 8 bits.
+inline bool check_fp8_params(KernelFacts const& kernel, Fp8GemmParams const& p, char* message, int message_bytes) {
+  if (!check_params(kernel, p, message, message_bytes)) return false;
+  if (p.x_scales != nullptr && reinterpret_cast<uintptr_t>(p.x_scales) % 4 == 0) return true;
+  std::snprintf(message, message_bytes, "%s: x_scales must be a 4-byte aligned address, got %lld", kernel.name,
+                (long long)p.x_scales);
+  return false;
 }
 
 }  // namespace weightonly

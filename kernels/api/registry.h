@@ -14,7 +14,8 @@ struct KernelFacts {
   int max_m;         // rows of x that one launch handles
   int max_cluster;   // the most CTAs of a cluster that share K; 0: no clusters, split-K goes through partials
   bool reads_zeros;  // reads zero points, or the codebook that is in their place, without asking for null
-  int least_group;   // 16: groups of 16 alone; 32: of 32 and of multiples of 64
+  int least_group;   // 16: groups of 16 alone; 32: of 32 and of multiples of 64; 128: of multiples of 128
+  int x_bytes;       // of an element of x. 1: params are Fp8GemmParams
 };
 
 using Launch = cudaError_t (*)(GemmParams const& params, cudaStream_t stream);

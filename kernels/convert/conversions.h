@@ -45,6 +45,18 @@ struct Blocks4bitParams {
   float codebook[16];  // finite
 };
 
+/// x8 = x / x_scales[m], to E4M3: saturating, NaN stays NaN. x_scales[m] is the largest magnitude of the row / 448, NaN
+/// where the row has one; 1 where that is 0.
+struct QuantizeActivationsParams {
+  void const* x;  // T [m, k], rows ldx elements apart, each row 16-byte aligned
+  void* x8;  // E4M3 [m, k], 16-byte aligned
+  float* x_scales;  // [m]
+  int64_t ldx;  // elements
+  int32_t m;
+  int32_t k;
+  int32_t type;  // enum FloatType of T
+};
+
 }  // namespace weightonly
 
 /// Each enqueues one kernel on a stream of a device, as wo_gemm does: no synchronization, no allocation. Returns 0, or
@@ -57,6 +69,10 @@ WEIGHTONLY_API int wo_awq_dequantize(weightonly::AwqDequantizeParams const* para
 /// above. If count is odd, the second half of the last byte has the code of 0.
 WEIGHTONLY_API int wo_quantize_4bit(weightonly::Blocks4bitParams const* params, int device, void* stream, char* message,
                                     int message_bytes);
+
+/// Divides in fp32, and rounds once.
+WEIGHTONLY_API int wo_quantize_activations(weightonly::QuantizeActivationsParams const* params, int device, void* stream,
+                                           char* message, int message_bytes);
 
 /// Multiplies in fp32, and rounds to T once.
 WEIGHTONLY_API int wo_dequantize_4bit(weightonly::Blocks4bitParams const* params, int device, void* stream,

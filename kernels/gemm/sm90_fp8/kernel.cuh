@@ -70,16 +70,16 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, 1)
 
 }  // namespace sm90_fp8
 
-/// Launches y = act(x_scales x w + bias). Config: see sm90_fp8::Traits.
+/// Launches y = act(x_scales x w + bias). Config: see sm90_fp8::Traits. call: Fp8GemmParams, as KernelFacts::x_bytes says.
 template <class Config>
-cudaError_t launch_gemm_sm90_fp8(GemmParams const& call, float const* x_scales, cudaStream_t stream) {
+cudaError_t launch_gemm_sm90_fp8(GemmParams const& call, cudaStream_t stream) {
   using Kernel = sm90_fp8::GemmKernel<Config>;
   using Traits = typename Kernel::Traits;
   if (call.split_k > 1 && !Traits::kMaySplitK) return cudaErrorInvalidValue;
   sm90::Params p;
   cudaError_t const error = sm90::make_params<Traits, typename Kernel::TileScheduler>(call, p);
   if (error != cudaSuccess) return error;
-  p.x_scales = x_scales;
+  p.x_scales = static_cast<Fp8GemmParams const&>(call).x_scales;
   bool const is_persistent = Traits::kMayPersist && sm90::StagedStore<Traits>::serves(call);
   dim3 const cluster(1, p.split_k * p.multicast_ctas);
   dim3 const grid(Kernel::TileScheduler::clusters(p, is_persistent), cluster.y);

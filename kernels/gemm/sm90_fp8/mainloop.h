@@ -103,13 +103,10 @@ struct Mainloop {
   template <class XFragment>
   CUTLASS_DEVICE static void run(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
                                  Partial (&accum)[kPanels]) {
-    if (Traits::kHasScales && p.scale_k == 32) {
-      mma<4>(work, reader, x, accum);
-    } else if (Traits::kHasScales && p.scale_k == 64) {
-      mma<2>(work, reader, x, accum);
-    } else {
-      mma<1>(work, reader, x, accum);
+    if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32) {
+      if (p.scale_k < 128) return mma<4>(p, work, reader, x, accum);
     }
+    mma<1>(p, work, reader, x, accum);
   }
 
  private:
@@ -151,7 +148,7 @@ struct Mainloop {
 
   /// kGroups: groups of 128 k.
   template <int kGroups, class XFragment>
-  CUTLASS_DEVICE static void mma(sm90::WorkTile const& work, Reader& reader, XFragment const& x,
+  CUTLASS_DEVICE static void mma(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
                                  Partial (&accum)[kPanels]) {
     using namespace cute;
     Fragment w;
@@ -171,7 +168,7 @@ struct Mainloop {
         constexpr int kGroupSteps = kSteps / kGroups;
         if (kTakesTurns && group == 0) turn_barrier_sync(kFirstTurn + warpgroup);
         issue(w, x, x_stage, group * kGroupSteps, (group + 1) * kGroupSteps, partial);
-        float2 const scales = reader.read_scales(panel, group);
+        float2 const scales = reader.read_scales(panel, kGroups == 1 ? 0 : p.scale_k == 64 ? group / 2 : group);
         if (group == kGroups - 1) {
           if (panel < kPanels - 1) {
             reader.read_words(words, panel + 1);

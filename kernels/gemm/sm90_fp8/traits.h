@@ -46,7 +46,8 @@ struct Traits {
   using SmemLayoutX =
       decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{}, cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
 
-  static constexpr int kLeastGroup = Config::kLeastGroup;
+  static constexpr int kLeastGroup = Config::kLeastGroup;  // 32, or 128: more loops would need more registers
+  static_assert(kLeastGroup == 32 || kLeastGroup == 128);
   static constexpr bool kMayPersist = kTileM >= 128 && kWarpgroupsK == 1;
   static constexpr bool kMayMulticastX = kMayPersist;
   static constexpr bool kMayStageStore = kWarpgroupsK == 1 && kTileM % 32 == 0;

@@ -1,0 +1,85 @@
+"""gemm_sm90_fp8: gemm_sm90 with x in E4M3 (kernels/gemm/sm90_fp8/)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from ..constants import TileTimes
+from ..h200 import GEMM_SM90
+from ..problem import Problem
+from .base import KernelConfig
+from .gemm_sm90 import GemmSm90
+
+_WARPGROUP_K = 128
+
+# Tokens, columns, warpgroups along K, columns of a warpgroup, stages. A warpgroup of 128 columns reads x once for both of
+# its column panels. Of few tokens warpgroups share K, so that there are more CTAs.
+_SHAPES = (
+    (16, 64, 4, 64, 5),
+    (32, 64, 4, 64, 4),
+    (64, 64, 4, 64, 3),
+    (64, 128, 2, 64, 4),
+    (96, 256, 1, 128, 5),
+    (128, 64, 2, 64, 4),
+    (128, 128, 1, 64, 6),
+    (192, 128, 1, 64, 4),
+)
+
+
+class GemmSm90Fp8(GemmSm90):
+    name = "gemm_sm90_fp8"
+    layout = "tiled_fp8"
+    header = "sm90_fp8/kernel.cuh"
+    x_bytes = 1
+    scale_modes = ("channel", "group")
+    takes_tail = False
+    verified = False
+    constants = replace(
+        GEMM_SM90,
+        fitted_to="nothing: tiles by a probe's times on an H100, the rest of gemm_sm90",
+        kernels={
+            ("gemm_sm90_fp8_16x64x512_w16x64_s5", "int4"): TileTimes(0.55, 3.0),
+            ("gemm_sm90_fp8_32x64x512_w32x64_s4", "int4"): TileTimes(0.60, 3.0),
+            ("gemm_sm90_fp8_64x64x512_w64x64_s3", "int4"): TileTimes(0.70, 3.0),
+            ("gemm_sm90_fp8_64x128x256_w64x64_s4", "int4"): TileTimes(0.70, 3.0),
+            ("gemm_sm90_fp8_96x256x128_w96x128_s5", "int4"): TileTimes(0.78, 2.0),
+            ("gemm_sm90_fp8_128x64x256_w128x64_s4", "int4"): TileTimes(0.50, 3.0),
+            ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.47, 1.5),
+            ("gemm_sm90_fp8_192x128x128_w192x64_s4", "int4"): TileTimes(0.72, 2.0),
+        },
+    )
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
+
+    def configs(self) -> Iterable[KernelConfig]:
+        for tokens, columns, warpgroups_k, warp_columns, stages in self.shapes:
+            block_k = _WARPGROUP_K * warpgroups_k
+            yield KernelConfig(self.name, tokens, columns, block_k, tokens, warp_columns, stages, 1, ("int4",))
+
+    def least_group(self, config: KernelConfig) -> int:
+        """The largest tile has no registers for a second main loop."""
+        return 128 if config.block_m == 192 else 32
+
+    def why_unsupported(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
+        p = problem
+        if (reason := super().why_unsupported(config, p, dtype)) is None and not p.per_channel:
+            if p.group_step < config.least_group:
+                return f"{config} computes groups of 128 and its multiples, but those of scales are of {p.group_size}"
+        return reason
+
+    def warpgroups_k(self, config: KernelConfig) -> int:
+        return config.block_k // _WARPGROUP_K
+
+    def loops(self, config: KernelConfig) -> bool:
+        return config.block_m >= 128 and self.warpgroups_k(config) == 1
+
+    def stages_y(self, config: KernelConfig) -> bool:
+        return config.block_m % 32 == 0 and self.warpgroups_k(config) == 1
+
+    def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
+        return super().code_constants(config, format) | {"kPanels": config.warp_n // 64}
+
+    def defines(self, config: KernelConfig) -> tuple[str, ...]:
+        # Of 8-bit operands CUTLASS has few shapes among the usual ones.
+        return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",) if config.block_m == 96 else ()
