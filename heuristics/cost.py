@@ -37,11 +37,11 @@ def column_bytes(problem: Problem) -> int:
     return problem.k_padded * problem.bits // 8 + 2 * scale_rows
 
 
-def moved_bytes(m: int, n: int, k: int, of_column: int) -> int:
+def moved_bytes(m: int, n: int, k: int, of_column: int, x_bytes: int = 2) -> int:
     """Bytes that must move: packed weights, scales, zeros, x and y, each once. of_column: see `column_bytes`."""
-    return n * of_column + 2 * m * (k + n)
+    return n * of_column + m * (x_bytes * k + 2 * n)
 
 
 def problem_bytes(problem: Problem) -> int:
     """`moved_bytes` of a problem."""
-    return moved_bytes(problem.m, problem.n, problem.k, column_bytes(problem))
+    return moved_bytes(problem.m, problem.n, problem.k, column_bytes(problem), problem.x_bytes)

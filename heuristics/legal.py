@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .arch import Arch, parse_arch
-from .configs import CONFIGS, KernelConfig
+from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .launches import first_columns, has_tail, launches
 from .problem import Problem, check_group_size
 
@@ -37,7 +37,8 @@ def candidates(problem: Problem) -> list[KernelConfig]:
 
 def ever_legal(problem: Problem) -> list[KernelConfig]:
     """Configurations that are legal for some M, N and K, with the problem's GPU, format, layout and kind of scales."""
-    of_layout = (config for config in CONFIGS if config.layout == problem.layout and problem.format in config.formats)
+    configs = (*CONFIGS, *FP8_CONFIGS)
+    of_layout = (config for config in configs if config.layout == problem.layout and problem.format in config.formats)
     of_arch = (c for c in of_layout if c.is_verified and c.rules.first_arch <= problem.arch <= c.rules.last_arch)
     return [c for config in of_arch for c in config.splits if c.rules.why_unsupported(c, problem) is None]
 

@@ -56,6 +56,9 @@ K_ALIGNMENT = 64
 
 LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
 
+FP8_LAYOUT = "tiled_fp8"
+"""The layout of kernels that take x in E4M3: symmetric int4 alone. Those of LAYOUTS take x in 16 bits."""
+
 CODE_LAYOUTS: tuple[str, ...] = ("interleaved", "tiled")
 """Layouts that codes are packed in."""
 
@@ -70,6 +73,11 @@ def layouts_of(arch: int) -> tuple[str, ...]:
     if arch == 90:
         return ("tiled", "interleaved")
     return ("interleaved",) if arch >= 75 else ("row_major",)
+
+
+def is_read(layout: str, arch: int) -> bool:
+    """Whether the kernels of an architecture read a layout, for x in 16 bits or, FP8_LAYOUT, in 8."""
+    return layout in layouts_of(arch) or (layout == FP8_LAYOUT and arch == 90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,11 @@ class Problem:
         is_code = self.format in CODE_FORMATS
         if not self.layout:
             object.__setattr__(self, "layout", layouts_of(self.arch)[0])
-        elif self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        elif self.layout not in (*LAYOUTS, FP8_LAYOUT):
+            raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, FP8_LAYOUT))}, got {self.layout!r}")
+        if self.layout == FP8_LAYOUT and (self.format != "int4" or self.zeros):
+            got = f"{self.format} with zeros" if self.zeros else self.format
+            raise ValueError(f"format must be int4 without zeros in layout {FP8_LAYOUT!r}, got {got}")
         if is_code:
             if self.layout not in CODE_LAYOUTS:
                 expected = " or ".join(map(repr, CODE_LAYOUTS))
@@ -124,6 +135,11 @@ class Problem:
     @property
     def bits(self) -> int:
         return FORMATS[self.format]
+
+    @property
+    def x_bytes(self) -> int:
+        """Of an element of x: the layout says it."""
+        return 1 if self.layout == FP8_LAYOUT else 2
 
     @property
     def per_channel(self) -> bool:

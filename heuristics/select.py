@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import overload
 
 from .arch import Arch, parse_arch
-from .configs import CONFIGS, KernelConfig
+from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .cost import column_bytes, moved_bytes, problem_bytes, total_us
 from .families.base import Launch
 from .launches import first_columns
-from .legal import candidates, check_kernel_group_size, considered
-from .problem import K_ALIGNMENT, Problem, layouts_of
+from .legal import candidates, check_kernel_group_size, considered, ever_legal
+from .problem import FP8_LAYOUT, K_ALIGNMENT, Problem, is_read, layouts_of
 from .slices import longest_k
 
 TAIL_MIN_M = 64
@@ -72,7 +72,7 @@ def kernels_of(
 def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
     """`kernels_of` a problem. Raises ValueError for a layout that its GPU's kernels do not read."""
     p = problem
-    if p.layout not in layouts_of(p.arch):
+    if not is_read(p.layout, p.arch):
         read = ", ".join(layouts_of(p.arch))
         raise ValueError(f"layout must be one that sm{p.arch} reads, {read}, got {p.layout!r}")
     return kernels_of(p.format, p.arch, p.sm_count, p.layout, p.group_step, p.per_channel, p.zeros)
@@ -204,10 +204,12 @@ def _last_resort(problem: Problem) -> KernelConfig:
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused
     check_kernel_group_size(p.group_size, p.k, p.arch, p.layout)
+    if p.layout == FP8_LAYOUT and not ever_legal(p):
+        raise ValueError(f"layout: no kernel that a GPU has run reads {p.layout!r}; config= runs one of fp8_kernels()")
     # Too many rows or no fused kernel, and K too long for slices.
     of_format = [
         c
-        for c in CONFIGS
+        for c in (*CONFIGS, *FP8_CONFIGS)
         if p.format in c.formats
         and c.layout == p.layout
         and c.groups_of_16 == (p.group_step == 16)

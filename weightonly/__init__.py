@@ -29,10 +29,11 @@ from .formats import load_checkpoint
 from .gate import Gate
 from .gemm import gemm
 from .grouped import grouped_gemm
-from .kernels import cuda_built, grouped_kernels, kernels
+from .kernels import cuda_built, fp8_kernels, grouped_kernels, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
 from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
+from .ops.quantize_activations import quantize_activations
 from .packed import PackedWeight
 from .packing import preprocess, repack, unpack
 from .quantize import quantize
@@ -65,6 +66,7 @@ __all__ = [
     "dequantize_4bit",
     "explain",
     "formats",
+    "fp8_kernels",
     "fused_experts",
     "gemm",
     "grouped_gemm",
@@ -78,6 +80,7 @@ __all__ = [
     "preprocess",
     "quantize",
     "quantize_4bit",
+    "quantize_activations",
     "repack",
     "save",
     "set_launch_overlap",

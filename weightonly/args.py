@@ -13,6 +13,7 @@ from .activations import check_activation
 from .heuristics import KernelConfig
 from .heuristics.legal import check_kernel_group_size
 from .heuristics.problem import check_group_size
+from .layout import TILED_FP8
 from .packed import PackedWeight
 from .plain import PLAIN, span_bytes
 from .require import require_dtype, require_plain, require_tensor
@@ -71,6 +72,15 @@ class GemmArgs:
     def result_shape(self) -> tuple[int, ...]:
         """[..., N]"""
         return (*self.x.shape[:-1], self.weight.n)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.x.dtype
+
+    def new_result(self) -> torch.Tensor:
+        """[..., N], its numbers not set."""
+        return self.x.new_empty(self.result_shape())
 
     def key(self) -> tuple[object, ...]:
         """All that the checks and the plan of a call depend on. Loose tensors have their parts here, not in a `kind`.
@@ -163,15 +173,12 @@ class GemmArgs:
         require_tensor("x", x)
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x: expected a CPU or CUDA tensor, got one on {x.device}")
-        dtypes = CPU_DTYPES if x.device.type == "cpu" else CUDA_DTYPES
-        if x.dtype not in dtypes:
-            expected = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise TypeError(f"x: expected dtype {expected} on {x.device.type}, got {x.dtype}")
+        self.check_x()
         if x.dim() < 1:
             raise ValueError("x: expected shape [..., K], got a scalar")
         if x.shape[-1] != packed.k:
             raise ValueError(f"x: expected [..., K] with K = {packed.k} as in qweight, got shape {list(x.shape)}")
-        w.check("qweight", x)
+        self.check_weight()
         # A configuration says itself which groups it computes.
         check_groups = check_kernel_group_size if x.is_cuda and self.config is None else check_group_size
         try:
@@ -182,11 +189,35 @@ class GemmArgs:
                 "dequantize the weight, or quantize it again with groups of 32, 64 or 128"
             ) from None
         if bias is not None:
-            check_like("bias", bias, x)
+            self.check_like("bias", bias)
             names, sizes = ("[N]", [packed.n]) if packed.experts is None else ("[E, N]", [packed.experts, packed.n])
             if list(bias.shape) != sizes:
                 raise ValueError(f"bias: expected shape {names} = {sizes}, got {list(bias.shape)}")
         check_activation(self.activation)
+
+    def check_x(self) -> None:
+        """Raises TypeError for an x of another dtype than its device computes."""
+        x = self.x
+        dtypes = CPU_DTYPES if x.device.type == "cpu" else CUDA_DTYPES
+        if x.dtype not in dtypes:
+            expected = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            cure = "; x_scales= takes its scales" if x.dtype == torch.float8_e4m3fn else ""
+            raise TypeError(f"x: expected dtype {expected} on {x.device.type}, got {x.dtype}{cure}")
+
+    def check_weight(self) -> None:
+        """Raises what `QuantizedWeight.check` does, and ValueError for a layout that is for another x."""
+        x, layout = self.x, self.weight._packed.layout
+        self.weight.check("qweight", x)
+        if x.is_cuda and layout == TILED_FP8:
+            raise ValueError(
+                f"qweight: packed in layout {layout!r} for x in float8_e4m3fn, but x is {x.dtype}; "
+                "repack(qweight, layout='tiled'), or quantize_activations(x)"
+            )
+
+    def check_like(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises TypeError or ValueError unless a tensor has the dtype of the result, and the device."""
+        check_dtype(name, tensor, self.x.dtype, "x has")
+        check_device(name, tensor, "x", self.x)
 
     def check_stack(self, packed: PackedWeight) -> None:
         """Raises ValueError for stacked experts, of which `grouped_gemm` has rows."""
@@ -196,7 +227,7 @@ class GemmArgs:
         """Checks what `out` must be for any way of writing the result to it: type, dtype, device, shape."""
         out = self.out
         assert out is not None
-        check_like("out", out, self.x)
+        self.check_like("out", out)
         if tuple(out.shape) != self.result_shape():
             raise ValueError(f"out: expected shape {list(self.result_shape())}, got {list(out.shape)}")
         if out.requires_grad:
@@ -295,11 +326,6 @@ class GroupedArgs(GemmArgs):
 
 
 # --- the checks of single arguments, which other functions of the library share ------------------------------
-
-
-def check_like(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    check_dtype(name, tensor, x.dtype, "x has")
-    check_device(name, tensor, "x", x)
 
 
 def check_one_device(**tensors: torch.Tensor) -> None:

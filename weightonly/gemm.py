@@ -14,9 +14,10 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from . import autograd, flops
 from .args import OP_SCHEMA, GemmArgs
 from .dense import WEIGHT_DTYPES
+from .fp8_args import FP8_OP_SCHEMA, Fp8Args
 from .heuristics import KernelConfig
 from .packed import PackedWeight
-from .plain import dispatch_modes, function_modes, is_virtual, is_watched, untraced
+from .plain import PLAIN, dispatch_modes, function_modes, is_virtual, is_watched, untraced
 from .plan import cache
 from .plan.base import Plan
 from .plan.choose import make_plan
@@ -34,6 +35,7 @@ def gemm(
     out: torch.Tensor | None = None,
     config: KernelConfig | None = None,
     perm: torch.Tensor | None = None,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = act(x[..., perm] @ w + bias) with w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
 
@@ -53,6 +55,10 @@ def gemm(
     perm        [K] int32 or int64, act-order: which column of x meets each row of w; None: row k meets column k.
                 Must be a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert
                 of torch.index_select. x is gathered first, in memory of PyTorch's allocator.
+    x_scales    None, or fp32 [...]: what `quantize_activations` returned with x, which is float8_e4m3fn then;
+                y = act(x_scales * (x @ w) + bias) in the dtype of scales, which is that of bias and out, too. On CUDA for
+                compute capability 9.0 and weights in layout "tiled_fp8": int4, symmetric, groups of 32, a multiple of
+                64, or K. There are no gradients of it.
 
     Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
 
@@ -75,6 +81,8 @@ def gemm(
         weight: QuantizedWeight = LooseWeight(qweight, scales, zeros, perm)  # type: ignore[arg-type]
     else:
         weight = weight_of(qweight, scales, zeros, perm)
+    if x_scales is not None:
+        return _gemm_fp8(Fp8Args(x, weight, x_scales, bias, activation, out, config))
     args = GemmArgs(x, weight, bias, activation, out, config)
     if is_dynamo_compiling():
         return _general(args)
@@ -200,6 +208,28 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
 
 
 _gemm_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
+
+
+@torch.library.custom_op("weightonly::gemm_fp8", mutates_args=(), schema=FP8_OP_SCHEMA)
+def _fp8_op(*operands: Any) -> torch.Tensor:
+    return compute(Fp8Args.from_op(*operands))
+
+
+@_fp8_op.register_fake
+def _result_of_fp8_op(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return Fp8Args.from_op(x, *rest).new_result()
+
+
+def _gemm_fp8(args: Fp8Args) -> torch.Tensor:
+    """`gemm` of activations in 8 bits."""
+    if is_watched() or any(type(t) not in PLAIN or is_virtual(t) for t in _tensors(args)):
+        return dispatch(args, _fp8_op)
+    return compute(args)
+
+
+def _tensors(args: GemmArgs) -> list[torch.Tensor]:
+    """Those that are tensors: the checks say what the others should be."""
+    return [t for t in args.tensors().values() if isinstance(t, torch.Tensor)]
 
 
 def _check(args: GemmArgs) -> None:

@@ -12,7 +12,7 @@ from . import build_info
 from .build_info import BuildInfo
 from .device import device_arch
 from .heuristics.arch import PTX, target_number
-from .heuristics.configs import CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from .heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
 from .version import VERSION
 
 
@@ -135,6 +135,11 @@ def kernels(device: int | None = None) -> list[KernelConfig]:
     dequantize, and leave the product to cuBLAS. Empty when the library was built without CUDA.
     """
     return _here(CONFIGS, device)
+
+
+def fp8_kernels(device: int | None = None) -> list[KernelConfig]:
+    """The same for `gemm(..., x_scales=..., config=c)`: kernels that take x in float8_e4m3fn."""
+    return _here(FP8_CONFIGS, device)
 
 
 def grouped_kernels(device: int | None = None) -> list[KernelConfig]:

@@ -13,7 +13,7 @@ from .codebooks import codebook_of, codebook_on
 from .dense import WEIGHT_DTYPES, resolve_group_size
 from .device import check_visible
 from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
-from .layout import SLICED_LAYOUTS, TILE, Range, check_code_layout, check_layout, cut_bytes, padded_shape
+from .layout import SLICED_LAYOUTS, TILE, TILED_FP8, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .plain import PLAIN
 from .require import require_bool, require_dtype, require_int, require_memory
 from .shown import shown
@@ -28,8 +28,9 @@ class PackedWeight:
     k, n: the shape of the weight before padding.
     format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
         a number in a codebook of 16.
-    layout: the order of the bytes, "row_major", "interleaved" or "tiled" for GPUs, "cpu" for CPUs; their number and
-        shape cannot tell. Codes are "interleaved", "tiled" or "cpu".
+    layout: the order of the bytes, "row_major", "interleaved", "tiled" or "tiled_fp8" for GPUs, "cpu" for CPUs; their
+        number and shape cannot tell. Codes are "interleaved", "tiled" or "cpu"; "tiled_fp8" is for x in float8_e4m3fn
+        and has "int4" without zeros alone.
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
         holds 16 floats, rounded to fp32, for every code format, and None for integers.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
@@ -92,6 +93,8 @@ class PackedWeight:
         require_bool("has_perm", has_perm, or_none=True)
         if has_zeros and codebook is not None:
             raise ValueError(f"has_zeros: expected False or None for {format}, whose codes have no zeros, got True")
+        if has_zeros and layout == TILED_FP8:
+            raise ValueError(f"has_zeros: expected False or None in layout {layout!r}, got True")
         k_padded, n_padded = padded_shape(k, n, bits, layout)
         require_dtype("data", data, (torch.uint8,), in_memory=False)
         if data.dim() != 1 or not data.is_contiguous():
@@ -209,7 +212,7 @@ class PackedWeight:
         return self if data is self.data else PackedWeight(data, **self.fields)
 
     def slice_n(self, begin: int, end: int) -> PackedWeight:
-        """w[:, begin:end] of a "tiled" or "cpu" weight, byte for byte what packing these columns alone gives.
+        """w[:, begin:end] of a "tiled", "tiled_fp8" or "cpu" weight, byte for byte what packing these columns alone gives.
 
         begin, end: multiples of 64; `end` may also be N. To be used with scales[:, begin:end], and so zeros and bias.
         Returns a weight [K, end - begin] on the same memory: nothing is copied, and the whole is kept alive. Of stacked
@@ -222,7 +225,7 @@ class PackedWeight:
         return PackedWeight(self._cut((0, self.k), (begin, end)), **self.fields | {"n": end - begin})
 
     def slice_k(self, begin: int, end: int) -> PackedWeight:
-        """w[begin:end] of a "tiled" or "cpu" weight, byte for byte what packing these rows alone gives.
+        """w[begin:end] of a "tiled", "tiled_fp8" or "cpu" weight, byte for byte what packing these rows alone gives.
 
         begin, end: multiples of 64; `end` may also be K. Where the group size g divides both, the slice is used with
         scales[begin // g : end // g], and so zeros; scales per channel stay as they are. Of a weight in act-order, x

@@ -14,6 +14,7 @@ from .layout import (
     CODE_LAYOUTS,
     CPU,
     TILED,
+    TILED_FP8,
     check_bits,
     check_code_layout,
     check_layout,
@@ -67,7 +68,7 @@ def preprocess(
         columns are dropped.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
-    layout: the layout itself, instead of an arch. With neither: the layout of the GPU that `q` is on; for a CPU tensor
+    layout: the layout itself, instead of an arch; "tiled_fp8" is for x in float8_e4m3fn, symmetric int4. With neither: the layout of the GPU that `q` is on; for a CPU tensor
         of the visible GPU, else "cpu".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
         codes of `code`.
@@ -102,6 +103,8 @@ def preprocess(
     require_bool("perm", perm, or_none=True)
     if zeros and is_code:
         raise ValueError(f"zeros: expected False or None for {format}, whose codes have no zeros, got True")
+    if zeros and layout == TILED_FP8:
+        raise ValueError(f"zeros: expected False or None in layout {layout!r}, got True")
     if q.numel() == 0:
         raise ValueError(f"q: expected shape [K, N] with K, N >= 1, got {list(q.shape)}")
     group_size = format_groups(format, group_size, k)
@@ -120,21 +123,25 @@ def preprocess(
     return PackedWeight(data.view(-1), k, n, format, layout, code, group_size, zeros, perm, experts=len(q))
 
 
-def repack(qweight: PackedWeight, arch: Arch | None = None) -> PackedWeight:
+def repack(qweight: PackedWeight, arch: Arch | None = None, layout: str | None = None) -> PackedWeight:
     """The same numbers in the byte order of another GPU's kernels, or of a CPU's.
 
     qweight: a packed [K, N] weight, on any device.
     arch: the GPU to pack for, or "cpu"; None: the device of `qweight` (see `preprocess`).
+    layout: the layout itself, instead of an arch: "tiled_fp8" for x in float8_e4m3fn, "tiled" back.
 
-    Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch`; `qweight`
-    itself where it has that layout already.
+    Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch` or `layout`;
+    `qweight` itself where it has that layout already.
 
-    Raises TypeError for anything but a PackedWeight. Raises ValueError for an unknown arch, and for codes and an arch
-    that does not read them.
+    Raises TypeError for anything but a PackedWeight. Raises ValueError for an unknown arch or layout, arch and layout
+    that contradict each other, codes and an arch that does not read them, and a layout that has no such weights.
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
-    return relayout(qweight, resolve_layout(qweight.format, arch, device=qweight.device))
+    layout = resolve_layout(qweight.format, arch, layout, qweight.device)
+    if layout == TILED_FP8 and qweight.has_zeros:
+        raise ValueError(f"qweight: expected one without zeros for layout {layout!r}, got {qweight!r}")
+    return relayout(qweight, layout)
 
 
 def relayout(w: PackedWeight, layout: str) -> PackedWeight:

@@ -28,21 +28,25 @@ def gemm(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = act(x @ w + bias) on the CPU: computed in fp32, rounded once to the dtype of x.
+    """y = act(x_scales * (x @ w) + bias) on the CPU: computed in fp32, rounded once to the dtype of scales.
 
-    x: [..., K] float16, bfloat16 or float32; scales, zeros: [K / g, N]; bias: [N]; out: [..., N] in the dtype of x, or
-    None for a new tensor. Returns y [..., N], which is `out` if given. `weightonly.gemm` has checked the arguments.
+    x: [..., K] float16, bfloat16 or float32, or float8_e4m3fn where there are x_scales [...]; scales, zeros: [K / g, N];
+    bias: [N]; out: [..., N] in the dtype of scales, or None for a new tensor. Returns y [..., N], which is `out` if
+    given. `weightonly.gemm` has checked the arguments.
     """
     if out is None:
-        out = torch.empty(*x.shape[:-1], qweight.n, dtype=x.dtype, device=x.device)
+        out = torch.empty(*x.shape[:-1], qweight.n, dtype=scales.dtype, device=x.device)
     x32 = x.detach().to(torch.float32).reshape(-1, qweight.k)  # (M, K)
     activate = activation_of(activation).function
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):  # it would multiply in 16 bits
-            return gemm(x, qweight, scales, zeros, bias, activation, out)
+            return gemm(x, qweight, scales, zeros, bias, activation, out, x_scales)
     for begin, end in column_blocks(qweight):
         y = x32 @ dequantize_columns(qweight, scales, zeros, begin, end)  # (M, block)
+        if x_scales is not None:
+            y *= x_scales.reshape(-1, 1)
         if bias is not None:
             y += bias[begin:end]
         out[..., begin:end] = activate(y).view(*x.shape[:-1], end - begin)

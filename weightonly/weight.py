@@ -9,6 +9,7 @@ import torch
 
 from .dense import WEIGHT_DTYPES, check_weight_dtype
 from .formats.plain import unsort_rows
+from .layout import TILED_FP8
 from .ops.dequantize import dense
 from .packed import PackedWeight, kind_of
 from .plain import PLAIN
@@ -149,6 +150,8 @@ class QuantizedWeight:
             check_dtype("scales", scales, x.dtype, "x has")
         self._check_rows("scales", scales, of, like)
         if zeros is not None:
+            if packed.layout == TILED_FP8:
+                raise ValueError(f"zeros: expected None in layout {packed.layout!r}, got {type(zeros).__name__}")
             if packed.code is not None:
                 raise ValueError(
                     f"zeros: expected None for a weight of format {packed.format}, got {type(zeros).__name__}"

@@ -14,8 +14,8 @@ from .gemm_sm90 import GemmSm90
 
 _WARPGROUP_K = 128
 
-# Tokens, columns, warpgroups along K, columns of a warpgroup, stages. A warpgroup of 128 columns reads x once for both of
-# its column panels. Of few tokens warpgroups share K, so that there are more CTAs.
+# Tokens, columns, warpgroups along K, columns of a warpgroup, stages. A warpgroup of 128 columns reads x once for both
+# of its column panels. Of few tokens warpgroups share K, so that there are more CTAs.
 _SHAPES = (
     (16, 64, 4, 64, 5),
     (32, 64, 4, 64, 4),
@@ -62,11 +62,11 @@ class GemmSm90Fp8(GemmSm90):
         return 128 if config.block_m == 192 else 32
 
     def why_unsupported(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
-        p = problem
-        if (reason := super().why_unsupported(config, p, dtype)) is None and not p.per_channel:
-            if p.group_step < config.least_group:
-                return f"{config} computes groups of 128 and its multiples, but those of scales are of {p.group_size}"
-        return reason
+        if (reason := super().why_unsupported(config, problem, dtype)) is not None:
+            return reason
+        if problem.per_channel or problem.group_step >= config.least_group:
+            return None
+        return f"{config} computes groups of 128 and its multiples, but those of scales are of {problem.group_size}"
 
     def warpgroups_k(self, config: KernelConfig) -> int:
         return config.block_k // _WARPGROUP_K

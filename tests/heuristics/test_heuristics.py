@@ -186,7 +186,7 @@ def test_only_hopper_reads_two_layouts() -> None:
             assert ("decode_sm90" in families) == (arch == 90 and layout == "tiled")
     with pytest.raises(ValueError, match="layout must be one that sm80 reads, interleaved, got 'tiled'"):
         select(1, 64, 64, "int4", -1, 80, 108, "tiled")
-    with pytest.raises(ValueError, match="layout must be one of row_major, interleaved, tiled, got 'tiles'"):
+    with pytest.raises(ValueError, match="layout must be one of row_major, interleaved, tiled, tiled_fp8, got 'tiles'"):
         problem(1, layout="tiles")
 
 

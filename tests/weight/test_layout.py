@@ -331,12 +331,12 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
     "padding of a layout": (
         lambda q: layout.padded_shape(1, 1, 4, "tiles"),
         ValueError,
-        "layout: expected one of row_major, interleaved, tiled, cpu, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, cpu, tiled_fp8, got 'tiles'",
     ),
     "layout": (
         lambda q: layout.pack_bytes(q, 4, "tiles"),
         ValueError,
-        "layout: expected one of row_major, interleaved, tiled, cpu, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, cpu, tiled_fp8, got 'tiles'",
     ),
     "columns": (
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "row_major"), 64, 64, 4, "row_major", (0, 12)),

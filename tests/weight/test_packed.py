@@ -82,7 +82,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "layout": (
         {"layout": "tiles"},
         ValueError,
-        "layout: expected one of row_major, interleaved, tiled, cpu, got 'tiles'",
+        "layout: expected one of row_major, interleaved, tiled, cpu, tiled_fp8, got 'tiles'",
     ),
 }
 

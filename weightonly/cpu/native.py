@@ -6,7 +6,7 @@ import torch
 
 from ..activations import activation_of
 from ..codebooks import codebook_on
-from ..layout import CPU, TILE
+from ..layout import CPU, TILE, TILED_FP8
 from ..packed import PackedWeight
 from ..packing import relayout
 from ..plain import aligned
@@ -42,8 +42,8 @@ def gemm(
         out = x.new_empty(*x.shape[:-1], n)  # in half the time of torch.empty
     if m == 0:
         return out
-    if qweight.layout != CPU and qweight.n_padded % TILE:
-        qweight = relayout(qweight, CPU)  # int8 of GPUs before sm90, padded to 32 columns
+    if qweight.layout == TILED_FP8 or (qweight.layout != CPU and qweight.n_padded % TILE):
+        qweight = relayout(qweight, CPU)  # the second: int8 of GPUs before sm90, padded to 32 columns
     rows, scales = _rows(x if x.dim() == 2 else x.reshape(m, k)), _rows(scales)
     zeros = None if zeros is None else _rows(zeros)
     bias = None if bias is None else aligned(bias, bias.element_size())

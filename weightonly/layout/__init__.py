@@ -7,6 +7,7 @@ the last one also packs them. A layout is a composition of passes (pack.py):
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave    (interleaved.py)
     tiled         tile_fragments -> add_bias_and_interleave    64 x 64 blocks in the order of MMA fragments (tiled.py)
     ..., codes    ... -> pack_codes                            the same for the codes of NF4, FP4 and other codebooks
+    tiled_fp8     pack_fp8_panels                              the same for operands of 8 bits (tiled_fp8.py)
     cpu           pack_panels                                  panels of 32 columns, words along K (cpu.py)
 
 Each pass is a few strided copies on the device of its input. It needs no index tensor and no loop over elements, and
@@ -26,6 +27,7 @@ from .shapes import (
     SLICED_LAYOUTS,
     TILE,
     TILED,
+    TILED_FP8,
     block_bytes,
     check_bits,
     check_code_layout,
@@ -48,6 +50,7 @@ __all__ = [
     "SLICED_LAYOUTS",
     "TILE",
     "TILED",
+    "TILED_FP8",
     "Blocks",
     "Range",
     "block_bytes",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, TILE, TILED, block_bytes, column_align
+from .shapes import CPU, INTERLEAVED, K_ALIGN, PANEL, TILE, TILED, TILED_FP8, block_bytes, column_align
 
 Range = tuple[int, int]
 """begin and end of neighbouring rows or columns."""
@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
 def blocks_of(k: int, n: int, bits: int, layout: str) -> Blocks:
     """k, n: padded. Raises ValueError for an unknown layout."""
-    if layout == TILED:
+    if layout in (TILED, TILED_FP8):
         return Blocks((n // TILE, k // TILE, block_bytes(bits)), 1, TILE, 0, TILE)
     if layout == CPU:
         return Blocks((n // PANEL, k // TILE, TILE * PANEL * bits // 8), 1, TILE, 0, PANEL)

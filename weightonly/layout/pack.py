@@ -21,6 +21,7 @@ from .shapes import (
     ROW_MAJOR,
     TILE,
     TILED,
+    TILED_FP8,
     check_code_layout,
     check_codes,
     check_layout,
@@ -32,6 +33,7 @@ from .shapes import (
     stored_shape,
 )
 from .tiled import tile_fragments, untile_fragments
+from .tiled_fp8 import pack_fp8_panels, unpack_fp8_panels
 from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterleave, unpack_codes
 
 
@@ -51,6 +53,8 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
     if layout == CPU:
         check_codes(q) if codes else check_range(q, bits)
         return pack_panels(q, bits, bias=0 if codes else 1 << (bits - 1)).view(-1)
+    if layout == TILED_FP8:
+        return pack_fp8_panels(q).view(-1)
     q = _in_order(q, bits, layout)
     return (pack_codes(q) if codes else add_bias_and_interleave(q, bits)).view(-1)
 
@@ -92,6 +96,8 @@ def unpack_bytes(
     if layout == CPU:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // PANEL : end // PANEL]
         return unpack_panels(panels, bits, bias=0 if codes else 1 << (bits - 1))
+    if layout == TILED_FP8:
+        return unpack_fp8_panels(data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE])
     if layout == TILED:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
         return untile_fragments(_elements(panels, bits, codes), bits)

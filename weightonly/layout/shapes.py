@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..heuristics.problem import CODE_LAYOUTS as GPU_CODE_LAYOUTS
-from ..heuristics.problem import K_ALIGNMENT
+from ..heuristics.problem import FP8_LAYOUT, K_ALIGNMENT
 from ..heuristics.problem import LAYOUTS as GPU_LAYOUTS
 from ..require import require_dtype
 
@@ -14,11 +14,15 @@ ROW_MAJOR, INTERLEAVED, TILED = GPU_LAYOUTS
 CPU = "cpu"
 
 LAYOUTS = (*GPU_LAYOUTS, CPU)
+"""Layouts of every integer format, for x in 16 bits."""
+
+TILED_FP8 = FP8_LAYOUT
+"""For x in E4M3: symmetric integers of 4 bits alone."""
 
 CODE_LAYOUTS = (*GPU_CODE_LAYOUTS, CPU)
 """Layouts that codes of a codebook are packed in."""
 
-SLICED_LAYOUTS = (TILED, CPU)
+SLICED_LAYOUTS = (TILED, TILED_FP8, CPU)
 """Layouts that `slice_n` and `slice_k` cut."""
 
 K_ALIGN = K_ALIGNMENT
@@ -47,12 +51,14 @@ def column_align(bits: int, layout: str) -> int:
     """N is padded to a multiple of this. Raises ValueError for unknown `bits` or an unknown layout."""
     check_bits(bits)
     check_layout(layout)
-    return TILE if layout in (TILED, CPU) else N_ALIGN[bits]
+    if layout == TILED_FP8 and bits != 4:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} for {bits} bits, got {layout!r}")
+    return TILE if layout in SLICED_LAYOUTS else N_ALIGN[bits]
 
 
 def column_step(bits: int, layout: str) -> int:
     """`unpack_bytes(columns=...)` cuts at multiples of this: the weights in one 32-bit word, or a panel."""
-    return {TILED: TILE, CPU: PANEL}.get(layout, 32 // bits)
+    return {TILED: TILE, TILED_FP8: TILE, CPU: PANEL}.get(layout, 32 // bits)
 
 
 def block_bytes(bits: int) -> int:
@@ -63,14 +69,14 @@ def block_bytes(bits: int) -> int:
 def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[int, int]:
     """The bytes of a weight as a matrix: a view of what `pack_bytes` returns, which can be cut along its rows.
 
-    tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K
+    tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K; tiled_fp8 likewise
     cpu          [N / 32, K * 4 * bits]            the same with panels of 32 columns
     interleaved  [N / I, K * I * bits / 8]         lines of I = 16 / bits columns
     row_major    [K * (N * bits / 256), 32]        rows of K, cut into 32 bytes
 
-    No two layouts of one weight have the same shape: 32 bytes are fewer than a line or a panel has.
+    No two of LAYOUTS have the same shape for one weight: 32 bytes are fewer than a line or a panel has.
     """
-    if layout in (TILED, CPU):
+    if layout in SLICED_LAYOUTS:
         panel = column_step(bits, layout)
         return n_padded // panel, k_padded * panel * bits // 8
     total_bytes = k_padded * n_padded * bits // 8
@@ -85,9 +91,10 @@ def check_bits(bits: int) -> None:
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    """Raise ValueError unless `layout` is one of LAYOUTS, or TILED_FP8."""
+    layouts = (*LAYOUTS, TILED_FP8)
+    if layout not in layouts:
+        raise ValueError(f"layout: expected one of {', '.join(layouts)}, got {layout!r}")
 
 
 def check_range(q: torch.Tensor, bits: int) -> None:

@@ -6,16 +6,18 @@ import torch
 
 from ..args import GemmArgs
 from ..device import device_arch, sm_count
+from ..fp8_args import Fp8Args
 from ..heuristics import KernelConfig, Problem, select
 from ..heuristics.configs import TypeConfig
 from ..heuristics.launches import launches
 from ..heuristics.legal import why_not
-from ..heuristics.problem import CODE_LAYOUTS, layouts_of
+from ..heuristics.problem import CODE_LAYOUTS, is_read, layouts_of
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
 from ..layout import CPU, TILE
 from ..weight import QuantizedWeight
 from .base import Plan
 from .cpu import CpuPlan
+from .fp8 import Fp8CpuPlan, Fp8KernelPlan, Fp8Plan
 from .kernel import KernelPlan
 from .tuned import Table, table_of
 from .unfused import UnfusedPlan
@@ -26,21 +28,24 @@ DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 def make_plan(args: GemmArgs) -> Plan:
     """The plan of a call. Raises what `gemm` raises for everything but `out`."""
     args.check()
+    is_fp8 = isinstance(args, Fp8Args)
     if args.x.device.type == "cpu":
-        return CpuPlan(args)
+        return Fp8CpuPlan(args) if is_fp8 else CpuPlan(args)
     config = args.config
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.kernels(), got {type(config).__name__}")
     if args.x.numel() == 0:
-        return Plan(args)
+        return Fp8Plan(args) if is_fp8 else Plan(args)
     device = args.x.get_device()
     arch = device_arch(device)
     if args.weight.packed.layout == CPU:
         raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
     check_kernels(arch)
     problem = problem_of(args.m, args.weight, arch, sm_count(device))
-    types = types_of(problem, args.x.dtype)
-    config = choose(problem, types, config, table_of(device) if config is None else None)
+    types = types_of(problem, args.dtype)
+    config = choose(problem, types, config, table_of(device) if config is None and not is_fp8 else None)
+    if is_fp8:
+        return Fp8KernelPlan(args, problem, types, config)
     return UnfusedPlan(args, config) if config.unfused else KernelPlan(args, problem, types, config)
 
 
@@ -50,7 +55,7 @@ def problem_of(m: int, w: QuantizedWeight, arch: int, sms: int) -> Problem:
 
 
 def types_of(problem: Problem, dtype: torch.dtype) -> TypeConfig:
-    """The types of the kernels that compute a problem. dtype: of x."""
+    """The types of the kernels that compute a problem. dtype: of y."""
     return TypeConfig(DTYPE_NAMES[dtype], problem.format, scale_mode(problem.group_size, problem.zeros))
 
 
@@ -119,7 +124,7 @@ def check_sizes(problem: Problem) -> None:
 def check_layout(problem: Problem, gpu: str) -> None:
     """Raises ValueError unless the kernels of the GPU, which `gpu` names in words, read the layout of the weight."""
     layouts = layouts_of(problem.arch)
-    if problem.layout not in layouts:
+    if not is_read(problem.layout, problem.arch):
         has_codes = any(layout in CODE_LAYOUTS for layout in layouts)
         cure = f"call repack(qweight, arch='sm{problem.arch}')"
         if problem.format == "code4" and not has_codes:

@@ -20,7 +20,7 @@ from ..plain import aligned_rows
 from .base import Plan
 
 Launch = Callable[..., None]
-"""`_C.Plan.launch`: _C.pyi lists its positional arguments in their order."""
+"""`_C.Plan.launch`, or `launch_fp8` where x has 8 bits: _C.pyi lists their positional arguments in their order."""
 
 
 _current_stream: Any = getattr(
@@ -59,15 +59,16 @@ class KernelPlan(Plan):
         self.config = config
         self.ldy = n
         self.out_has_rows = len(self.shape) == 2 and self.m > 1  # at a distance that each call's `out` has
-        self.x_k = -(-k // 8) * 8  # K as the kernels see it
-        # Kernels for codes get their codebook, in the dtype of x, in the place of zeros. It is never freed.
-        self.codebook = 0 if qweight.code is None else codebook_on(qweight.code, x.device, x.dtype).data_ptr()
+        aligned = 16 // x.element_size()
+        self.x_k = -(-k // aligned) * aligned  # K as the kernels see it
+        # Kernels for codes get their codebook, in the dtype of y, in the place of zeros. It is never freed.
+        self.codebook = 0 if qweight.code is None else codebook_on(qweight.code, x.device, args.dtype).data_ptr()
         # A kernel reads rows of x where they are if they are at one distance, contiguous inside, and 16-byte aligned.
         self.ldx, in_place = k, True
         if w.perm is None:  # else x is gathered first, and contiguous
             self.ldx = x.stride(0) if x.dim() == 2 and self.m > 1 else k
             in_place = (x.dim() <= 2 or x.is_contiguous()) and (x.stride(-1) == 1 or k == 1) and self.ldx >= k
-        self.rows_aligned = in_place and self.x_k == k and self.ldx % 8 == 0
+        self.rows_aligned = in_place and self.x_k == k and self.ldx % aligned == 0
         # The same for scales, zeros and bias; whether their addresses are aligned is seen at each call.
         self.ld_scales = n_padded
         self.scales_in_place = (
@@ -79,7 +80,7 @@ class KernelPlan(Plan):
 
         def launch(config: KernelConfig, begin: int, end: int, columns: int) -> Launch:
             """For columns begin..end, `columns` with the padding; each call gives addresses of column `begin`."""
-            return _C.Plan(
+            plan = _C.Plan(
                 kernel=kernel_numbers()[f"{config.kernel}_{types.name}"],
                 device=self.device,
                 is_tail=begin > 0,
@@ -93,7 +94,8 @@ class KernelPlan(Plan):
                 split_k=config.split_k,
                 clusters=resident_clusters(problem.sm_count, config.split_k) if config.shares_cluster else 1,
                 activation=activation_of(args.activation).number,
-            ).launch
+            )
+            return plan.launch if x.element_size() == 2 else plan.launch_fp8
 
         self.tail: Launch | None = None
         if config.tail is None:

@@ -1,0 +1,102 @@
+"""Fp8Args: the arguments of a `gemm` of activations in 8 bits, and what each of them must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .args import CUDA_DTYPES, OP_SCHEMA, GemmArgs
+from .heuristics import KernelConfig
+from .layout import TILED_FP8
+from .packed import PackedWeight
+from .plain import PLAIN
+from .require import require_dtype, require_tensor
+from .weight import NO_PLAN, LooseWeight, QuantizedWeight, check_device, check_dtype
+
+FP8_OP_SCHEMA = OP_SCHEMA.replace(") ->", ", Tensor x_scales) ->")
+"""The operator `weightonly::gemm_fp8`: see `GemmArgs.to_op`."""
+
+
+class Fp8Args(GemmArgs):
+    """The arguments of one call with x_scales. The result, bias and `out` have the dtype of the scales."""
+
+    __slots__ = ("x_scales",)
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: QuantizedWeight,
+        x_scales: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        out: torch.Tensor | None = None,
+        config: KernelConfig | None = None,
+    ) -> None:
+        super().__init__(x, weight, bias, activation, out, config)
+        self.x_scales = x_scales
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def new_result(self) -> torch.Tensor:
+        return self.weight._scales.new_empty(self.result_shape())
+
+    def key(self) -> tuple[object, ...]:
+        s = self.x_scales
+        if type(s) not in PLAIN or s.is_neg():
+            raise TypeError(NO_PLAN)
+        return *super().key(), s.shape, s.is_contiguous() or s.stride(), s.dtype, s.device
+
+    def to_op(self) -> tuple[Any, ...]:
+        """The arguments of FP8_OP_SCHEMA: all but `out` and `config`."""
+        return *super().to_op(), self.x_scales
+
+    @classmethod
+    def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8Args:
+        """The inverse of `to_op`."""
+        *weight, scales, zeros, bias, activation, perm, x_scales = rest
+        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), x_scales, bias, activation)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return super().tensors() | {"x_scales": self.x_scales}
+
+    def is_plain(self) -> bool:
+        return super().is_plain() and type(self.x_scales) in PLAIN
+
+    def check(self) -> None:
+        super().check()
+        x, scales, layout = self.x, self.x_scales, self.weight.packed.layout
+        require_dtype("x_scales", scales, (torch.float32,))
+        check_device("x_scales", scales, "x", x)
+        if scales.shape != x.shape[:-1]:
+            raise ValueError(
+                f"x_scales: expected shape {list(x.shape[:-1])}, a scale for each row, got {list(scales.shape)}"
+            )
+        if x.is_cuda and layout != TILED_FP8:
+            raise ValueError(
+                f"qweight: packed in layout {layout!r}, but x is float8_e4m3fn; repack(qweight, layout={TILED_FP8!r})"
+            )
+        if torch.is_grad_enabled():
+            for name, tensor in self.tensors().items():
+                if tensor.requires_grad:
+                    raise ValueError(
+                        f"{name}: expected no gradient of a product with x_scales, got a tensor that requires one"
+                    )
+
+    def check_x(self) -> None:
+        if self.x.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"x: expected dtype torch.float8_e4m3fn beside x_scales, got {self.x.dtype}")
+
+    def check_weight(self) -> None:
+        w, x = self.weight, self.x
+        require_tensor("qweight", w.packed.data)
+        check_device("qweight", w.packed.data, "x", x)
+        w.check("qweight")
+        if x.is_cuda:
+            require_dtype("scales", w.scales, CUDA_DTYPES)
+
+    def check_like(self, name: str, tensor: torch.Tensor) -> None:
+        check_dtype(name, tensor, self.dtype, "scales have")
+        check_device(name, tensor, "x", self.x)

@@ -1,0 +1,54 @@
+"""The passes of "tiled_fp8" and their inverses: "tiled" for a wgmma of 8-bit operands, m64nNk32, integers of 4 bits alone.
+
+Panels, k_blocks and warp fragments are those of "tiled" (tiled.py), 512 bytes a fragment, 16 bytes a lane. Lane l = 4 g + t
+of warp w < 4 has, in a k_block, the 32 weights (j < 2, i < 2, c < 4, h < 2)
+
+    n = 64 panel + 8 g + 2 w + h                  h: row g (0) or g + 8 (1) of the warp's 16 rows of A
+    k = 64 k_block + 32 j + 16 i + 4 t + c        j: which MMA, 32 k each; i: the half of it
+
+in the word at 16 l + 8 j + 4 i, little endian; nibble p = h + 2 c; columns are c' = 8 g + 2 w
+
+    bits    31..28   27..24   23..20   19..16   15..12   11..8     7..4     3..0
+    n       c' + 1    c'      c' + 1    c'      c' + 1    c'      c' + 1     c'
+    k       4t + 3   4t + 3   4t + 2   4t + 2   4t + 1   4t + 1    4t       4t       + 32 j + 16 i
+    A reg   2i + 1    2i      2i + 1    2i      2i + 1    2i      2i + 1     2i      the byte of it: that of the word
+
+so that word & 0x0f0f0f0f is register 2i, and the same of word >> 4 register 2i + 1. An integer q is stored as 2q, or as
+-2q - 1 if it is negative: E4M3's bytes 0 to 16 are linear, so that a byte and a sign make an operand of it
+(cutlass_ext/fragment/fp8_weight.h).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .shapes import TILE, check_multiple, check_range, matrix_shape
+from .words import pack_codes, unpack_codes
+
+_ORDER = (5, 0, 7, 6, 3, 1, 2, 4, 8)  # (panel, k_block, w, g, t, j, i, c, h), a word being (c, h)
+
+
+def pack_fp8_panels(q: torch.Tensor) -> torch.Tensor:
+    """int8 [K, N], values -8..7, K and N multiples of 64 -> uint8 [N / 64, K * 32], a panel in each row."""
+    check_range(q, 4)
+    k, n = matrix_shape(q)
+    k_blocks = k // check_multiple("rows of q", k, TILE)
+    panels = n // check_multiple("columns of q", n, TILE)
+    codes = (q << 1) ^ (q >> 7)
+    ordered = codes.reshape(_sizes(k_blocks, panels)).permute(_ORDER)
+    return pack_codes(ordered.reshape(panels, k * TILE))
+
+
+def unpack_fp8_panels(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_fp8_panels`: uint8 [panels, bytes] -> int8 [K, 64 * panels]."""
+    panels, length_bytes = data.shape
+    k_blocks = length_bytes // check_multiple("bytes of a row", length_bytes, TILE * TILE // 2)
+    sizes = _sizes(k_blocks, panels)
+    codes = unpack_codes(data).reshape([sizes[d] for d in _ORDER])
+    codes = codes.permute([_ORDER.index(d) for d in range(len(_ORDER))]).reshape(k_blocks * TILE, panels * TILE)
+    return (codes >> 1) ^ -(codes & 1)
+
+
+def _sizes(k_blocks: int, panels: int) -> tuple[int, ...]:
+    """[K, N] as the digits of k and n: (k_block, j, i, t, c, panel, g, w, h)."""
+    return k_blocks, 2, 2, 4, 4, panels, 8, 4, 2

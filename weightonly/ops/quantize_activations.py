@@ -1,0 +1,76 @@
+"""quantize_activations: rows of x in E4M3, each with a scale."""
+
+from __future__ import annotations
+
+import torch
+
+from ..args import check_one_device
+from ..dense import WEIGHT_DTYPES
+from ..device import device_arch
+from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
+from ..plain import are_plain
+from ..require import require_dtype
+
+LARGEST = 448.0
+"""Of E4M3."""
+
+
+@torch.no_grad()
+def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x8 [..., K] float8_e4m3fn and x_scales [...] fp32, so that x is about x8 * x_scales[..., None].
+
+    x: [..., K] float16, bfloat16 or float32, on a CPU or a GPU, K >= 1.
+
+    A scale is the largest magnitude of its row / 448, or 1 where that is 0. x / x_scales is computed in fp32, rounded
+    to the nearest number of E4M3, to the even one of two, and no more than 448. A row with NaN has the scale NaN, and
+    NaN everywhere; one with Inf has the scale Inf, and NaN where Inf was: its products are NaN.
+
+    On a GPU one kernel does it, on the current stream; it can be captured in a CUDA graph. Under torch.compile,
+    torch.jit.trace and modes, and for subclasses of torch.Tensor, PyTorch's operators do it, with the same bits. Not
+    differentiable.
+
+    Raises TypeError for wrong types and dtypes, ValueError for a scalar, no columns, and devices other than CPUs and
+    CUDA GPUs, RuntimeError where no kernel was built for the device.
+    """
+    require_dtype("x", x, WEIGHT_DTYPES)
+    check_one_device(x=x)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x: expected shape [..., K] with K >= 1, got {list(x.shape)}")
+    if not x.is_cuda or not are_plain(x):
+        return _by_operators(x)
+    k = x.shape[-1]
+    rows = x.reshape(-1, k)  # [M, K]
+    if len(rows) > MAX_M:
+        raise ValueError(f"x: expected at most {MAX_M} rows on a GPU, got {len(rows)}")
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    x_scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if len(rows) == 0:
+        return x8, x_scales
+    device = x.get_device()
+    check_kernels(device_arch(device))
+    aligned = 16 // x.element_size()
+    in_place = rows.stride(1) == 1 or k == 1
+    if not in_place or rows.data_ptr() % 16 or (len(rows) > 1 and (rows.stride(0) % aligned or rows.stride(0) < k)):
+        copy = rows.new_empty(len(rows), -(-k // aligned) * aligned)
+        copy[:, :k] = rows
+        rows = copy
+    _C.quantize_activations(
+        device=device,
+        type=FLOAT_TYPES[x.dtype],
+        m=len(rows),
+        k=k,
+        x=rows.data_ptr(),
+        ldx=rows.stride(0),
+        x8=x8.data_ptr(),
+        x_scales=x_scales.data_ptr(),
+        stream=torch._C._cuda_getCurrentRawStream(device),
+    )
+    return x8, x_scales
+
+
+def _by_operators(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x32 = x.to(torch.float32)
+    x_scales = x32.abs().amax(-1) / LARGEST
+    x_scales = torch.where(x_scales == 0, 1.0, x_scales)
+    x8 = (x32 / x_scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return x8.contiguous(), x_scales
