@@ -56,9 +56,9 @@ def gemm(
                 Must be a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert
                 of torch.index_select. x is gathered first, in memory of PyTorch's allocator.
     x_scales    None, or fp32 [...]: what `quantize_activations` returned with x, which is float8_e4m3fn then;
-                y = act(x_scales * (x @ w) + bias) in the dtype of scales, which is that of bias and out, too. On CUDA for
+                y = act(x_scales * (x @ w) + bias) in the dtype of scales, which bias and out have, too. On CUDA for
                 compute capability 9.0 and weights in layout "tiled_fp8": int4, symmetric, groups of 32, a multiple of
-                64, or K. There are no gradients of it.
+                64, or K. It has no gradients.
 
     Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
 

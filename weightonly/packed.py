@@ -212,7 +212,7 @@ class PackedWeight:
         return self if data is self.data else PackedWeight(data, **self.fields)
 
     def slice_n(self, begin: int, end: int) -> PackedWeight:
-        """w[:, begin:end] of a "tiled", "tiled_fp8" or "cpu" weight, byte for byte what packing these columns alone gives.
+        """w[:, begin:end] of a "tiled", "tiled_fp8" or "cpu" weight: byte for byte what packing them alone gives.
 
         begin, end: multiples of 64; `end` may also be N. To be used with scales[:, begin:end], and so zeros and bias.
         Returns a weight [K, end - begin] on the same memory: nothing is copied, and the whole is kept alive. Of stacked

@@ -32,9 +32,9 @@ def gemm(
 ) -> torch.Tensor:
     """y = act(x_scales * (x @ w) + bias) on the CPU: computed in fp32, rounded once to the dtype of scales.
 
-    x: [..., K] float16, bfloat16 or float32, or float8_e4m3fn where there are x_scales [...]; scales, zeros: [K / g, N];
-    bias: [N]; out: [..., N] in the dtype of scales, or None for a new tensor. Returns y [..., N], which is `out` if
-    given. `weightonly.gemm` has checked the arguments.
+    x: [..., K] float16, bfloat16 or float32, or float8_e4m3fn where there are x_scales [...]; scales, zeros:
+    [K / g, N]; bias: [N]; out: [..., N] in the dtype of scales, or None for a new tensor. Returns y [..., N], which is
+    `out` if given. `weightonly.gemm` has checked the arguments.
     """
     if out is None:
         out = torch.empty(*x.shape[:-1], qweight.n, dtype=scales.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""The passes of "tiled_fp8" and their inverses: "tiled" for a wgmma of 8-bit operands, m64nNk32, integers of 4 bits alone.
+"""The pass of "tiled_fp8" and its inverse: "tiled" for a wgmma of 8-bit operands, m64nNk32, and integers of 4 bits.
 
-Panels, k_blocks and warp fragments are those of "tiled" (tiled.py), 512 bytes a fragment, 16 bytes a lane. Lane l = 4 g + t
-of warp w < 4 has, in a k_block, the 32 weights (j < 2, i < 2, c < 4, h < 2)
+Panels, k_blocks and warp fragments are those of "tiled" (tiled.py), 512 bytes a fragment, 16 bytes a lane. Lane
+l = 4 g + t of warp w < 4 has, in a k_block, the 32 weights (j < 2, i < 2, c < 4, h < 2)
 
     n = 64 panel + 8 g + 2 w + h                  h: row g (0) or g + 8 (1) of the warp's 16 rows of A
     k = 64 k_block + 32 j + 16 i + 4 t + c        j: which MMA, 32 k each; i: the half of it
