@@ -39,12 +39,12 @@ int launch_gemm(int kernel, Params const* params, int x_bytes,
     return 1;
   }
   KernelEntry const& entry = kKernels[kernel];
+  if (!check_address(entry.facts.name, params, place)) return 1;
   if (entry.facts.x_bytes != x_bytes) {
-    std::snprintf(place.text, place.bytes, "%s: takes x in %d bits, expected a kernel of %d bits", entry.facts.name,
-                  8 * entry.facts.x_bytes, 8 * x_bytes);
+    std::snprintf(place.text, place.bytes, "%s: kernel must be one that takes x in %d bits", entry.facts.name,
+                  8 * x_bytes);
     return 1;
   }
-  if (!check_address(entry.facts.name, params, place)) return 1;
   if (!check(entry.facts, *params, place.text, place.bytes)) return 1;
   return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
     Params complete = *params;

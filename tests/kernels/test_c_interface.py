@@ -23,10 +23,10 @@ _TYPES: dict[str, Any] = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, 
 def struct_of(header: str, name: str) -> type[ctypes.Structure]:
     """A struct of a header: a line for each field."""
     text = (ROOT / header).read_text(encoding="utf-8")
-    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    body = re.search(rf"struct {name} (?:: (\w+) )?{{(.*?)\n}};", text, re.DOTALL)
     assert body
-    fields: list[tuple[str, Any]] = []
-    for kind, field, count in re.findall(r"^  ([\w ]+?[\w*])\s+(\w+)(?:\[(\d+)\])?;", body[1], re.MULTILINE):
+    fields: list[tuple[str, Any]] = [*_TYPES[body[1]]._fields_] if body[1] else []
+    for kind, field, count in re.findall(r"^  ([\w ]+?[\w*])\s+(\w+)(?:\[(\d+)\])?;", body[2], re.MULTILINE):
         made = ctypes.c_void_p if kind.endswith("*") else ctypes.c_float if kind == "float" else _TYPES[kind]
         fields.append((field, made * int(count) if count else made))
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -35,6 +35,7 @@ def struct_of(header: str, name: str) -> type[ctypes.Structure]:
 GemmParams = struct_of("cutlass_ext/gemm_params.h", "GemmParams")
 _TYPES["GemmParams"] = GemmParams
 _TYPES["Gate"] = struct_of("cutlass_ext/grouped_params.h", "Gate")
+Fp8GemmParams = struct_of("cutlass_ext/gemm_params.h", "Fp8GemmParams")
 GroupedGemmParams = struct_of("cutlass_ext/grouped_params.h", "GroupedGemmParams")
 STRUCTS = [
     GemmParams,
@@ -43,10 +44,12 @@ STRUCTS = [
     struct_of("kernels/convert/dequantize.h", "DequantizeParams"),
     GroupedGemmParams,
     *(struct_of("kernels/experts/experts.h", name) for name in ("RouteParams", "GatherParams", "CombineParams")),
+    Fp8GemmParams,
+    struct_of("kernels/convert/conversions.h", "QuantizeActivationsParams"),
 ]
 """In the order of wo_struct_bytes."""
 
-GEMV, GEMM, DECODE, OF_16 = range(4)
+GEMV, GEMM, DECODE, OF_16, FP8 = range(5)
 TILED, INTERLEAVED, SORTING = range(3)
 """Kernels of interface_host.cpp, and its grouped ones."""
 
@@ -67,8 +70,17 @@ def params(**changed: int) -> ctypes.Structure:
 def gemm(library: ctypes.CDLL, kernel: int, given: ctypes.Structure | None, device: int = 0) -> tuple[int, str]:
     message = ctypes.create_string_buffer(b"\x7f" * 511, 512)
     address = None if given is None else ctypes.byref(given)
-    status = library.wo_gemm(kernel, address, device, None, message, len(message))
+    function = library.wo_gemm_fp8 if isinstance(given, Fp8GemmParams) else library.wo_gemm
+    status = function(kernel, address, device, None, message, len(message))
     return status, message.value.decode()
+
+
+def fp8_params(**changed: int) -> ctypes.Structure:
+    """What the host library's kernel with x in 8 bits takes: groups of 128."""
+    fields = {"x_scales": 4100, "group_size": 128} | changed
+    x_scales = fields.pop("x_scales")
+    given = params(**fields)
+    return Fp8GemmParams(*(getattr(given, name) for name, _ in GemmParams._fields_), x_scales)
 
 
 @pytest.mark.parametrize("kernel", [GEMV, GEMM, DECODE], ids=["gemv", "gemm", "decode"])
@@ -315,10 +327,40 @@ def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     assert grouped(host, kernel=3) == (1, "kernel must be 0 to 2, got 3")
 
 
-@pytest.mark.parametrize("kernel", [-1, 4, 2**31 - 1])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x_scales": 0}, "x_scales must be a 4-byte aligned address, got 0"),
+        ({"x_scales": 4098}, "x_scales must be a 4-byte aligned address, got 4098"),
+        ({"x": 4104}, "x must be a 16-byte aligned address, got 4104"),
+        ({"k": 120}, "k must be a multiple of 16, got 120"),
+        ({"ldx": 136}, "ldx must be a multiple of 16 from k on, got 136"),
+        ({"ldx": 112}, "ldx must be a multiple of 16 from k on, got 112"),
+        ({"group_size": 64}, "group_size must be a multiple of 128 for this kernel, got 64"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_x_in_8_bits_is_refused(changed: dict[str, int], message: str, host: ctypes.CDLL) -> None:
+    before = host.launches_so_far()
+    assert gemm(host, FP8, fp8_params(**changed)) == (1, f"gemm_sm90_fp8_f16_int4_group: {message}")
+    assert host.launches_so_far() == before
+
+
+def test_kernels_take_x_in_the_bits_that_they_are_for(host: ctypes.CDLL) -> None:
+    before = host.launches_so_far()
+    assert gemm(host, FP8, fp8_params(k=112, ldx=112)) == (0, "")
+    assert host.launches_so_far() == before + 1
+    refused = "gemm_sm90_fp8_f16_int4_group: kernel must be one that takes x in 16 bits"
+    assert gemm(host, FP8, params(group_size=128)) == (1, refused)
+    refused = "gemv_f16_int4_group: kernel must be one that takes x in 8 bits"
+    assert gemm(host, GEMV, fp8_params()) == (1, refused)
+    assert host.launches_so_far() == before + 1
+
+
+@pytest.mark.parametrize("kernel", [-1, 5, 2**31 - 1])
 def test_other_kernels_are_refused(kernel: int, host: ctypes.CDLL) -> None:
     status, text = gemm(host, kernel, params())
-    assert status != 0 and text == f"kernel must be 0 to 3, got {kernel}"
+    assert status != 0 and text == f"kernel must be 0 to 4, got {kernel}"
     host.wo_kernel_name.restype = ctypes.c_char_p
     assert host.wo_kernel_name(kernel) is None
 
@@ -379,6 +421,8 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
     "function",
     [
         "wo_gemm",
+        "wo_gemm_fp8",
+        "wo_quantize_activations",
         "wo_awq_dequantize",
         "wo_quantize_4bit",
         "wo_dequantize_4bit",
@@ -391,7 +435,7 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
 def test_every_function_of_the_library_refuses_null_and_zeros(function: str) -> None:
     library = ctypes.CDLL(str(built_library()))
     call: Callable[..., int] = getattr(library, function)
-    first = (0,) if function == "wo_gemm" else ()
+    first = (0,) if function in ("wo_gemm", "wo_gemm_fp8") else ()
     message = ctypes.create_string_buffer(512)
     assert call(*first, None, 0, None, message, 512) == 1
     assert message.value.endswith(b"params must be an address, got null")

@@ -30,6 +30,7 @@ HEAD = """\
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
+#include "kernels/gemm/sm90_fp8/traits.h"
 namespace weightonly {
 constexpr GemmParams gemm(int m, int n_padded, int k_padded, int group_size, int split_k, int clusters) {
   GemmParams p{};
@@ -58,7 +59,7 @@ def problems(kernel: generate.Kernel) -> Iterator[Problem]:
     for m, n, k in ((1, 4096, 4096), (5, 6144, 4160), (8, 28672, 768)):
         for group_size in group_sizes:
             if group_size == -1 or k % group_size == 0:
-                yield Problem(m, n, k, kernel.types.format, group_size, 90, 132, "tiled", zeros)
+                yield Problem(m, n, k, kernel.types.format, group_size, 90, 132, kernel.config.layout, zeros)
 
 
 def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
@@ -81,8 +82,9 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
                 traits = f"sm90::GroupedTraits<{name}>"
                 yield f"static_assert({traits}::smem_bytes({MAX_EXPERTS}) == {expected});"
                 break  # the same for every problem
-            if config.family == "gemm_sm90":
-                yield f"static_assert(sm90::Traits<{name}>::smem_bytes({split_k}) == {expected});"
+            if config.family in ("gemm_sm90", "gemm_sm90_fp8"):
+                traits = f"sm90{config.family.removeprefix('gemm_sm90')}::Traits<{name}>"
+                yield f"static_assert({traits}::smem_bytes({split_k}) == {expected});"
                 break  # the same for every problem
             if config.family == "grouped_decode_sm90":
                 groups = max(1, config.k_tile // p.group_step)
@@ -113,7 +115,7 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    families = ("gemm_sm90", "decode_sm90", "grouped_sm90", "grouped_decode_sm90", "grouped_sm80")
+    families = ("gemm_sm90", "gemm_sm90_fp8", "decode_sm90", "grouped_sm90", "grouped_decode_sm90", "grouped_sm80")
     for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16
