@@ -124,7 +124,7 @@ def chosen(m: int, case: Case) -> KernelConfig:
 def run(x: torch.Tensor, o: Operands, **arguments: object) -> torch.Tensor:
     """gemm into a NaN-filled tensor inside a guard band, which must come back untouched."""
     m, n = x.shape[0], o.qweight.n
-    frame = torch.full((m + 2, n + 16), float("nan"), dtype=x.dtype, device=x.device)
+    frame = torch.full((m + 2, n + 16), float("nan"), dtype=o.scales.dtype, device=x.device)
     out = frame[1 : m + 1, 8 : n + 8]
     result = wo.gemm(x, o.qweight, o.scales, zeros=o.zeros, out=out, **arguments)  # type: ignore[arg-type]
     assert result is out

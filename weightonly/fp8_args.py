@@ -78,12 +78,14 @@ class Fp8Args(GemmArgs):
             raise ValueError(
                 f"qweight: packed in layout {layout!r}, but x is float8_e4m3fn; repack(qweight, layout={TILED_FP8!r})"
             )
-        if torch.is_grad_enabled():
-            for name, tensor in self.tensors().items():
-                if tensor.requires_grad:
-                    raise ValueError(
-                        f"{name}: expected no gradient of a product with x_scales, got a tensor that requires one"
-                    )
+
+    def check_no_gradient(self) -> None:
+        """Raises ValueError where a gradient is asked for."""
+        for name, tensor in self.tensors().items():
+            if getattr(tensor, "requires_grad", False):
+                raise ValueError(
+                    f"{name}: expected a tensor that requires no gradient beside x_scales, got one that does; detach it"
+                )
 
     def check_x(self) -> None:
         if self.x.dtype != torch.float8_e4m3fn:

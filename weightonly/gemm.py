@@ -222,6 +222,8 @@ def _result_of_fp8_op(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def _gemm_fp8(args: Fp8Args) -> torch.Tensor:
     """`gemm` of activations in 8 bits."""
+    if torch.is_grad_enabled():
+        args.check_no_gradient()
     if is_watched() or any(type(t) not in PLAIN or is_virtual(t) for t in _tensors(args)):
         return dispatch(args, _fp8_op)
     return compute(args)

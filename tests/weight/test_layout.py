@@ -33,6 +33,8 @@ def brute_force(q: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """The bytes of `q` in layout `name`, one element at a time from the closed form."""
     if name == layout.TILED:
         return brute_force_tiled(q, bits)
+    if name == layout.TILED_FP8:
+        return brute_force_tiled_fp8(q)
     if name == layout.CPU:
         return brute_force_cpu(q + (1 << (bits - 1)) if bits == 4 else q.short() + 128, bits)
     k_size, n_size = q.shape
@@ -75,6 +77,23 @@ def brute_force_tiled(q: torch.Tensor, bits: int) -> torch.Tensor:
             assert not written[offset, part]
             written[offset, part] = True
     assert written.all()
+    return torch.from_numpy(out)
+
+
+def brute_force_tiled_fp8(q: torch.Tensor) -> torch.Tensor:
+    """The bytes of "tiled_fp8", one element at a time: the column and the rows of each half of a byte."""
+    values = q.numpy()
+    k_size, n_size = values.shape
+    out = np.zeros(k_size * n_size // 2, dtype=np.uint8)
+    for address in range(out.size):
+        block, inside = divmod(address, 2048)
+        panel, block = divmod(block, k_size // 64)
+        w, inside = divmod(inside, 512)
+        lane, in_lane = divmod(inside, 16)
+        k = 64 * block + 16 * (in_lane // 4) + 4 * (lane % 4) + in_lane % 4
+        for h in range(2):
+            value = int(values[k, 64 * panel + 8 * (lane // 4) + 2 * w + h])
+            out[address] |= (2 * value if value >= 0 else -2 * value - 1) << 4 * h
     return torch.from_numpy(out)
 
 
@@ -125,6 +144,28 @@ def test_interleaved_is_fastertransformer_byte_for_byte(bits: int, shape: tuple[
 def test_closed_form(bits: int, name: str, shape: tuple[int, int], generator: torch.Generator) -> None:
     q = random_q(*shape, bits, generator)
     assert torch.equal(layout.pack_bytes(q, bits, name), brute_force(q, bits, name))
+
+
+@pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_closed_form_for_x_in_8_bits(shape: tuple[int, int], generator: torch.Generator) -> None:
+    q = random_q(*shape, 4, generator)
+    before = q.clone()
+    data = layout.pack_bytes(q, 4, layout.TILED_FP8)
+    assert torch.equal(q, before)
+    assert torch.equal(data, brute_force(q, 4, layout.TILED_FP8))
+    assert torch.equal(layout.unpack_bytes(data, *shape, 4, layout.TILED_FP8), q)
+    last = shape[1] - 64
+    got = layout.unpack_bytes(data, *shape, 4, layout.TILED_FP8, (last, shape[1]))
+    assert torch.equal(got, q[:, last:])
+
+
+def test_words_for_x_in_8_bits_are_numbers_of_e4m3() -> None:
+    """What cutlass_ext/fragment/fp8_weight.h computes of a half of a byte: 2q * 2^-9."""
+    q = torch.arange(-8, 8, dtype=torch.int8).view(16, 1).repeat(4, 64)
+    data = layout.pack_bytes(q, 4, layout.TILED_FP8)
+    for half in (data & 15, data >> 4):
+        numbers = (half + (half & 1) * 0x81).view(torch.float8_e4m3fn).double() * 256
+        assert numbers.unique().tolist() == list(range(-8, 8))
 
 
 @pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -337,6 +378,21 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         lambda q: layout.pack_bytes(q, 4, "tiles"),
         ValueError,
         "layout: expected one of row_major, interleaved, tiled, cpu, tiled_fp8, got 'tiles'",
+    ),
+    "8 bits for x in 8 bits": (
+        lambda q: layout.pack_bytes(q, 8, layout.TILED_FP8),
+        ValueError,
+        "layout: expected one of row_major, interleaved, tiled, cpu for 8 bits, got 'tiled_fp8'",
+    ),
+    "codes for x in 8 bits": (
+        lambda q: layout.pack_bytes(q, 4, layout.TILED_FP8, codes=True),
+        ValueError,
+        "for codes of a codebook, got 'tiled_fp8'",
+    ),
+    "range for x in 8 bits": (
+        lambda q: layout.pack_bytes(q * 0 + 9, 4, layout.TILED_FP8),
+        ValueError,
+        r"-8\.\.7 for bits=4, got 9\.\.9",
     ),
     "columns": (
         lambda q: layout.unpack_bytes(layout.pack_bytes(q, 4, "row_major"), 64, 64, 4, "row_major", (0, 12)),
