@@ -40,9 +40,9 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, void const* data, CUtensorM
 
 template <class Element>
 inline constexpr CUtensorMapDataType kTensorMapType =
-    sizeof(Element) == 1                                            ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    sizeof(Element) == 1                                              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
     : cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+                                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
 /// The columns of a box of map_k_blocks: 128 bytes, the width of the 128-byte swizzle.
 template <class Element>

@@ -71,8 +71,8 @@ WEIGHTONLY_API int wo_quantize_4bit(weightonly::Blocks4bitParams const* params, 
                                     int message_bytes);
 
 /// Divides in fp32, and rounds once.
-WEIGHTONLY_API int wo_quantize_activations(weightonly::QuantizeActivationsParams const* params, int device, void* stream,
-                                           char* message, int message_bytes);
+WEIGHTONLY_API int wo_quantize_activations(weightonly::QuantizeActivationsParams const* params, int device,
+                                           void* stream, char* message, int message_bytes);
 
 /// Multiplies in fp32, and rounds to T once.
 WEIGHTONLY_API int wo_dequantize_4bit(weightonly::Blocks4bitParams const* params, int device, void* stream,

@@ -65,7 +65,8 @@ template <class Traits>
 cudaError_t make_tensor_maps(Params& p) {
   using Element = typename Traits::Element;
   using Layout = typename Traits::Layout;
-  cudaError_t error = map_k_blocks<typename Traits::XElement>(&p.x_map, p.x, p.m, p.k, p.ldx, p.x_box_rows, p.x_box_k_blocks);
+  cudaError_t error =
+      map_k_blocks<typename Traits::XElement>(&p.x_map, p.x, p.m, p.k, p.ldx, p.x_box_rows, p.x_box_k_blocks);
   if (error != cudaSuccess) return error;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
   error = map_lines(&p.weight_map, p.weight, p.n_padded / Layout::kPanelColumns,

@@ -79,8 +79,7 @@ struct Mainloop {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Traits::kWarpgroupKBlocks; ++i) {
         read_shared(reinterpret_cast<uint32_t (&)[4]>(words[4 * i]),
-                    weights + stage * Traits::kWeightStageBytes +
-                        (panel * Traits::kKBlocks + i) * Layout::kBlockBytes);
+                    weights + stage * Traits::kWeightStageBytes + (panel * Traits::kKBlocks + i) * Layout::kBlockBytes);
       }
     }
     /// Of the lane's two columns, times the unit of weights.
@@ -116,7 +115,7 @@ struct Mainloop {
   CUTLASS_DEVICE static void convert(Words const& words, Fragment& w) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
-      load_fp8_fragment(reinterpret_cast<uint32_t const (&)[2]>(words[2 * i]),
+      load_fp8_fragment(reinterpret_cast<uint32_t const(&)[2]>(words[2 * i]),
                         reinterpret_cast<uint32_t*>(&w(0)) + 4 * i);
     }
   }

@@ -43,8 +43,8 @@ struct Traits {
   using ShapeA = cute::Shape<cute::Int<kWarpgroupN>, cute::Int<kWarpgroupK>>;
   using ShapeC = cute::Shape<cute::Int<kWarpgroupN>, MmaN>;
   static constexpr int kDescriptorBytes = 16;
-  using SmemLayoutX =
-      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{}, cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
+  using SmemLayoutX = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{},
+                                                   cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
 
   static constexpr int kLeastGroup = Config::kLeastGroup;  // 32, or 128: more loops would need more registers
   static_assert(kLeastGroup == 32 || kLeastGroup == 128);
