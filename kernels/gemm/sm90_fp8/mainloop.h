@@ -145,7 +145,7 @@ struct Mainloop {
     for (int i = 0; i < cute::size(accum); ++i) accum(i) += (i / 2 % 2 == 0 ? scales.x : scales.y) * partial(i);
   }
 
-  /// kGroups: groups of 128 k.
+  /// kGroups: parts of 128 k that are multiplied by scales, 1 or 4: groups of 64 are two of four.
   template <int kGroups, class XFragment>
   CUTLASS_DEVICE static void mma(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
                                  Partial (&accum)[kPanels]) {
