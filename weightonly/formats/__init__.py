@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes and gpt-oss, read bit-exactly.
+"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, FP8 and ModelOpt, read bit-exactly.
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
 is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
@@ -11,8 +11,10 @@ from .checkpoint import Checkpoint, load_checkpoint, open_checkpoint
 from .compressed_tensors import read_compressed_tensors
 from .convert import convert
 from .ct_fp4 import read_compressed_fp4
+from .fp8 import read_fp8
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
+from .modelopt import read_modelopt_fp4
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
@@ -30,6 +32,8 @@ __all__ = [
     "read_bitsandbytes",
     "read_compressed_fp4",
     "read_compressed_tensors",
+    "read_fp8",
     "read_gpt_oss",
     "read_gptq",
+    "read_modelopt_fp4",
 ]
