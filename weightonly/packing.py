@@ -92,8 +92,9 @@ def preprocess(
     require_tensor("q", q)
     require_numbers("q", q)
     zeros = getattr(q, HAS_ZEROS, None) if zeros is None else zeros
-    is_code = format in CODE_FORMATS
-    if (dtype := FLOAT_DTYPES.get(format or "")) is not None:
+    format = format_of(bits, format)
+    bits, is_code = format_bits(format), format in CODE_FORMATS
+    if (dtype := FLOAT_DTYPES.get(format)) is not None:
         require_dtype("q", q, (dtype,))
         if bool(q.isnan().any()):
             raise ValueError(f"q: expected numbers for {format}, got NaN")
@@ -103,8 +104,6 @@ def preprocess(
     is_stack = q.dim() == 3
     if is_stack and len(q) == 0:
         raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
-    format = format_of(bits, format)
-    bits = format_bits(format)
     k, n = matrix_shape(q[0] if is_stack else q, bits)
     layout = resolve_layout(format, arch, layout, q.device)
     codebook_of(format, code)  # raises for a wrong code now, before any work

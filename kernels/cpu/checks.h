@@ -105,7 +105,7 @@ inline bool check_params(GemmParams const& p, int highest) {
     }
   }
   if (!is_integer(p.format) && p.zeros != nullptr) {
-    return refuse("zeros", "null, as codes and floats have none", (long long)p.zeros);
+    return refuse("zeros", "null, as codes have none", (long long)p.zeros);
   }
   return p.block_order == nullptr || check_blocks(p);
 }

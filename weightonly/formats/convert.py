@@ -21,6 +21,7 @@ from ..storage import publish, staged
 from ..tensor_file import write
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
+from .foreign import MODELOPT_CONFIG
 from .layers import LayerShape
 from .packed_config import METHOD, VERSION, check_runs, guard_of, options_of
 from .recognize import quantization_config
@@ -163,6 +164,7 @@ def _companions(source: Path) -> list[Path]:
             CONFIG,
             "quantize_config.json",
             "quant_config.json",
+            MODELOPT_CONFIG,
         )
         if file.suffix not in _COMPANIONS or describes_weights or not file.is_file():
             continue

@@ -106,7 +106,7 @@ def check_code_layout(bits: int, layout: str) -> None:
     check_bits(bits)
     if layout not in CODE_LAYOUTS:
         expected = " or ".join(map(repr, CODE_LAYOUTS))
-        raise ValueError(f"layout: expected {expected} for codes of numbers, got {layout!r}")
+        raise ValueError(f"layout: expected {expected} for codes of a codebook, got {layout!r}")
 
 
 def check_codes(q: torch.Tensor, bits: int = 4) -> None:
