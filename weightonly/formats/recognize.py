@@ -13,10 +13,9 @@ from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
-from .foreign import MODELOPT_CONFIG, check_foreign, is_small_float
+from .foreign import MODELOPT_CONFIG, check_foreign
 from .fp8 import FBGEMM, fbgemm_format, fp8_format
 from .fp8 import METHOD as FP8
-from .fp8 import SCALES as FP8_SCALES
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
@@ -118,7 +117,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
-    anchors = (*ANCHORS, "qweight", "weight_packed", *FP8_SCALES)
+    anchors = (*ANCHORS, "qweight", "weight_packed")
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
@@ -133,9 +132,6 @@ def _from_tensors(shards: Shards) -> LayerFormat | tuple[LayerFormat, ...]:
             return compressed_tensors_format({})
         if split_name(name, ["blocks"], "_")[0] and len(info.shape) == 4:
             return gpt_oss_format({})
-        weight = shards.tensors.get(f"{split_name(name, FP8_SCALES)[0]}.weight")
-        if weight is not None and is_small_float(weight.dtype):
-            return fp8_format({})
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:
