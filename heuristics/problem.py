@@ -12,7 +12,7 @@ class WeightFormat(NamedTuple):
     """A weight format.
 
     bits         of a weight
-    is_code      whether weights are codes of numbers, in a codebook or as floats, not integers: there are no zero points
+    is_code      whether weights are codes of numbers, in a codebook or as floats: there are no zero points
     group_size   rows that share a scale, where the format says so
     has_kernels  whether kernels of GPUs multiply by it; else slices are dequantized
     """
@@ -85,8 +85,9 @@ class Problem:
     `format` is one of FORMATS; CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per channel.
     `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is the
     packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
-    unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that `gemm` takes nowhere or that is not the
-    format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
+    unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that `gemm`
+    takes nowhere or that is not the format's, or codes in a layout that has none or with zeros; TypeError for a size
+    that is no int.
     """
 
     m: int

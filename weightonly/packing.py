@@ -65,9 +65,9 @@ def preprocess(
     """Bring a quantized weight into the byte order of a GPU's kernels, or of a CPU's: once, before deployment.
 
     q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
-        formats the codes 0..15, int8 or uint8; for "fp8" the numbers, float8_e4m3fn. K is padded to a multiple of 64; N to one of 64, or of 32 for int8 that
-        for GPUs before sm90. The padding is 0. As code 0 it is a finite number: padded rows meet zeros of x, and padded
-        columns are dropped.
+        formats the codes 0..15, int8 or uint8; for "fp8" the numbers, float8_e4m3fn. K is padded to a multiple of 64; N
+        to one of 64, or of 32 for int8 that for GPUs before sm90. The padding is 0. As code 0 it is a finite number:
+        padded rows meet zeros of x, and padded columns are dropped.
     bits: 4 or 8; None: those of `format`, or 4.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
@@ -85,9 +85,9 @@ def preprocess(
     Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
 
     Raises TypeError for a `q` or `code` of another type or dtype. Raises ValueError for a wrong rank, an empty `q`,
-    values out of range, NaN, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict each
-    other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and zeros
-    of codes.
+    values out of range, NaN, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict
+    each other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and
+    zeros of codes.
     """
     require_tensor("q", q)
     require_numbers("q", q)

@@ -12,8 +12,10 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def quantize_fp8(w: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(q float8_e4m3fn [K, N], scales [K / group, N] in `dtype`) of a weight w [K, N] of checked shape and dtype.
 
-    A scale is the largest magnitude of its group over 448, rounded to `dtype`; where that is 0, the smallest number of
-    `dtype`, and 1 for a group of zeros. Raises ValueError for NaN, Inf and numbers beyond `dtype`.
+    A scale is the largest magnitude of its group over 448, rounded to `dtype`, such that no number becomes Inf; where
+    that is 0, the smallest number of `dtype`, and 1 for a group of zeros.
+
+    Raises ValueError for NaN, Inf and numbers beyond `dtype`.
     """
     check_values(w, dtype)
     k, n = w.shape
@@ -26,11 +28,10 @@ def quantize_fp8(w: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch
         peak = block.abs().amax(dim=1)  # (G, n)
         scale = (peak.double() / LARGEST).to(dtype).clamp(min=info.smallest_normal * info.eps)
         scale = torch.where(peak == 0, torch.ones_like(scale), scale)
-        # Of the largest numbers of a dtype: a rounded scale times 448 may be Inf.
-        most = (info.max / scale.double()).clamp(max=LARGEST).float().unsqueeze(1)
-        level = (block.double() / scale.double().unsqueeze(1)).float().clamp(-most, most).to(torch.float8_e4m3fn)
-        bits = level.view(torch.uint8)
-        too_large = level.float().abs() > most  # rounded up: the code before is the number before
-        q[rows, columns] = torch.where(too_large, bits - 1, bits).view(torch.float8_e4m3fn).flatten(0, 1)
+        # Near the largest number a scale that was rounded up makes Inf: the one before it has the bits before.
+        below = (scale.view(torch.int16 if dtype.itemsize == 2 else torch.int32) - 1).view(dtype)
+        scale = torch.where(scale.double() * LARGEST > info.max, below, scale)
+        level = (block / scale.float().unsqueeze(1)).clamp_(-LARGEST, LARGEST)
+        q[rows, columns] = level.to(torch.float8_e4m3fn).flatten(0, 1)
         scales[groups, columns] = scale
     return q, scales

@@ -26,7 +26,7 @@ from .plain import CodeWeight
 
 @dataclass(frozen=True)
 class Fp4Names:
-    """What a quantizer calls the tensors of a layer. shape: of the factor of nvfp4; divides: whether it is a divisor."""
+    """What a quantizer calls the tensors of a layer. shape: of nvfp4's factor; divides: whether it is a divisor."""
 
     packed: str
     scale: str

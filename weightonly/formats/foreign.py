@@ -1,4 +1,7 @@
-"""Tensors of quantizers that are not read, or that no config declares, by their names and dtypes: as dense ones they would be other numbers."""
+"""Tensors of quantizers that are not read, or that no config declares, by their names and dtypes.
+
+As dense ones they would be other numbers.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from .ct_fp4 import MODELOPT_FP4, fp4_shape, read_fp4
 from .expect import TensorError, option
 from .fp8 import CHANNEL, TENSOR, Block, fp8_layers
 from .layers import LayerFormat, LayerShape, Tensors, check_bias
-from .plain import CodeWeight
 
 METHODS = ("modelopt", "modelopt_fp4")
 """`quant_method` of config.json."""

@@ -55,9 +55,7 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
         if not source:
             return MODELOPT_CONFIG, beside
         for key in ("quant_method", "quant_algo", "quantized_layers"):
-            if (found := options.get(key)) != beside.get(key) and not (
-                key == "quant_method" and found in MODELOPT
-            ):
+            if (found := options.get(key)) != beside.get(key) and not (key == "quant_method" and found in MODELOPT):
                 raise ValueError(
                     f"{shards.folder / MODELOPT_CONFIG}: {key}: expected {shown(repr(found))} as {source} says, "
                     f"got {shown(repr(beside.get(key)))}"

@@ -150,7 +150,11 @@ class ParallelLinear(Linear):
         mine = tensor
         if name == "qweight":
             k, n = self.in_features, self.out_features
-            mine = tensor.new_empty(k, n, dtype=FLOAT_DTYPES.get(self.format, torch.int8)) if self.is_empty else unpack(self.packed)
+            mine = (
+                tensor.new_empty(k, n, dtype=FLOAT_DTYPES.get(self.format, torch.int8))
+                if self.is_empty
+                else unpack(self.packed)
+            )
         parts: list[Any] = [None] * self.ranks
         distributed.all_gather_object(parts, mine.cpu(), group=self.exchange.mesh.get_group())
         whole = self._whole(name, [part.to(tensor.device) for part in parts])

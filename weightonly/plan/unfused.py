@@ -1,8 +1,8 @@
 """The unfused plan, for many tokens: a kernel dequantizes slices of the weight, and cuBLAS multiplies by them.
 
-For formats without kernels it is the plan of any number of tokens, and PyTorch's operators dequantize. All slices use one workspace in turn (heuristics/slices.py), so that a large weight is never dense as a whole. cuBLAS
-accumulates as PyTorch lets it (torch.backends.cuda.matmul): in fp32, but where it splits K it may add the partials in
-16 bits.
+For formats without kernels it is the plan of any number of tokens, and PyTorch's operators dequantize. All slices use
+one workspace in turn (heuristics/slices.py), so that a large weight is never dense as a whole. cuBLAS accumulates as
+PyTorch lets it (torch.backends.cuda.matmul): in fp32, but where it splits K it may add the partials in 16 bits.
 """
 
 from __future__ import annotations
