@@ -37,9 +37,9 @@ def deepseek_v3() -> Any:
     config = transformers.DeepseekV3Config(
         **hf_models.SIZES | {"num_key_value_heads": 4},
         **EXPERTS,
-        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
-        **{"moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64},
-        **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
+        moe_intermediate_size=64, q_lora_rank=64, kv_lora_rank=64,
+        qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
     )
     return transformers.DeepseekV3ForCausalLM(config)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers, read bit-exactly: AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, FP8, ModelOpt.
+"""Checkpoints of other quantizers, read bit-exactly: AWQ, GPTQ, compressed-tensors, bitsandbytes, MXFP4, FP8, ModelOpt.
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
 is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
