@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.fp8_cases import dequantize, dequantize_nvfp4, quantize
 
 import weightonly as wo
-from weightonly.formats import convert, open_checkpoint, read_fp8, read_modelopt_fp4
+from weightonly.formats import QuantizedLayer, convert, open_checkpoint, read_fp8, read_modelopt_fp4
 from weightonly.formats.expect import TensorError
 
 E4M3 = torch.float8_e4m3fn
@@ -73,7 +73,8 @@ def test_weight_is_that_of_compressed_tensors(
 ) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     naive = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base")
-    more = {"block": {"block_structure": [64, 64]}, "group": {"group_size": 64}}.get(strategy, {})
+    sizes: dict[str, dict[str, Any]] = {"block": {"block_structure": [64, 64]}, "group": {"group_size": 64}}
+    more = sizes.get(strategy, {})
     args = quantization.QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, **more)
     how = quantization.QuantizationScheme(targets=["Linear"], weights=args)
     block = {"tensor": (-1, -1), "channel": (1, -1), "block": (64, 64), "group": (1, 64)}[strategy]
@@ -89,7 +90,7 @@ def test_weight_is_that_of_compressed_tensors(
         "config_groups": {"group_0": json.loads(how.model_dump_json())},
     }
     folder = write(tmp_path, {f"a.up.{name}": tensor for name, tensor in packed.items()}, config)
-    [layer] = wo.load_checkpoint(folder, progress=False)
+    [layer] = layers_in(folder)
     assert torch.equal(layer.dequantize(), dense.t())
 
 
@@ -107,7 +108,7 @@ def test_weight_is_that_of_transformers(
         tensors["a.up.weight_scale_inv"].squeeze() if block is None else tensors["a.up.weight_scale_inv"]
     )
     folder = write(tmp_path, tensors, FP8 | {"weight_block_size": block, "scale_fmt": scale_fmt})
-    [layer] = wo.load_checkpoint(folder, progress=False)
+    [layer] = layers_in(folder)
     dense = fp8.Fp8Dequantize(None)._dequantize_one(*tensors.values(), torch.float32)
     assert torch.equal(layer.dequantize(), dense.t())
     assert layer.dequantize().sub(w.t()).norm() < 0.04 * w.norm()
@@ -128,11 +129,15 @@ def test_folder_of_modelopt(tmp_path: Path) -> None:
     assert expected.keys() == checkpoint.layers.keys()
     convert(MODELOPT, tmp_path / "packed", progress=False)
     for folder in (MODELOPT, tmp_path / "packed"):
-        layers = [r for r in wo.load_checkpoint(folder, progress=False) if r.name in expected]
-        for layer in layers:
-            w = expected[layer.name].t()
-            assert (layer.dequantize().double() - w).norm() <= 1e-7 * w.norm()
+        layers = layers_in(folder)
+        for record in layers:
+            w = expected[record.name].t()
+            assert (record.dequantize().double() - w).norm() <= 1e-7 * w.norm()
         assert len(layers) == len(expected) == 10
+
+
+def layers_in(folder: Path) -> list[QuantizedLayer]:
+    return [r for r in wo.load_checkpoint(folder, progress=False) if isinstance(r, QuantizedLayer)]
 
 
 def test_own_file_of_modelopt_alone(tmp_path: Path) -> None:
@@ -394,7 +399,7 @@ def test_groups_of_a_ragged_k(tmp_path: Path) -> None:
     """K = 192 in blocks of 128 has groups of 64; the scales are repeated."""
     folder = write(tmp_path, block_layer(), FP8)
     assert open_checkpoint(folder).shapes["a.up"].group_size == 64
-    [layer] = wo.load_checkpoint(folder, progress=False)
+    [layer] = layers_in(folder)
     assert layer.scales.shape == (3, N) and torch.equal(layer.scales[0], layer.scales[1])
     x = torch.randn(3, K)
     torch.testing.assert_close(layer(x), x @ layer.dequantize(), rtol=1e-4, atol=1e-4)

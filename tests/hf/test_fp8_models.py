@@ -37,9 +37,17 @@ def deepseek_v3() -> Any:
     config = transformers.DeepseekV3Config(
         **hf_models.SIZES | {"num_key_value_heads": 4},
         **EXPERTS,
-        n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
-        moe_intermediate_size=64, q_lora_rank=64, kv_lora_rank=64,
-        qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
     )
     return transformers.DeepseekV3ForCausalLM(config)
 
@@ -108,9 +116,14 @@ def converted(folder: Path) -> Path:
     return packed
 
 
-def check(folder: Path, dense: Any, tokens: torch.Tensor, formats: set[str]) -> None:
+def check(folder: Path, dense: Any, tokens: torch.Tensor, formats: set[str], is_modelopt: bool = False) -> None:
+    """transformers does not know ModelOpt: its `from_pretrained` asks for `load_model`."""
     expected = hf_models.logits(dense, tokens)
     for route, load in ROUTES.items():
+        if is_modelopt and route == "from_pretrained":
+            with pytest.raises(ValueError, match=r"got 'modelopt'; weightonly.hf.load_model reads .*modelopt"):
+                load(folder)
+            continue
         model = load(folder)
         found = {m.format for m in model.modules() if isinstance(m, Linear | GroupedLinear)}
         assert found == formats, route
@@ -128,7 +141,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "dense")
     save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    check(folder, dense, hf_models.TOKENS, {"fp8"})
+    check(folder, dense, hf_models.TOKENS, {"fp8"}, name.startswith("modelopt"))
 
 
 def test_logits_of_a_folder_of_modelopt(tmp_path: Path) -> None:
@@ -144,11 +157,15 @@ def test_logits_of_a_folder_of_modelopt(tmp_path: Path) -> None:
         dense[name] = tensor.float()
         if scale is not None and factor is None:
             dense[name] = fp8_cases.dequantize(tensor, scale, (-1, -1)).float()
-        elif scale is not None:
+        elif scale is not None and factor is not None:
             dense[name] = fp8_cases.dequantize_nvfp4(tensor, scale, factor).float()
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
     save_file(dense, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    check(folder, model, hf_models.TOKENS % 32, {"fp8", "nvfp4"})
+    expected = hf_models.logits(model, hf_models.TOKENS % 32)
+    for load in (ROUTES["load_model"], ROUTES["converted"]):
+        loaded = load(folder)
+        assert {m.format for m in loaded.modules() if isinstance(m, Linear | GroupedLinear)} == {"fp8", "nvfp4"}
+        assert (hf_models.logits(loaded, hf_models.TOKENS % 32) - expected).norm() <= 2e-5 * expected.norm()

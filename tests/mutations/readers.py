@@ -161,9 +161,9 @@ MUTATIONS = [
         "formats_compressed_tensors group_sizes strange_configs formats_errors",
         [
             ("g_idx that is partly set", "_grouping", "all", "any"),
-            ("two widths fit", "compressed_tensors_format.bits_of", "!=", "<"),
-            ("any group of the config", "compressed_tensors_format.describe", "problems:", "problems[:1]:"),
-            ("zero points of a symmetric layer", "compressed_tensors_format.read", "True", "None"),
+            ("two widths fit", "_packed_format.bits_of", "!=", "<"),
+            ("any group of the config", "_packed_format.describe", "problems:", "problems[:1]:"),
+            ("zero points of a symmetric layer", "_packed_format.read", "True", "None"),
             ("sizes of 0", "_sizes", "< 1", "< 0"),
             (
                 "the group size of the config",
@@ -171,7 +171,7 @@ MUTATIONS = [
                 "even_groups(k, groups, group_size,",
                 "even_groups(k, groups, None,",
             ),
-            ("two group sizes of one count", "compressed_tensors_format.describe", "len(sizes) > 1", "len(sizes) > 2"),
+            ("two group sizes of one count", "_packed_format.describe", "len(sizes) > 1", "len(sizes) > 2"),
         ],
     ),
     *of(

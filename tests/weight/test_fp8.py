@@ -185,4 +185,4 @@ def test_files_and_layers(tmp_path: Path, generator: torch.Generator) -> None:
     before = layer.dequantize()
     assert torch.equal(layer.repack("sm90").dequantize(), before)
     model = wo.nn.quantize_model(torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 64)), format="fp8")
-    assert [child.format for child in model] == ["fp8", "fp8"]
+    assert [child.format for child in model.children()] == ["fp8", "fp8"]

@@ -68,16 +68,15 @@ def _weight(
     return by.weight(u, bits, scale.expand(n, -1).t().contiguous(), zeros)
 
 
-def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat | tuple[LayerFormat, ...]:
-    """The format that a quantization config describes, or both. Where it is empty, the shapes of the tensors tell the
-    bits.
+def compressed_tensors_formats(options: Mapping[str, Any]) -> tuple[LayerFormat, ...]:
+    """The formats that a quantization config describes. Where it is empty, the shapes of the tensors tell the bits.
 
     A layer has to be as some group of the config says that can mean it (see ct_schemes.py). Raises ValueError for a
     format other than pack-quantized and those of floats, and for groups of other bits than 4 and 8.
     """
     schemes = Schemes(options)
     packed = _packed_format(schemes)
-    return (packed, _float_format(schemes)) if FLOAT_QUANTIZED in schemes.formats else packed
+    return (packed, _float_format(schemes)) if FLOAT_QUANTIZED in schemes.formats else (packed,)
 
 
 def _float_format(schemes: Schemes) -> LayerFormat:

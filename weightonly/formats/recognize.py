@@ -10,7 +10,7 @@ from .auto_round import METHODS as AUTO_ROUND
 from .auto_round import auto_round_format
 from .awq import awq_format
 from .bitsandbytes import ANCHORS, bitsandbytes_format
-from .compressed_tensors import compressed_tensors_format
+from .compressed_tensors import compressed_tensors_formats
 from .converted import INCOMPLETE, converted_format
 from .expect import option
 from .foreign import MODELOPT_CONFIG, check_foreign
@@ -31,7 +31,7 @@ _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat | tuple[LayerFormat, ...]]] = {
     "awq": awq_format,
     "gptq": gptq_format,
-    "compressed-tensors": compressed_tensors_format,
+    "compressed-tensors": compressed_tensors_formats,
     "bitsandbytes": bitsandbytes_format,
     GPT_OSS: gpt_oss_format,
     FP8: fp8_format,
@@ -127,7 +127,7 @@ def _from_tensors(shards: Shards) -> LayerFormat | tuple[LayerFormat, ...]:
         if split_name(name, ANCHORS)[0]:
             return bitsandbytes_format({})
         if name.endswith(".weight_packed"):
-            return compressed_tensors_format({})
+            return compressed_tensors_formats({})
         if split_name(name, ["blocks"], "_")[0] and len(info.shape) == 4:
             return gpt_oss_format({})
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
