@@ -98,8 +98,8 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format: expected false, got true"),
     "pattern": (GPTQ | {"dynamic": {"+:(": {}}}, r"dynamic: expected regular expressions, got '\+:\('"),
     "ct format": (
-        CT | {"format": "float-quantized", "config_groups": {}},
-        "format: expected 'pack-quantized', .* or 'nvfp4-pack-quantized', got 'float",
+        CT | {"format": "marlin-24", "config_groups": {}},
+        "format: expected 'pack-quantized', .* or 'mxfp8-quantized', got 'marlin",
     ),
     "ct group": (
         CT | {"config_groups": {"g": {"format": "marlin-24"}}},

@@ -62,7 +62,7 @@ MUTATIONS = [
                 "// 8, row_bytes, n * bits // 8, TILE, row_bytes",
                 "// 8, row_bytes, row_bytes, TILE, row_bytes",
             ),
-            ("codes are integers", "blocks_of", "w.code is not None", "False"),
+            ("codes are integers", "blocks_of", "w.is_code", "False"),
         ],
     ),
     *of(

@@ -157,6 +157,28 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/formats/fp8.py",
+        "formats_fp8",
+        [
+            ("NaN among weights", "read_fp8", "weight.isnan().any()", "False"),
+            ("blocks along N", "read_fp8", "repeat_interleave(columns, 0)", "repeat_interleave(rows, 0)"),
+            ("scales of 0", "_numbers", "numbers > 0", "numbers >= 0"),
+            ("scales beyond fp32", "_numbers", "numbers <= _LARGEST_SCALE", "numbers < torch.inf"),
+            ("blocks that nothing says", "fp8_shape", "scale.numel() != 1 and", "False and"),
+            ("two scales", "fp8_layers.parts", "if others", "if False"),
+        ],
+    ),
+    *of(
+        "weightonly/formats/modelopt.py",
+        "formats_fp8",
+        [
+            ("excluded layers", "modelopt_format.algorithm_of", "if pattern is not None", "if False"),
+            ("the layer before its module", "modelopt_format.algorithm_of", "range(len(parts), 0, -1)", "range(1, 2)"),
+            ("another algorithm", "modelopt_format.describe", "format != expected", "False"),
+            ("tensors that change x", "modelopt_format.describe", "name in tensors", "False"),
+        ],
+    ),
+    *of(
         "weightonly/formats/compressed_tensors.py",
         "formats_compressed_tensors group_sizes strange_configs formats_errors",
         [
