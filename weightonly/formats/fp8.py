@@ -108,9 +108,9 @@ def fp8_layers(
         return LayerShape(METHOD, k, n, group_size, symmetric=True, act_order=False)
 
     def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> CodeWeight:
-        for zero_point in ("weight_zero_point",):  # some versions of quantizers write zeros
-            if zero_point in tensors and bool((tensors[zero_point].float() != 0).any()):
-                raise TensorError(zero_point, "expected zeros, got others")
+        zero_points = tensors.get("weight_zero_point")  # some versions of quantizers write zeros
+        if zero_points is not None and bool((zero_points.float() != 0).any()):
+            raise TensorError("weight_zero_point", "expected zeros, got others")
         weight, scale, block, name = parts(layer, tensors)
         return read_fp8(weight, scale, block, name=name)
 
