@@ -26,7 +26,7 @@ from .device import device_arch, driver_cuda, sm_count
 from .explain import ROWS, explain_folder
 from .extras import describe_missing
 from .formats import convert, open_checkpoint
-from .formats.convert import SHARD_BYTES
+from .formats.folder import SHARD_BYTES
 from .formats.describe import describe
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
