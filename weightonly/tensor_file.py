@@ -122,7 +122,7 @@ class TensorWriter:
         """Put the file together. Raises OSError, naming it, where it cannot be written."""
         codes = {dtype: code for code, dtype in DTYPES.items()}
         metadata = {_VERSION_KEY: _FILE_VERSION, PACKED_KEY: "{}", DIGEST_KEY: json.dumps(self._digests)}
-        header: dict[str, Any] = {"__metadata__": metadata}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}  # other readers ask for the format
         end = 0
         for name, (dtype, shape, size) in sorted(self._entries.items(), key=lambda entry: -entry[1][0].itemsize):
             header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [end, end + size]}

@@ -198,7 +198,7 @@ def test_one_bad_product_of_experts_changes_neither() -> None:
     module = other.model.layers[0].mlp.experts
     before = state(experts)
     module.down_proj.data[3, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match="^GroupedLinear: down: expert 3: expected finite values"):
+    with pytest.raises(ValueError, match=r"^GroupedLinear: down: expert 3: expected finite values"):
         experts.update_(module.gate_up_proj * 2, module.down_proj)
     with pytest.raises(ValueError, match=r"^GroupedLinear: first: expected shape \[5, 256, 64\], got \[5, 64, 256\]"):
         experts.update_(module.gate_up_proj.mT, module.down_proj)

@@ -72,10 +72,7 @@ def _tensors(records: Iterable[Record], shapes: dict[str, LayerShape]) -> Iterat
 
 def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerShape]) -> dict[str, Any]:
     """config.json of the source, with a quantization config that says what the folder is now."""
-    config = copy.deepcopy(dict(checkpoint.shards.config(CONFIG) or {}))
-    config.pop("compression_config", None)
-    if isinstance(config.get("text_config"), dict):
-        config["text_config"].pop("quantization_config", None)
+    config = config_of(checkpoint)
     original = quantization_config(checkpoint.shards)[1]
     if original.get("quant_method") == METHOD:  # a converted checkpoint, packed again for another GPU
         original = original.get("source", {})
@@ -84,13 +81,22 @@ def _config(checkpoint: Checkpoint, arch: Arch | None, shapes: dict[str, LayerSh
         "format_version": VERSION,
         "arch": None if arch is None else target_name(arch),
         **options_of(shapes),
-        "modules_to_not_convert": _dense_layers(checkpoint),
+        "modules_to_not_convert": dense_layers(checkpoint),
         "source": original,
     }
     return config | guard_of(config)
 
 
-def _dense_layers(checkpoint: Checkpoint) -> list[str]:
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json of the source, as it is before it gets another quantization config."""
+    config = copy.deepcopy(dict(checkpoint.shards.config(CONFIG) or {}))
+    config.pop("compression_config", None)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"].pop("quantization_config", None)
+    return config
+
+
+def dense_layers(checkpoint: Checkpoint) -> list[str]:
     """Modules with a matrix that is not quantized: linear layers, and embeddings, which no name tells from them."""
     tensors = checkpoint.shards.tensors
     names = (name for name in checkpoint.plain if name.endswith(".weight") and len(tensors[name].shape) == 2)
