@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .dense import WEIGHT_DTYPES, check_values, columns_at_once
 from .layout import column_align, put_columns
+from .packed import PackedWeight
 from .packing import padded_bytes
 from .quantize import quantize_for
 from .quantize_codes import check_code_groups
 from .require import require_dtype, require_numbers, require_plain
 
-if TYPE_CHECKING:
-    from .weight import QuantizedWeight
+
+class Weight(Protocol):
+    """What is read of a `QuantizedWeight`, which has `update_`."""
+
+    @property
+    def packed(self) -> PackedWeight: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
+    @property
+    def zeros(self) -> torch.Tensor | None: ...
+    @property
+    def perm(self) -> torch.Tensor | None: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def group_rows(self) -> int: ...
+    def expert(self, expert: int) -> Weight: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Update:
     order: int [K], the rows of `parts` in the order of those of w; None: they are in order.
     """
 
-    w: QuantizedWeight
+    w: Weight
     parts: Sequence[torch.Tensor]
     dtype: torch.dtype
     largest: float
@@ -45,22 +61,22 @@ class Update:
         size = packed.k_padded, packed.n_padded, packed.bits, packed.layout
         is_code = packed.code is not None
         order = None if self.order is None else self.order.long()
-        groups = (torch.arange(w.groups, device=w.device) * w.group_rows + self.first) // self.group_rows
+        groups = (torch.arange(w.groups, device=packed.device) * w.group_rows + self.first) // self.group_rows
         step = columns_at_once(len(self.parts[0]), column_align(packed.bits, packed.layout))
-        for begin in range(0, w.n, step):
-            columns = slice(begin, min(begin + step, w.n))
+        for begin in range(0, packed.n, step):
+            columns = slice(begin, min(begin + step, packed.n))
             block = self._columns(columns.start, columns.stop)
             block = block if order is None else block[order]
             q, scales, zeros = quantize_for(
                 block,
                 self.dtype,
-                w.format,
+                packed.format,
                 self.group_rows,
                 w.zeros is None,
                 code=packed.fields.get("code"),
                 largest=self.largest,
             )
-            q = q[self.first : self.first + w.k]
+            q = q[self.first : self.first + packed.k]
             put_columns(packed.data, *size, begin, padded_bytes(q, packed.bits, packed.layout, is_code))
             w.scales[:, columns] = scales[groups]
             if w.zeros is not None and zeros is not None:
@@ -72,13 +88,13 @@ class Update:
         for part in self.parts:
             columns = part[:, max(begin - first, 0) : max(end - first, 0)]
             if columns.shape[1]:
-                found.append(columns.to(self.w.device))
+                found.append(columns.to(self.w.packed.device))
             first += part.shape[1]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def checked(
-    name: str, w: QuantizedWeight, dense: torch.Tensor, dtype: torch.dtype | None = None, in_turns: bool = False
+    name: str, w: Weight, dense: torch.Tensor, dtype: torch.dtype | None = None, in_turns: bool = False
 ) -> list[Update]:
     """What makes w of dense [K, N], of stacked experts of [E, K, N]: an update for each; nothing is written yet.
 
@@ -87,14 +103,15 @@ def checked(
     Raises what `QuantizedWeight.update_` raises.
     """
     check_dense(name, dense)
-    shape = [*([] if w.experts is None else [w.experts]), w.k, w.n]
+    packed, experts = w.packed, w.packed.experts
+    shape = [*([] if experts is None else [experts]), packed.k, packed.n]
     if list(dense.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {list(dense.shape)}")
     check_target(w)
-    dtype = w.dtype if dtype is None else dtype
+    dtype = w.scales.dtype if dtype is None else dtype
     each = [(name, w, dense)]
-    if w.experts is not None:
-        each = [(f"{name}: expert {e}", w.expert(e), dense[e]) for e in range(w.experts)]
+    if experts is not None:
+        each = [(f"{name}: expert {e}", w.expert(e), dense[e]) for e in range(experts)]
     updates = []
     for title, one, matrix in each:
         parts = (matrix[:, ::2], matrix[:, 1::2]) if in_turns else (matrix,)
@@ -115,9 +132,10 @@ def largest_of(name: str, dense: torch.Tensor, dtype: torch.dtype) -> float:
     return max(check_values(dense[:, n : n + step], dtype, name) for n in range(0, dense.shape[1], step))
 
 
-def check_target(w: QuantizedWeight) -> None:
+def check_target(w: Weight) -> None:
     """Raises ValueError for a weight that nothing can be quantized into, or whose memory cannot be written."""
-    for name, tensor in (("packed", w.packed.data), ("scales", w.scales), ("zeros", w.zeros)):
+    packed = w.packed
+    for name, tensor in (("packed", packed.data), ("scales", w.scales), ("zeros", w.zeros)):
         if tensor is None:
             continue
         require_plain(name, tensor)
@@ -133,12 +151,12 @@ def check_target(w: QuantizedWeight) -> None:
                 f"{name}: expected memory of its own for each number, got a view of strides "
                 f"{tensor.stride()}; clone() it"
             )
-    if w.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("update_: expected no CUDA graph to be captured, as the host looks at the numbers")
-    code = w.packed.code
+    code = packed.code
     if code is not None:
-        check_code_groups(w.format, w.group_rows, w.format == "code4")
-        if w.format == "code4" and max(map(abs, code)) > 1:
+        check_code_groups(packed.format, w.group_rows, packed.format == "code4")
+        if packed.format == "code4" and max(map(abs, code)) > 1:
             raise ValueError(
                 f"packed: expected a codebook within -1 .. 1, to which blocks are quantized, got {list(code)}"
             )

@@ -239,7 +239,7 @@ def test_the_weight_under_merged_adapters_is_not_updated() -> None:
 
 @pytest.mark.filterwarnings("ignore:adapters are merged")
 def test_a_merge_that_failed_keeps_no_weight_to_go_back_to() -> None:
-    model, layer = adapted_layer(bias=True)
+    _, layer = adapted_layer(bias=True)
     good = layer.lora_B["default"].weight.data.clone()
     layer.lora_B["default"].weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="expected finite values"):

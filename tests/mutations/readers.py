@@ -110,7 +110,7 @@ MUTATIONS = [
             ("version 1 is version 2", "_zero_points", "== 2", ">= 1"),
             ("symmetric checkpoints of version 1", "_zero_points", "all", "any"),
             ("Marlin's order", "gptq_format", '"is_marlin_format"', '"is_marlin"'),
-            ("3 bits", "gptq_format", "default_bits not in _ONES", "default_bits is None"),
+            ("3 bits", "gptq_format", "default_bits not in V1_ONES", "default_bits is None"),
             ("groups of the config", "_grouping", "is not None", "== 0"),
             (
                 "qweight of another K",

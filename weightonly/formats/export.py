@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .convert import config_of, dense_layers
 from .converted import shape_of
 from .expect import FLOATS
+from .expert_names import NamesOfExperts, names_of_experts
 from .folder import SHARD_BYTES, check_target, companions_of, new_folder, write_json, write_shards
 from .layers import LayerShape
 from .packed_config import unguard
@@ -27,10 +28,6 @@ from .writers import TARGETS, Target
 
 _FUSED = re.compile(r"(.+\.experts)\.(\d+)\.(gate_up_proj|up_proj|down_proj)$")
 """A layer of one expert as `save_pretrained` writes it."""
-
-NamesOfExperts = Callable[[str], list[str] | None]
-"""Name of stacked experts -> those of the layers of one expert that they are made of, "*" for its number; None: it has
-none."""
 
 
 def export(
@@ -71,7 +68,8 @@ def export(
     checkpoint = open_checkpoint(source)
     for name in checkpoint.layers:
         _check(to, name, checkpoint.shapes[name], _dtype_of(checkpoint, name))
-    names = _names_of_experts(checkpoint)
+    is_fused = any(map(_FUSED.match, checkpoint.layers))
+    names: NamesOfExperts = names_of_experts(checkpoint.folder) if is_fused else lambda stack: None
     dense = dense_layers(checkpoint)
     TARGETS[to].config(checkpoint.shapes, dense)  # what it cannot describe is an error now
     shapes: dict[str, LayerShape] = {}
@@ -160,12 +158,3 @@ def _parts(record: QuantizedLayer, names: NamesOfExperts) -> list[str]:
             "got others; no target holds them"
         )
     return [source.replace("*", found[2]) for source in sources]
-
-
-def _names_of_experts(checkpoint: Checkpoint) -> NamesOfExperts:
-    """Raises ImportError, naming the layer, where transformers is needed and missing."""
-    if not any(_FUSED.match(name) for name in checkpoint.layers):
-        return lambda stack: None
-    from ..hf.names import names_of_experts  # transformers: seconds to import, and no dependency of this package
-
-    return names_of_experts(checkpoint.folder)

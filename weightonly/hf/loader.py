@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
@@ -20,7 +21,7 @@ from ..shown import shown
 from .checkpoint import CheckpointWeights
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
-from .names import Names, model_class
+from .names import Names
 
 
 def load_model(
@@ -61,7 +62,7 @@ def load_model(
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
     config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
-    cls = model_class(config)
+    cls = _model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     shards.configs[CONFIG] = _entries(config)
@@ -88,6 +89,14 @@ def load_model(
     model, info = cls.from_pretrained(None, config=config, state_dict=weights.tensors, **arguments)
     model.name_or_path = model.config._name_or_path = str(folder)
     return _complete(model, info, folder)
+
+
+def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
+    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
 
 
 def _entries(config: Any) -> dict[str, Any]:

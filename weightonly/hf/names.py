@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -103,33 +100,3 @@ class Names:
         """The tensors of the model whose name is `name`, maybe with another prefix."""
         bare = name.removeprefix(f"{self._prefix}.")
         return [full for full in (name, bare, f"{self._prefix}.{bare}") if full in self.tensors]
-
-
-def names_of_experts(folder: Path) -> Callable[[str], list[str] | None]:
-    """(name in files of stacked experts) -> those of the layers of one expert, in the order in which they are stacked.
-
-    As the checkpoints of the model in `folder` have them, with "*" for the number of the expert; None where they have
-    none.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        cls = model_class(config)
-        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    names = Names(model)
-
-    def of_stack(stack: str) -> list[str] | None:
-        for converter in names.converters:
-            (target, *others), sources = converter._original_target_patterns, converter._original_source_patterns
-            if not others and stack.endswith(target) and all("*" in source for source in sources):
-                return [stack.removesuffix(target) + source.removesuffix(".weight") for source in sources]
-        return None
-
-    return of_stack
-
-
-def model_class(config: Any) -> Any:
-    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
