@@ -373,6 +373,6 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "updated": updated,
 }
 
-_SLOW = ("same numbers", "wrong styles", "names", "tensors of", "fused", "sequence", "every layout", "gathered", "updated")
+_SLOW = ("same numbers", "wrong styles", "names", "tensors of", "fused", "sequence", "every layout", "gathered", "upd")
 _ALIKE = ("zeros", "interleaved")
 RANKS = {name: (2, 4) if name.startswith(_SLOW) or name.endswith(_ALIKE) else (1, 2, 4, 8) for name in CASES}
