@@ -20,6 +20,7 @@ from weightonly.formats import PlainTensor, QuantizedLayer, convert, export, loa
 from weightonly.formats.checkpoint import Checkpoint
 from weightonly.formats.converted import shape_of
 from weightonly.formats.converted import tensors_of as tensors_of_record
+from weightonly.formats.layers import LayerShape
 from weightonly.formats.packed_config import METHOD, VERSION, options_of
 from weightonly.formats.writers import TARGETS
 
@@ -132,7 +133,8 @@ def mixed_folder(folder: Path) -> Path:
         "c": {"format": "int8", "group_size": -1},
         "d": {"group_size": 128},  # of K = 128
     }
-    tensors, shapes = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, LayerShape] = {}
     for name, kind in kinds.items():
         layer = wo.nn.Linear.from_linear(torch.nn.Linear(128, 64).half(), arch="cpu", **kind)
         record = QuantizedLayer(name, layer.packed, layer.scales, layer.zeros, layer.bias)
@@ -218,11 +220,8 @@ def test_scales_of_other_dtypes_are_held_by_compressed_tensors(tmp_path: Path, g
 
 def test_group_sizes_of_awq_are_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(128, 64, bias=False).half(), torch.nn.Linear(128, 64, bias=False).half()
-    )
-    q = [wo.quantize(layer.weight.detach().t(), 4, group) for layer, group in zip(model, (32, 64), strict=True)]
-    tensors = {}
+    q = [wo.quantize(torch.randn(128, 64).half(), 4, group) for group in (32, 64)]
+    tensors: dict[str, torch.Tensor] = {}
     for number, (codes, scales, _) in enumerate(q):
         tensors |= {f"{number}.weight_packed": ref.pack_rows((codes + 8).numpy(), 4).t().contiguous()}
         tensors |= {
