@@ -155,8 +155,8 @@ def relayout(w: PackedWeight, layout: str) -> PackedWeight:
 
 
 def padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torch.Tensor:
-    """`pack_bytes` of int8 [K, N], padded with zeros to what the layout needs."""
-    k, n = q.shape
+    """`pack_bytes` of [K, N] in bytes, padded with zeros to what the layout needs."""
+    q, (k, n) = q.view(torch.int8), q.shape
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     if (k_padded, n_padded) != (k, n):
         q = torch.nn.functional.pad(q, (0, n_padded - n, 0, k_padded - k))

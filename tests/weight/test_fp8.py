@@ -184,5 +184,9 @@ def test_files_and_layers(tmp_path: Path, generator: torch.Generator) -> None:
     assert torch.equal(other(x), layer(x))
     before = layer.dequantize()
     assert torch.equal(layer.repack("sm90").dequantize(), before)
+    w = torch.randn(96, 256, generator=generator)
+    layer.update_(w, torch.zeros(96))
+    q, scales, _ = wo.quantize(w.t().contiguous(), format="fp8")
+    assert torch.equal(layer.dequantize(), wo.dequantize(wo.preprocess(q, format="fp8"), scales))
     model = wo.nn.quantize_model(torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 64)), format="fp8")
     assert [child.format for child in model.children()] == ["fp8", "fp8"]
