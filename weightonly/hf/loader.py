@@ -62,23 +62,23 @@ def load_model(
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
     config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
-    cls = _model_class(config, kwargs)
+    cls = model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
-    shards.configs[CONFIG] = _entries(config)
+    shards.configs[CONFIG] = entries(config)
     if is_dense(shards):
         unused = of_activations(shards, {})
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
         model, info = cls.from_pretrained(folder, config=config, **arguments)
         check_used(model, Names(model), shards, plain)
-        return _complete(model, info, folder)
+        return complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
     if weights.pack_arch is None:
         _describe(config, weights, quantization_config(shards)[1])
         try:
             model, info = cls.from_pretrained(folder, config=config, **arguments)
-            return _complete(model, info, folder)
+            return complete(model, info, folder)
         except PartsError:
             pass  # they are made dense below
     _describe(config, weights, weights.options)
@@ -88,10 +88,10 @@ def load_model(
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights.tensors, **arguments)
     model.name_or_path = model.config._name_or_path = str(folder)
-    return _complete(model, info, folder)
+    return complete(model, info, folder)
 
 
-def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
+def model_class(config: Any, kwargs: dict[str, Any]) -> Any:
     """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
@@ -99,7 +99,7 @@ def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
     return AutoModelForCausalLM
 
 
-def _entries(config: Any) -> dict[str, Any]:
+def entries(config: Any) -> dict[str, Any]:
     """config.json as transformers read it: the entries that may say how the folder is quantized."""
     text = getattr(config, "text_config", None)
     return vars(config) | {"text_config": None if text is None else vars(text)}
@@ -112,7 +112,7 @@ def _describe(config: Any, weights: CheckpointWeights, options: dict[str, Any]) 
     config.quantization_config.weights = weights
 
 
-def _complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> PreTrainedModel:
+def complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> PreTrainedModel:
     """`model`. Raises ValueError where the folder lacks some of its tensors: transformers left them random."""
     missing = sorted(info["missing_keys"])
     if missing:

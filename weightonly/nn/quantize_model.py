@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..heuristics.arch import Arch
 from .base import PackedLayer
+from .choice import named
 from .experts import Experts
 from .handlers import PACKED, Handler, handler_of
 from .kept import kept_in_fp32
@@ -168,19 +168,10 @@ def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None
 
 def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str, torch.nn.Module], bool]:
     """`skip` or `only` as a function. Raises TypeError for a str, ValueError for a pattern that matches no name."""
-    if isinstance(choice, str):
-        raise TypeError(f"{argument}: expected a collection of names, got the str {choice!r}")
     if callable(choice):
         return choice
-    if not isinstance(choice, Iterable):
-        raise TypeError(f"{argument}: expected names or a function, got {type(choice).__name__}")
-    patterns = list(choice)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{argument}: expected names, got {type(pattern).__name__}")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{argument}: expected names of layers, got {pattern!r}, which matches none")
-    return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+    chosen = set().union(*named(argument, choice, names).values())
+    return lambda name, _: name in chosen
 
 
 def _shared_weights(module: torch.nn.Module) -> dict[int, str]:

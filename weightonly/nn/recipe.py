@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,17 @@ class Recipe:
         format = format_of(bits, format)
         size = default_group_size(format) if group_size is None else group_size
         return cls(format, size, symmetric, dtype, arch)
+
+    def with_own(
+        self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
+    ) -> Recipe:
+        """What is otherwise for some layers. Another format has its usual group size, a codebook no zero points."""
+        format = self.format if format is None else format
+        if group_size is None:
+            group_size = self.group_size if format == self.format else default_group_size(format)
+        if symmetric is None:
+            symmetric = self.symmetric or format in CODE_FORMATS
+        return replace(self, format=format, group_size=group_size, symmetric=symmetric)
 
     @property
     def is_code(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,16 +56,22 @@ class Summary:
         groups = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
         lines = [
             f"{self.format}, {groups}: {counted(len(self.quantized), 'layer')} quantized, {len(self.left)} left; "
-            f"{_megabytes(self.bytes_before)} before, {_megabytes(self.bytes_after)} after"
+            f"{megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
-        reasons: dict[str, list[LayerSummary]] = {}
-        for layer in self.left:
-            reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
-        for reason, layers in reasons.items():
-            names = [name for layer in layers for name in layer.names]
-            first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(shown(f"  left {_megabytes(sum(layer.bytes_after for layer in layers))}: {first} ({reason})"))
-        return "\n".join(lines)
+        return "\n".join([*lines, *describe_left(self.left)])
+
+
+def describe_left(left: Iterable[LayerSummary]) -> list[str]:
+    """A line for each reason why layers were left."""
+    reasons: dict[str, list[LayerSummary]] = {}
+    for layer in left:
+        reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
+    lines = []
+    for reason, layers in reasons.items():
+        names = [name for layer in layers for name in layer.names]
+        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        lines.append(shown(f"  left {megabytes(sum(layer.bytes_after for layer in layers))}: {first} ({reason})"))
+    return lines
 
 
 def module_bytes(module: torch.nn.Module) -> int:
@@ -72,5 +79,6 @@ def module_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
+    """ "12.3 MB"."""
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -1,0 +1,94 @@
+"""A folder of a dense model that is quantized without being loaded: what of it, and how far its numbers move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from ..dense import blocks_of
+from ..formats.shards import Shards
+from ..nn.choice import named
+from ..nn.recipe import Recipe
+from ..weight import QuantizedWeight
+
+
+@dataclass
+class DenseFolder:
+    """What `quantize_folder` lets a `WeightOnlyQuantizer` know beside its config.
+
+    shards: the tensors of the folder. skip, only: as for `quantize_model`; `only` leaves output embeddings, too.
+    found: the names in the model of the tensors, once the model has been planned.
+    """
+
+    shards: Shards
+    skip: Sequence[str] = ()
+    only: Sequence[str] | None = None
+    found: set[str] = field(default_factory=set)
+    chosen: set[str] = field(default_factory=set)
+    """Layers that `only` names, and `skip` does not."""
+    _squares: dict[str, list[float]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseFolder:
+        return self  # transformers copies configs
+
+    def left(self, layers: Mapping[str, Collection[str]]) -> dict[str, str]:
+        """Layer -> why the caller leaves it. layers: of the model, and the names of the weights of each.
+
+        Raises ValueError for a pattern that matches none of them.
+        """
+        names = names_of(layers)
+        skipped = _all(named("skip", self.skip, names))
+        only = names if self.only is None else _all(named("only", self.only, names))
+        left = {}
+        for layer, inside in layers.items():
+            if not skipped.isdisjoint((layer, *inside)):
+                left[layer] = "skip"
+            elif only.isdisjoint((layer, *inside)):
+                left[layer] = "not in only"
+        self.chosen = set() if self.only is None else layers.keys() - left.keys()
+        return left
+
+    def measured(self, layer: str, recipe: Recipe) -> Recipe:
+        """A recipe whose errors are added to those of `layer`."""
+        squares = self._squares.setdefault(layer, [0.0, 0.0])
+
+        def add(w: torch.Tensor, quantized: QuantizedWeight) -> None:
+            dequantized = quantized.dequantize()
+            for block in blocks_of(w.shape[0], 1, w.shape[1]):
+                dense = w[block].float()
+                squares[0] += float((dequantized[block].float() - dense).square_().sum(dtype=torch.float64))
+                squares[1] += float(dense.square_().sum(dtype=torch.float64))
+
+        return _Measured(**{part.name: getattr(recipe, part.name) for part in fields(recipe)}, add=add)
+
+    def error(self, layers: Collection[str]) -> float:
+        """The norm of what the weights of `layers` lost, as a part of their norm."""
+        lost, whole = (sum(self._squares[layer][i] for layer in layers) for i in (0, 1))
+        return math.sqrt(lost / whole) if whole else 0.0
+
+
+def names_of(layers: Mapping[str, Collection[str]]) -> set[str]:
+    """The names of layers, and of the weights of each."""
+    return {*layers, *(name for inside in layers.values() for name in inside)}
+
+
+def _all(found: Mapping[str, set[str]]) -> set[str]:
+    return {name for names in found.values() for name in names}
+
+
+def _ignore(w: torch.Tensor, quantized: QuantizedWeight) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Measured(Recipe):
+    add: Callable[[torch.Tensor, QuantizedWeight], None] = _ignore
+
+    def quantize(self, w: torch.Tensor, perm: torch.Tensor | None = None) -> QuantizedWeight:
+        quantized = super().quantize(w, perm)
+        self.add(w, quantized)
+        return quantized
