@@ -32,9 +32,9 @@ import weightonly as wo
 from weightonly import __main__ as command
 from weightonly.formats import QuantizedLayer, convert, open_checkpoint
 from weightonly.formats.converted import INCOMPLETE
-from weightonly.tensor_file import TensorWriter
 from weightonly.formats.describe import readable
 from weightonly.packing import record_code_layout
+from weightonly.tensor_file import TensorWriter
 
 
 def leftovers(folder: Path) -> list[Path]:

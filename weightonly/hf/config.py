@@ -44,7 +44,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         and tied layers always stay dense.
     layers: what some layers have otherwise: a pattern of their names -> their format, group_size or symmetric, as in
         {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file name, or the end of
-        one, after a dot; of several that match, the last is taken. Another format has its usual group size.
+        one, after a dot; of several that match, the last is taken. Where one of both formats is a
+        codebook, the group size is the usual one of the layer's format.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of

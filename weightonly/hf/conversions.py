@@ -12,8 +12,8 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
-from ..nn.recipe import Recipe
 from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
+from ..nn.recipe import Recipe
 from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
@@ -178,7 +178,6 @@ class Quantize(ConversionOps):
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return after_packing({f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None})
-
 
     def _recipe(self, name: str, dtype: torch.dtype) -> Recipe:
         """How a layer is quantized, as the plan says."""

@@ -16,6 +16,7 @@ from ..formats.foreign import check_foreign, of_activations
 from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
 from ..heuristics.arch import Arch
+from ..hub import model_folder
 from ..packing import target_name
 from ..shown import shown
 from .checkpoint import CheckpointWeights
@@ -29,16 +30,19 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device_map: Any = None,
     arch: Arch | None = None,
+    revision: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
     folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, `convert`, `save_pretrained` or a dense model:
-        safetensors files and config.json, on this machine.
+        safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub, which is
+        downloaded.
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
+    revision: a branch, tag or commit of a model of the hub; None: the newest files.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
         trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -52,7 +56,7 @@ def load_model(
     computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
     folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
     """
-    folder = Path(folder)
+    folder = model_folder(folder, revision)
     if device_map is not None:
         require_package("accelerate")
     if arch is not None:

@@ -35,6 +35,7 @@ from ..formats.folder import SHARD_BYTES, check_target, companions_of, new_folde
 from ..formats.foreign import of_activations
 from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
+from ..hub import model_folder
 from ..nn.handlers import handler_of
 from ..nn.summary import LayerSummary, describe_left, megabytes, module_bytes
 from ..require import require_int, require_path
@@ -98,20 +99,22 @@ def quantize_folder(
     *,
     skip: Iterable[str] = (),
     only: Iterable[str] | None = None,
+    revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> FolderSummary:
-    """Quantize the dense model in the folder `source`, and write it to the folder `target`, which is new or empty.
+    """Quantize the dense model `source`, and write it to the folder `target`, which is new or empty.
 
     What comes there is what `from_pretrained(source, quantization_config=config)` and `save_pretrained(target)` make,
     bit for bit, with digests, as of `convert`, and the tokenizer's files. In memory are a layer (all experts of one,
     where they are stacked), and the model without numbers.
 
-    config: how its layers are quantized.
+    source: a folder, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded. config: how layers are quantized.
     skip, only: patterns of layers, as `WeightOnlyConfig` has them in `layers`. What `only` names is quantized, or
         refused.
+    revision: of a model of the hub.
     dtype: of scales, biases and what stays dense; None: the one in config.json, else that of the tensors.
     device: where weights are quantized. shard_bytes: about the size of a file. progress: whether to show a bar, on a
         terminal.
@@ -122,16 +125,17 @@ def quantize_folder(
     one whose code is in the folder, for patterns that match no layer, for tensors of the model that are missing, and
     what `WeightOnlyConfig`, `from_pretrained` and `quantize` refuse. Raises ImportError without accelerate.
     """
-    source, target = require_path("source", source), require_path("target", target)
+    target = require_path("target", target)
     check_target(target, may_be_empty=True)
     require_int("shard_bytes", shard_bytes, least=1)
     device = check_memory(device)
     require_package("accelerate")
-    shards = Shards(source)
+    folder = model_folder(source, revision, "source")
+    shards = Shards(folder)
     if shards.config(CONFIG) is None:
-        raise ValueError(f"{source}: expected config.json, which says what the model is, got none")
+        raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     _check_dense(shards)
-    companions = companions_of(source)
+    companions = companions_of(folder)
     dense = DenseFolder(shards, tuple(skip), None if only is None else tuple(only))
     model = _on_meta(dense, config, dtype)
     plan = model.hf_quantizer.plan
@@ -139,9 +143,9 @@ def quantize_folder(
         reason = plan.dense[name]
         raise ValueError(f"only: expected layers that can be quantized, got layer {name!r}: {reason}")
     names = [name for name in shards.tensors if name not in of_activations(shards, {})]
-    with new_folder(target, companions) as folder:
-        after = write_shards(folder, _tensors(model, dense, names, device, progress), shard_bytes)
-        _write_configs(model, folder)
+    with new_folder(target, companions) as made:
+        after = write_shards(made, _tensors(model, dense, names, device, progress), shard_bytes)
+        _write_configs(model, made)
     before = sum(shards.tensors[name].bytes for name in names)
     return FolderSummary(target, _kinds(plan, dense), _left(model, plan), before, after)
 
@@ -260,12 +264,16 @@ def _untied(
     As transformers does it: of tied tensors the first one is saved, and two of the files are tied where they are equal.
     """
     tensor_of = {name: name for name in places}
+
+    def digests(tensor: str) -> list[str]:
+        return [digest(shards.read(part).to(dtype)) for part in places[tensor]]
+
     for name, other in model.all_tied_weights_keys.items():
-        if name in tensor_of:
-            found = [digest(shards.read(part).to(dtype)) for x in (name, other) for part in places.get(tensor_of.get(x, ""), ())]
-            if other not in tensor_of or found[: len(found) // 2] == found[len(found) // 2 :]:
-                tensor_of.setdefault(other, tensor_of[name])
-                del tensor_of[name]
+        if name not in tensor_of:
+            continue
+        if other not in tensor_of or digests(tensor_of[name]) == digests(tensor_of[other]):
+            tensor_of.setdefault(other, tensor_of[name])
+            del tensor_of[name]
     return {tensor: name for name, tensor in tensor_of.items()}
 
 

@@ -67,10 +67,11 @@ class Recipe:
     def with_own(
         self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
     ) -> Recipe:
-        """What is otherwise for some layers. Another format has its usual group size, a codebook no zero points."""
+        """What is otherwise for some layers. Between integers and codebooks, the group size is the format's usual one."""
         format = self.format if format is None else format
         if group_size is None:
-            group_size = self.group_size if format == self.format else default_group_size(format)
+            is_near = format == self.format or not (self.is_code or format in CODE_FORMATS)
+            group_size = self.group_size if is_near else default_group_size(format)
         if symmetric is None:
             symmetric = self.symmetric or format in CODE_FORMATS
         return replace(self, format=format, group_size=group_size, symmetric=symmetric)
