@@ -41,14 +41,14 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None, arg
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except errors.GatedRepoError as error:
-        problem = f"accept its terms at https://huggingface.co/{model} and log in with `hf auth login`"
         raise PermissionError(
-            f"{model}: expected a model that may be downloaded, got a gated one; {problem}"
+            f"{model}: expected a model that may be downloaded, got a gated one; accept its terms at "
+            f"https://huggingface.co/{model} and log in with `hf auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"{model}: expected a folder or the id of a model on the Hugging Face Hub, got neither; `hf auth login` shows "
-            "private ones"
+            f"{model}: expected a folder or the id of a model on the Hugging Face Hub, got neither; `hf auth login` "
+            "shows private ones"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"revision: expected a branch, tag or commit of {model}, got {revision!r}") from error

@@ -180,7 +180,8 @@ def load_checkpoint(
     """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, converted), layer by layer.
 
     folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
-        sharded or not, and config.json, quantize_config.json or quant_config.json. Without a config the names of the tensors tell the format, where they can.
+        sharded or not, and config.json, quantize_config.json or quant_config.json. Without a
+        config the names of the tensors tell the format, where they can.
     arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a converted
         checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
     device: where tensors are unpacked, packed and returned.

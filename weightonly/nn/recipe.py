@@ -67,7 +67,10 @@ class Recipe:
     def with_own(
         self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
     ) -> Recipe:
-        """What is otherwise for some layers. Between integers and codebooks, the group size is the format's usual one."""
+        """The recipe of layers that have some things otherwise.
+
+        Where one of both formats is a codebook, the group size is the usual one of the new format.
+        """
         format = self.format if format is None else format
         if group_size is None:
             is_near = format == self.format or not (self.is_code or format in CODE_FORMATS)
