@@ -39,7 +39,7 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None, arg
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except errors.GatedRepoError as error:
         raise PermissionError(
             f"{model}: expected a model that may be downloaded, got a gated one; accept its terms at "
@@ -57,6 +57,11 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None, arg
     except OSError as error:
         reason = shown(str(error).partition("\n")[0])
         raise OSError(f"{model}: it is no folder, and could not be downloaded: {reason}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{model}: expected safetensors files, got none; pickles and GGUF files are not downloaded"
+        )
+    return folder
 
 
 def _what_offline(error: Exception) -> str:
