@@ -35,7 +35,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 def test_the_name_of_a_hub_model_that_was_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="^TheBloke/Llama-2-7B-AWQ: expected a folder, or a model"):
+    with pytest.raises(FileNotFoundError, match=r"^TheBloke/Llama-2-7B-AWQ: expected a folder, or a model"):
         wo.load_checkpoint("TheBloke/Llama-2-7B-AWQ")
 
 

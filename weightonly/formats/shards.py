@@ -135,7 +135,8 @@ class Shards:
                 raise ValueError(
                     f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
                     "a pickle runs code when it is loaded and is never opened here: save the model as safetensors "
-                    "first, where you trust it: AutoModel.from_pretrained(folder, use_safetensors=False).save_pretrained(OUT)"
+                    "first, where you trust it: AutoModel.from_pretrained(folder, use_safetensors=False)."
+                    "save_pretrained(OUT)"
                 )
             if of_gguf := sorted(self.folder.glob(f"*{GGUF}")):
                 what = shown(_GGUF.format(of_gguf[0].name))
