@@ -178,7 +178,7 @@ def test_a_product_of_experts_stands_for_them(tmp_path: Path) -> None:
     quantize_folder(dense, tmp_path / "a", WeightOnlyConfig(group_size=64), skip=["experts.down_proj", "0.*"])
     assert packed_names(tmp_path / "a") == {f"model.layers.1.self_attn.{n}_proj" for n in "qkvo"}
     quantize_folder(dense, tmp_path / "b", WeightOnlyConfig(group_size=64), only=["*.1.mlp.experts.down_proj"])
-    assert {name.split(".experts.")[0] for name in packed_names(tmp_path / "b")} == {"model.layers.1.mlp"}
+    assert {name.split(".experts.")[0] for name in packed_names(tmp_path / "b")} == {"model.layers.1.block_sparse_moe"}
 
 
 def test_errors_of_kinds_of_layers(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_errors_of_kinds_of_layers(tmp_path: Path) -> None:
     for kind in summary.kinds:
         names = [name for name in original if name.removesuffix(".weight").endswith(f".{kind.name}")]
         assert len(names) == kind.layers == 2
-        lost = sum(float((found[name] - original[name]).square().sum()) for name in names)
-        whole = sum(float(original[name].square().sum()) for name in names)
+        lost = sum(float((found[name] - original[name]).detach().square().sum()) for name in names)
+        whole = sum(float(original[name].detach().square().sum()) for name in names)
         assert kind.error == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
     by_name = {kind.name: kind for kind in summary.kinds}
     assert {"experts.gate_up_proj", "experts.down_proj", "q_proj"} <= by_name.keys()
@@ -230,12 +230,12 @@ print(peak() - before)
 def test_memory_is_that_of_a_layer_however_many_there_are(tmp_path: Path) -> None:
     saved(tmp_path / "small", llama)
     peaks = []
-    for layers in (4, 16):
+    for layers in (2, 12):
         sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": layers}
         saved(tmp_path / f"dense{layers}", lambda sizes=sizes: llama(**sizes), torch.bfloat16)
         words = [sys.executable, "-c", MEMORY.format(root=str(ROOT)), str(tmp_path), str(layers)]
         run = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
         assert run.returncode == 0, run.stderr
         peaks.append(float(run.stdout))
-    size = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out16").values()) / 2**20
-    assert peaks[1] < peaks[0] + 0.3 * size, (peaks, size)
+    size = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "dense12").values()) / 2**20
+    assert peaks[1] < peaks[0] + size / 4, (peaks, size)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ..dense import blocks_of
 from ..formats.shards import Shards
 from ..nn.choice import named
 from ..nn.recipe import Recipe
 from ..weight import QuantizedWeight
+
+_BLOCK_ELEMS = 1 << 20
 
 
 @dataclass
@@ -57,11 +58,11 @@ class DenseFolder:
         squares = self._squares.setdefault(layer, [0.0, 0.0])
 
         def add(w: torch.Tensor, quantized: QuantizedWeight) -> None:
-            dequantized = quantized.dequantize()
-            for block in blocks_of(w.shape[0], 1, w.shape[1]):
-                dense = w[block].float()
-                squares[0] += float((dequantized[block].float() - dense).square_().sum(dtype=torch.float64))
-                squares[1] += float(dense.square_().sum(dtype=torch.float64))
+            rows = max(1, _BLOCK_ELEMS // w.shape[1])
+            for dense, found in zip(w.split(rows), quantized.dequantize().split(rows), strict=True):
+                dense = dense.float()
+                squares[0] += float(torch.linalg.vector_norm(found.float() - dense)) ** 2
+                squares[1] += float(torch.linalg.vector_norm(dense)) ** 2
 
         return _Measured(**{part.name: getattr(recipe, part.name) for part in fields(recipe)}, add=add)
 

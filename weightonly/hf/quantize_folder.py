@@ -47,7 +47,7 @@ from .loader import complete, entries, model_class
 from .memory import after_packing
 from .modules import Plan
 
-BATCH_BYTES = 1 << 26
+BATCH_BYTES = 1 << 25
 """Of tensors that are read for one call of transformers, which goes through all names of the model each time."""
 
 
