@@ -68,8 +68,8 @@ WRONG: dict[str, tuple[str, str]] = {
     "a layer that is not there": ("{dense} {out} --layer dwn=int8", "layers: expected names of layers, got 'dwn'"),
     "skip of nothing": ("{dense} {out} --skip dwn_proj", "skip: expected names of layers, got 'dwn_proj'"),
     "only of nothing": ("{dense} {out} --only dwn_proj", "only: expected names of layers, got 'dwn_proj'"),
-    "only of the head": ("{dense} {out} --only lm_head", "LlamaForCausalLM: expected a linear layer .* embedding"),
-    "only of the head, too": (
+    "only of the head": ("{dense} {out} --only lm_head", "only: expected layers that .* 'lm_head': an output emb"),
+    "only of the head, beside others": (
         "{dense} {out} --group-size 64 --only lm_head --only down_proj",
         "only: expected layers that can be quantized, got layer 'lm_head': an output embedding",
     ),

@@ -164,7 +164,7 @@ MUTATIONS = [
             ),
             ("a dense weight is transposed", "dense_layers", ".t()", ""),
             ("experts that are left are packed", "Plan.leave_experts", "self.stacks.clear()\n", ""),
-            ("a group size that does not fit", "_why_unfit", "recipe.check_k(k)", "pass"),
+            ("a group size that does not fit", "_why_unfit", "recipes[inside].check_k(k)", "pass"),
         ],
     ),
     *of(
@@ -243,7 +243,7 @@ MUTATIONS = [
             ),
             (
                 "dense weights in another order",
-                "Quantize.convert",
+                "Quantize._quantized",
                 "gates_first if in_turns_in_files(model, name) else ",
                 "",
             ),
@@ -257,12 +257,12 @@ MUTATIONS = [
             ("scales are saved in another order", "_Split.convert", 'in ("scales", "zeros", "bias")', '== "bias"'),
             (
                 "experts that are transposed",
-                "Quantize.convert",
+                "Quantize._quantized",
                 "weight if is_transposed else weight.transpose(1, 2)",
                 "weight.transpose(1, 2) if is_transposed else weight",
             ),
-            ("Conv1D", "Quantize.convert", ".t() if name in self.hf_quantizer.conv1d else weight", ""),
-            ("weights of another shape", "Quantize.convert", "shape != (n, k)", "numel() != n * k"),
+            ("Conv1D", "Quantize._quantized", ".t() if name in self.hf_quantizer.conv1d else weight", ""),
+            ("weights of another shape", "Quantize._quantized", "shape != (n, k)", "numel() != n * k"),
             (
                 "scales that their dtype does not hold",
                 "Read.convert",
@@ -280,8 +280,8 @@ MUTATIONS = [
             ("biases of zeros", "Read.convert", "not has_bias", "has_bias is None"),
             ("biases of dense experts", "Read._dense", "dense.bias is None", "name"),
             ("names with a prefix", "Targets.__init__", ', f"{prefix}.{bare[0]}": f"{prefix}.{bare[1]}"', ""),
-            ("a rank without a part", "Quantize.convert", "not weight.numel()", "weight is None"),
-            ("errors do not name the layer", "Quantize.convert", 'type(error)(f"{name}: {error}") from ', ""),
+            ("a rank without a part", "Quantize._quantized", "not weight.numel()", "weight is None"),
+            ("errors do not name the layer", "Quantize._quantized", 'type(error)(f"{name}: {error}") from ', ""),
         ],
     ),
     *of(

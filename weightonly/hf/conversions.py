@@ -143,6 +143,14 @@ class Quantize(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         if len(input_dict) > 1:
             return input_dict  # `QuantizeParts` made them
+        try:
+            return self._quantized(input_dict, full_layer_name, model)
+        except (TypeError, ValueError) as error:
+            if (dense := self.hf_quantizer.quantization_config.dense) is not None:
+                dense.problems.append(error)
+            raise
+
+    def _quantized(self, input_dict: dict[str, Any], full_layer_name: str, model: Any) -> dict[str, torch.Tensor]:
         weight, plan = _only(input_dict), self.hf_quantizer.plan
         name = full_layer_name.removesuffix(".qweight")
         target = model.get_submodule(name)

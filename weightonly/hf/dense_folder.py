@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,6 +32,8 @@ class DenseFolder:
     found: set[str] = field(default_factory=set)
     chosen: set[str] = field(default_factory=set)
     """Layers that `only` names, and `skip` does not."""
+    problems: list[Exception] = field(default_factory=list)
+    """Why a layer could not be quantized: transformers reports that, and raises another error."""
     _squares: dict[str, list[float]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenseFolder:
@@ -52,6 +55,21 @@ class DenseFolder:
                 left[layer] = "not in only"
         self.chosen = set() if self.only is None else layers.keys() - left.keys()
         return left
+
+    def check_chosen(self, dense: Mapping[str, str]) -> None:
+        """Raises ValueError for a layer that `only` names among those that stay dense. dense: layer -> why."""
+        for name in sorted(self.chosen & dense.keys()):
+            raise ValueError(f"only: expected layers that can be quantized, got layer {name!r}: {dense[name]}")
+
+    @contextlib.contextmanager
+    def problems_raised(self) -> Iterator[None]:
+        """Raises the first of `problems` in the place of what transformers makes of it."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if not self.problems:
+                raise
+            raise self.problems[0] from error
 
     def measured(self, layer: str, recipe: Recipe) -> Recipe:
         """A recipe whose errors are added to those of `layer`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,7 @@ from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
 from ..hub import model_folder
 from ..nn.handlers import handler_of
-from ..nn.summary import LayerSummary, describe_left, megabytes, module_bytes
+from ..nn.summary import LayerSummary, describe_left, megabytes, module_bytes, some_of
 from ..require import require_int, require_path
 from ..shown import counted
 from ..tensor_file import digest
@@ -68,11 +69,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """What `quantize_folder` wrote: `print` shows it. bytes_before, bytes_after: of the tensors of both folders."""
+    """What `quantize_folder` wrote: `print` shows it.
+
+    left: layers that stay dense, and why. unused: tensors that the model does not have, which were left out.
+    bytes_before, bytes_after: of the tensors of both folders.
+    """
 
     folder: Path
     kinds: tuple[Kind, ...]
     left: tuple[LayerSummary, ...]
+    unused: tuple[str, ...]
     bytes_before: int
     bytes_after: int
 
@@ -89,7 +95,10 @@ class FolderSummary:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         sizes = f"{megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
-        return "\n".join([f"{self.folder}: {sizes}", *rows, *describe_left(self.left)])
+        lines = [f"{self.folder}: {sizes}", *rows, *describe_left(self.left)]
+        if self.unused:
+            lines.append(f"  left out, as the model has no such tensors: {some_of(self.unused)}")
+        return "\n".join(lines)
 
 
 def quantize_folder(
@@ -137,17 +146,14 @@ def quantize_folder(
     _check_dense(shards)
     companions = companions_of(folder)
     dense = DenseFolder(shards, tuple(skip), None if only is None else tuple(only))
-    model = _on_meta(dense, config, dtype)
+    model, unused = _on_meta(dense, config, dtype)
     plan = model.hf_quantizer.plan
-    for name in dense.chosen & plan.dense.keys():
-        reason = plan.dense[name]
-        raise ValueError(f"only: expected layers that can be quantized, got layer {name!r}: {reason}")
     names = [name for name in shards.tensors if name not in of_activations(shards, {})]
     with new_folder(target, companions) as made:
         after = write_shards(made, _tensors(model, dense, names, device, progress), shard_bytes)
         _write_configs(model, made)
     before = sum(shards.tensors[name].bytes for name in names)
-    return FolderSummary(target, _kinds(plan, dense), _left(model, plan), before, after)
+    return FolderSummary(target, _kinds(plan, dense), _left(model, plan), unused, before, after)
 
 
 def _check_dense(shards: Shards) -> None:
@@ -162,8 +168,10 @@ def _check_dense(shards: Shards) -> None:
     )
 
 
-def _on_meta(dense: DenseFolder, config: WeightOnlyConfig, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """The packed model without numbers, as `from_pretrained` makes it of the headers of the files."""
+def _on_meta(
+    dense: DenseFolder, config: WeightOnlyConfig, dtype: torch.dtype | str | None
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The packed model without numbers, as `from_pretrained` makes it of the headers of the files; unused tensors."""
     shards, folder = dense.shards, dense.shards.folder
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     shards.configs[CONFIG] = entries(model_config)
@@ -173,7 +181,7 @@ def _on_meta(dense: DenseFolder, config: WeightOnlyConfig, dtype: torch.dtype | 
     asked = copy.copy(config)
     asked.dense = dense
     tensors = {name: shards.without_data(name) for name in shards.tensors if name not in of_activations(shards, {})}
-    with _without_bars():
+    with _quiet(), dense.problems_raised():
         model, info = model_class(model_config, {}).from_pretrained(
             None,
             config=model_config,
@@ -183,7 +191,7 @@ def _on_meta(dense: DenseFolder, config: WeightOnlyConfig, dtype: torch.dtype | 
             output_loading_info=True,
             **arguments,
         )
-    return complete(model, info, folder)
+    return complete(model, info, folder), tuple(sorted(info["unexpected_keys"]))
 
 
 def _tensors(
@@ -209,18 +217,21 @@ def _tensors(
 
         total = sum(shards.tensors[name].bytes for name in names)
         bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)  # on a terminal only
-    with _without_bars():
+    with _quiet():
         for batch in _batches(shards, places.values()):
             given = {name: _Lazy(shards, name) for name in batch}
-            info, _ = convert_and_load_state_dict_in_model(model, given, arguments)
-            _check_loaded(info)
+            with dense.problems_raised():
+                info, _ = convert_and_load_state_dict_in_model(model, given, arguments)
+                _check_loaded(info)
             loaded = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
             kept = {written.get(name, name): tensor for name, tensor in loaded.items() if name not in dropped}
             model._weight_conversions = when_saved
-            yield after_packing(revert_weight_conversion(model, kept))
+            made = after_packing(revert_weight_conversion(model, kept))
+            for _, inside in itertools.groupby(made, lambda name: name.rpartition(".")[0]):
+                yield {name: made[name] for name in inside}
             for name in loaded:
                 _forget(model, name)
-            del loaded, kept
+            del loaded, kept, made
             if bar is not None:
                 bar.update(sum(shards.tensors[name].bytes for name in batch))
     if bar is not None:
@@ -295,8 +306,7 @@ def _batches(shards: Shards, groups: Iterable[list[str]]) -> Iterator[list[str]]
 def _check_loaded(info: Any) -> None:
     """Raises ValueError for what transformers could not load."""
     for name, text in info.conversion_errors.items():
-        lines = text.rpartition("\nError")[0].splitlines() or [text]
-        raise ValueError(f"{lines[-1]}" if name.removesuffix(".qweight") in lines[-1] else f"{name}: {lines[-1]}")
+        raise ValueError(f"{name}: {text.splitlines()[-1]}")
     for name, got, expected in info.mismatched_keys:
         raise ValueError(f"{name}: expected {list(expected)} as the model's config says, got {list(got)}")
 
@@ -313,13 +323,15 @@ def _forget(model: PreTrainedModel, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Without the bars of transformers, one for each call."""
-    was_on = logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Without the bars of transformers, and its reports, of each call."""
+    was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(max(verbosity, logging.ERROR))
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_on:
             logging.enable_progress_bar()
 

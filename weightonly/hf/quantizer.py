@@ -129,6 +129,8 @@ class WeightOnlyQuantizer(HfQuantizer):
             self.plan = plan_quantization(model, dense, recipes, self._layout, left)
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
+            if config.dense is not None:
+                config.dense.check_chosen(self.plan.dense)
             if not self.plan.layers and not self.plan.stacks:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.plan.dense.items())[:3])
                 raise ValueError(f"{type(model).__name__}: expected a linear layer to quantize, got none ({reasons})")

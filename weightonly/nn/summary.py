@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,9 +69,14 @@ def describe_left(left: Iterable[LayerSummary]) -> list[str]:
     lines = []
     for reason, layers in reasons.items():
         names = [name for layer in layers for name in layer.names]
-        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        lines.append(shown(f"  left {megabytes(sum(layer.bytes_after for layer in layers))}: {first} ({reason})"))
+        size = megabytes(sum(layer.bytes_after for layer in layers))
+        lines.append(shown(f"  left {size}: {some_of(names)} ({reason})"))
     return lines
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def module_bytes(module: torch.nn.Module) -> int:
