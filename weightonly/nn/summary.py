@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class LayerSummary:
     shape: (K, N), or that of stacked weights.
     bytes_before, bytes_after: of its Parameters and buffers; equal for one that was left.
     left: why it was left, or None.
+    format, group_size: of one that was quantized.
     """
 
     names: tuple[str, ...]
@@ -27,13 +29,15 @@ class LayerSummary:
     bytes_before: int
     bytes_after: int
     left: str | None = None
+    format: str | None = None
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
     """What became of a model: `print` shows it.
 
-    format, group_size: of the layers that were quantized.
+    format, group_size: of the layers that were quantized, but for those that `layers` names.
     layers: each layer that could have been quantized, in the order of the model.
     bytes_before, bytes_after: of the whole model, shared tensors once.
     """
@@ -53,12 +57,17 @@ class Summary:
         return tuple(layer for layer in self.layers if layer.left is not None)
 
     def __str__(self) -> str:
-        groups = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        counts = Counter((layer.format, layer.group_size) for layer in self.quantized)
+        kinds = counts or {(self.format, self.group_size): 0}
         lines = [
-            f"{self.format}, {groups}: {counted(len(self.quantized), 'layer')} quantized, {len(self.left)} left; "
-            f"{megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
+            "; ".join(f"{_in_words(*kind)}: {counted(kinds[kind], 'layer')} quantized" for kind in kinds)
+            + f", {len(self.left)} left; {megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
         return "\n".join([*lines, *describe_left(self.left)])
+
+
+def _in_words(format: str | None, group_size: int | None) -> str:
+    return f"{format}, {'per channel' if group_size == -1 else f'groups of {group_size}'}"
 
 
 def describe_left(left: Iterable[LayerSummary]) -> list[str]:
