@@ -16,8 +16,8 @@ from .shown import shown
 
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FILES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-_UNWANTED = ("*/*", "consolidated*")
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_UNWANTED = ["*/*", "consolidated*"]
 """Other copies of the weights, for other programs."""
 
 

@@ -152,8 +152,8 @@ def quantize_model(
                 setattr(module.get_submodule(parent), attribute, new)
         del old
         own = recipes(shared)
-        found = (own.format, own.group_size) if reason is None else (None, None)
-        summaries.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason, *found))
+        kind = (own.format, own.group_size) if reason is None else (None, None)
+        summaries.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason, *kind))
     summary = Summary(recipe.format, recipe.group_size, tuple(summaries), bytes_before, module_bytes(module))
     module.weightonly_summary = summary  # type: ignore[assignment]
     _log.info("%s", summary)

@@ -57,10 +57,12 @@ class Summary:
         return tuple(layer for layer in self.layers if layer.left is not None)
 
     def __str__(self) -> str:
-        counts = Counter((layer.format, layer.group_size) for layer in self.quantized)
-        kinds = counts or {(self.format, self.group_size): 0}
+        counts: Counter[tuple[str | None, int | None]] = Counter(
+            (layer.format, layer.group_size) for layer in self.quantized
+        )
+        kinds = counts or Counter({(self.format, self.group_size): 0})
         lines = [
-            "; ".join(f"{_in_words(*kind)}: {counted(kinds[kind], 'layer')} quantized" for kind in kinds)
+            "; ".join(f"{_in_words(*kind)}: {counted(count, 'layer')} quantized" for kind, count in kinds.items())
             + f", {len(self.left)} left; {megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
         return "\n".join([*lines, *describe_left(self.left)])
