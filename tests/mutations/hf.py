@@ -24,9 +24,9 @@ MUTATIONS = [
             ("code of a folder runs", "load_model", ", False", ", True"),
             ("arch packs nothing again", "load_model", "is None:", "!= 0:"),
             ("headers are read again", "load_model", "(shards),", "(folder),"),
-            ("config.json is read again", "load_model", "shards.configs[CONFIG] = _entries(config)\n", ""),
+            ("config.json is read again", "load_model", "shards.configs[CONFIG] = entries(config)\n", ""),
             ("the dtype of the tensors", "load_model", "weights.plain_dtype or ", ""),
-            ("a tensor that is missing", "_complete", "missing:", "len(missing) > 1:"),
+            ("a tensor that is missing", "complete", "missing:", "len(missing) > 1:"),
             ("layers that are put together", "load_model", "PartsError", "ZeroDivisionError"),
         ],
     ),
@@ -140,6 +140,30 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/hf/quantize_folder.py",
+        "hf_quantize_folder quantize_command",
+        [
+            ("tied tensors that differ", "_untied", "digests(tensor_of[name]) == digests(tensor_of[other])", "True"),
+            ("tensors that are tied are both written", "_untied", "del tensor_of[name]\n", "pass\n"),
+        ],
+    ),
+    *of(
+        "weightonly/hf/dense_folder.py",
+        "hf_quantize_folder quantize_command",
+        [
+            ("what only names stays dense", "DenseFolder.check_chosen", "self.chosen & dense.keys()", "()"),
+            ("errors of transformers", "DenseFolder.problems_raised", "not self.problems", "self.problems is not None"),
+        ],
+    ),
+    *of(
+        "weightonly/nn/choice.py",
+        "quantize_model hf_quantize_folder quantize_command",
+        [
+            ("the end of a name", "named", "whole or {name", "whole and {name"),
+            ("a pattern of no layer", "named", "if not found[pattern]", "if pattern is None"),
+        ],
+    ),
+    *of(
         "weightonly/hf/modules.py",
         "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model parallel_hf",
         [
@@ -150,7 +174,7 @@ MUTATIONS = [
                 "isinstance(module, torch.nn.Linear)",
             ),
             ("a gate", "plan_quantization", "== 1", "== 0"),
-            ("layers to leave", "plan_quantization", "all", "any"),
+            ("layers to leave", "plan_quantization", "not all(", "not any("),
             ("N of another model", "check_size", "expected != got", "expected[0] != got[0]"),
             ("ties that stay", "untie", "module._tied_weights_keys = left\n", ""),
             ("a config of other ties", "untie", "not left", "True"),
