@@ -146,9 +146,10 @@ def quantize_folder(
     _check_dense(shards)
     companions = companions_of(folder)
     dense = DenseFolder(shards, tuple(skip), None if only is None else tuple(only))
-    model, unused = _on_meta(dense, config, dtype)
+    of_others = of_activations(shards, {})
+    names = [name for name in shards.tensors if name not in of_others]
+    model, unused = _on_meta(dense, names, config, dtype)
     plan = model.hf_quantizer.plan
-    names = [name for name in shards.tensors if name not in of_activations(shards, {})]
     with new_folder(target, companions) as made:
         after = write_shards(made, _tensors(model, dense, names, device, progress), shard_bytes)
         _write_configs(model, made)
@@ -169,7 +170,7 @@ def _check_dense(shards: Shards) -> None:
 
 
 def _on_meta(
-    dense: DenseFolder, config: WeightOnlyConfig, dtype: torch.dtype | str | None
+    dense: DenseFolder, names: Iterable[str], config: WeightOnlyConfig, dtype: torch.dtype | str | None
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The packed model without numbers, as `from_pretrained` makes it of the headers of the files; unused tensors."""
     shards, folder = dense.shards, dense.shards.folder
@@ -180,12 +181,11 @@ def _on_meta(
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     asked = copy.copy(config)
     asked.dense = dense
-    tensors = {name: shards.without_data(name) for name in shards.tensors if name not in of_activations(shards, {})}
     with _quiet(), dense.problems_raised():
         model, info = model_class(model_config, {}).from_pretrained(
             None,
             config=model_config,
-            state_dict=tensors,
+            state_dict={name: shards.without_data(name) for name in names},
             device_map="meta",
             quantization_config=asked,
             output_loading_info=True,
@@ -211,13 +211,7 @@ def _tensors(
     places = _places(model, names, conversions)
     written = _untied(model, shards, places, dtype)
     dropped = {*(model._keys_to_ignore_on_save or ()), *(places.keys() - written.keys())}
-    bar = None
-    if progress:
-        from tqdm import tqdm
-
-        total = sum(shards.tensors[name].bytes for name in names)
-        bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)  # on a terminal only
-    with _quiet():
+    with _quiet(), _bar(sum(shards.tensors[name].bytes for name in names) if progress else None) as bar:
         for batch in _batches(shards, places.values()):
             given = {name: _Lazy(shards, name) for name in batch}
             with dense.problems_raised():
@@ -234,8 +228,16 @@ def _tensors(
             del loaded, kept, made
             if bar is not None:
                 bar.update(sum(shards.tensors[name].bytes for name in batch))
-    if bar is not None:
-        bar.close()
+
+
+def _bar(total_bytes: int | None) -> contextlib.AbstractContextManager[Any]:
+    """A bar on a terminal. None: none at all (see `Checkpoint.records`)."""
+    if total_bytes is None:
+        return contextlib.nullcontext()
+    from tqdm import tqdm
+
+    bar: contextlib.AbstractContextManager[Any] = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=None)
+    return bar
 
 
 class _Lazy:
