@@ -244,16 +244,16 @@ def test_from_meta_with_accelerate(make: Any, arguments: dict[str, Any], tmp_pat
 def test_layers_of_other_formats() -> None:
     own = {"down": {"format": "nf4"}, "0.*": {"format": "int8", "group_size": 32}, "0.down": {"symmetric": False}}
     blocks = [torch.nn.ModuleDict({"up": torch.nn.Linear(128, 64), "down": torch.nn.Linear(128, 64)}) for _ in range(2)]
-    model = quantize_model(torch.nn.ModuleList(blocks), group_size=128, layers=own)
+    model = quantize_model(torch.nn.ModuleList(blocks), group_size=64, layers=own)
     kinds = {name: (m.format, m.group_size, m.symmetric) for name, m in model.named_modules() if isinstance(m, Linear)}
     assert kinds == {
         "0.up": ("int8", 32, True),
-        "0.down": ("int4", 128, False),
-        "1.up": ("int4", 128, True),
+        "0.down": ("int4", 64, False),
+        "1.up": ("int4", 64, True),
         "1.down": ("nf4", 64, True),
     }
     expected = (
-        "int8, groups of 32: 1 layer quantized; int4, groups of 128: 2 layers quantized; nf4, groups of 64: 1 layer"
+        "int8, groups of 32: 1 layer quantized; int4, groups of 64: 2 layers quantized; nf4, groups of 64: 1 layer"
     )
     assert str(model.weightonly_summary).startswith(f"{expected} quantized, 0 left; ")
 

@@ -38,7 +38,7 @@ from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
 from ..hub import model_folder
 from ..nn.handlers import handler_of
-from ..nn.summary import LayerSummary, describe_left, megabytes, module_bytes, some_of
+from ..nn.summary import LayerSummary, describe_left, in_words, megabytes, module_bytes, some_of
 from ..require import require_int, require_path
 from ..shown import counted
 from ..tensor_file import digest
@@ -56,7 +56,7 @@ BATCH_BYTES = 1 << 25
 class Kind:
     """Layers of one name, such as "q_proj" or "experts.down_proj", and of one format.
 
-    error: the norm of what their weights lost, as a part of their norm.
+    group_size: rows that share a scale, -1: all. error: the norm of what their weights lost, as a part of their norm.
     """
 
     name: str
@@ -87,7 +87,7 @@ class FolderSummary:
             (
                 kind.name,
                 counted(kind.layers, "layer"),
-                f"{kind.format}{'' if kind.symmetric else ' with zero points'}, groups of {kind.group_size}",
+                in_words(kind.format, kind.group_size) + ("" if kind.symmetric else ", zero points"),
                 f"error {100 * kind.error:.2f}%",
             )
             for kind in self.kinds
@@ -353,7 +353,8 @@ def _kinds(plan: Plan, dense: DenseFolder) -> tuple[Kind, ...]:
     shapes = plan.layers | {name: stack.shape for name, stack in plan.stacks.items()}
     for name, shape in shapes.items():
         kind = ".".join(name.split(".")[-2 if name in plan.stacks else -1 :])
-        layers[kind, shape.format, shape.group_size, shape.symmetric is not False].append(name)
+        rows = -1 if shape.group_size == shape.k else shape.group_size
+        layers[kind, shape.format, rows, shape.symmetric is not False].append(name)
     return tuple(
         Kind(kind, len(names), format, group_size, symmetric, dense.error(names))
         for (kind, format, group_size, symmetric), names in layers.items()

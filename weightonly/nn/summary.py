@@ -62,13 +62,14 @@ class Summary:
         )
         kinds = counts or Counter({(self.format, self.group_size): 0})
         lines = [
-            "; ".join(f"{_in_words(*kind)}: {counted(count, 'layer')} quantized" for kind, count in kinds.items())
+            "; ".join(f"{in_words(*kind)}: {counted(count, 'layer')} quantized" for kind, count in kinds.items())
             + f", {len(self.left)} left; {megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
         return "\n".join([*lines, *describe_left(self.left)])
 
 
-def _in_words(format: str | None, group_size: int | None) -> str:
+def in_words(format: str | None, group_size: int | None) -> str:
+    """What layers are packed as; -1: all rows share a scale."""
     return f"{format}, {'per channel' if group_size == -1 else f'groups of {group_size}'}"
 
 
