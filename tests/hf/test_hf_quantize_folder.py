@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_memory_is_that_of_a_layer_however_many_there_are(tmp_path: Path) -> Non
     peaks = []
     for layers in (2, 12):
         sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": layers}
-        saved(tmp_path / f"dense{layers}", lambda sizes=sizes: llama(**sizes), torch.bfloat16)
+        saved(tmp_path / f"dense{layers}", functools.partial(llama, **sizes), torch.bfloat16)
         words = [sys.executable, "-c", MEMORY.format(root=str(ROOT)), str(tmp_path), str(layers)]
         run = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
         assert run.returncode == 0, run.stderr
