@@ -65,13 +65,16 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a GGUF file": (["inspect", "{gguf}"], "got a GGUF file; .*from_pretrained.folder, gguf_file='x.gguf'"),
     "a folder of GGUF": (["convert", "{gguf}/..", "{out}"], "got a GGUF file; .*pip install gguf"),
     "a GGUF file to run": (["run", "{gguf}", "--tokens", "1"], "got a GGUF file"),
-    "a hub id": (["inspect", "org/model"], r"snapshot_download\('org/model'\)$"),
-    "a hub id to run": (["run", "org/model", "--tokens", "1"], r"snapshot_download\('org/model'\)$"),
+    "a hub id": (
+        ["inspect", "org/model"],
+        "org/model: expected a folder, or a model that was .* HF_HUB_OFFLINE",
+    ),
+    "a hub id to run": (["run", "org/model", "--tokens", "1"], "^error: org/model: expected a folder, or a model"),
     "dense, to convert": (
         ["convert", "{dense}", "{out}"],
-        "a dense model is quantized while it loads: from_pretrained",
+        "a dense model is quantized by `weightonly quantize`",
     ),
-    "dense, to explain": (["explain", "{dense}"], "a dense model is quantized while it loads: from_pretrained"),
+    "dense, to explain": (["explain", "{dense}"], "a dense model is quantized by `weightonly quantize`"),
     "an arch": (["explain", "{dense}", "--arch", "sm50"], "a dense model|arch: expected one of cpu, sm70"),
     "an arch to convert for": (
         ["convert", "{dense}", "{out}", "--arch", "x"],

@@ -11,6 +11,7 @@ import torch
 
 from ..device import check_memory
 from ..heuristics.arch import Arch
+from ..hub import model_folder
 from ..packing import target_name
 from ..require import require_int, require_path
 from .checkpoint import Checkpoint, open_checkpoint
@@ -48,7 +49,7 @@ def convert(
     of `arch` computes (groups of 16, codes for a GPU that does not read them) and for small files that are links to
     elsewhere, OSError for what cannot be written, and what `load_checkpoint` raises.
     """
-    source, target = require_path("source", source), require_path("target", target)
+    source, target = model_folder(source, argument="source"), require_path("target", target)
     check_target(target)
     require_int("shard_bytes", shard_bytes, least=1)
     if arch is not None:

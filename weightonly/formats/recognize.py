@@ -116,7 +116,7 @@ def _from_tensors(shards: Shards) -> LayerFormat:
     check_foreign(shards, shards.tensors, {})
     raise ValueError(
         f"{shards.folder}: expected a checkpoint of {', '.join(METHODS)}, "
-        "got one without a quantization config and without tensors of these formats; a dense model is quantized while "
-        "it loads: from_pretrained(folder, quantization_config=weightonly.hf.WeightOnlyConfig(format='int4')), and "
-        "save_pretrained(OUT) writes it packed"
+        "got one without a quantization config and without tensors of these formats; a dense model is quantized by "
+        "`weightonly quantize`, or while it loads: from_pretrained(folder, "
+        "quantization_config=weightonly.hf.WeightOnlyConfig(format='int4')), and save_pretrained(OUT) writes it packed"
     )

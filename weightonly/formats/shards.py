@@ -134,7 +134,9 @@ class Shards:
             if pickles:
                 raise ValueError(
                     f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
-                    "a pickle runs code when it is loaded and is never opened here: save the model as safetensors first"
+                    "a pickle runs code when it is loaded and is never opened here: save the model as safetensors "
+                    "first, where you trust it: AutoModel.from_pretrained(folder, use_safetensors=False)."
+                    "save_pretrained(OUT)"
                 )
             if of_gguf := sorted(self.folder.glob(f"*{GGUF}")):
                 what = shown(_GGUF.format(of_gguf[0].name))
@@ -199,7 +201,7 @@ def check_folder(folder: Path) -> None:
         kind = f"a GGUF file; {_GGUF.format(folder.name)}" if folder.suffix == GGUF else "a file"
         raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got {shown(kind)}")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none{_hub_hint(folder)}")
+        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none")
 
 
 def _check_printable(place: Path, name: str) -> None:
@@ -282,15 +284,6 @@ def _bytes(shape: list[int], item_bytes: int) -> int | None:
         if extent >= 1 << 63:
             return None
     return total if len(shape) <= _MAX_DIMS else None
-
-
-def _hub_hint(folder: Path) -> str:
-    """What to do where a folder that does not exist may be the name of a model on the Hugging Face Hub."""
-    is_file = folder.suffix in (".safetensors", ".json", GGUF, *PICKLES)
-    if folder.is_absolute() or is_file or len(folder.parts) != 2 or folder.parts[0] == "..":
-        return ""
-    name = folder.as_posix()
-    return f"; a model of the Hugging Face Hub is downloaded first: huggingface_hub.snapshot_download({name!r})"
 
 
 def _find_index(folder: Path) -> Path | None:

@@ -9,7 +9,6 @@ import resource
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..device import check_visible
 from ..explain import explain
 from ..formats.describe import readable
 from ..formats.shards import check_folder
+from ..hub import model_folder
 from ..kernels import cuda_built
 from ..nn.base import PackedLayer
 from ..nn.summary import module_bytes
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     """
     sampling = _sampling(options)
     _show_messages()
-    folder = Path(options.folder)
+    folder = model_folder(options.folder)
     check_folder(folder)
     tokenizer = None
     if options.tokens is not None:
