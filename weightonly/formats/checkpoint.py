@@ -18,6 +18,7 @@ from ..require import require_path
 from .converted import digests_of
 from .expect import TensorError
 from .foreign import check_foreign, of_activations
+from .gguf import open_shards
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
 from .plain import CodeWeight, IntWeight
 from .recognize import quantization_config, recognize
@@ -208,7 +209,7 @@ def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
 
     No weight is read. Raises what `load_checkpoint` raises.
     """
-    shards = folder if isinstance(folder, Shards) else Shards(require_path("folder", folder))
+    shards = folder if isinstance(folder, Shards) else open_shards(require_path("folder", folder))
     source, formats = recognize(shards)
     try:
         layers = find_layers(shards.tensors, formats)

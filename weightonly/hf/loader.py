@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
+from ..formats.gguf import GgufShards, open_shards
 from ..formats.recognize import is_dense, quantization_config
-from ..formats.shards import CONFIG, Shards
+from ..formats.shards import CONFIG
 from ..heuristics.arch import Arch
 from ..packing import target_name
 from ..shown import shown
-from .checkpoint import CheckpointWeights
+from .checkpoint import CheckpointWeights, PlainLazy
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
 from .names import Names
@@ -57,20 +58,25 @@ def load_model(
         require_package("accelerate")
     if arch is not None:
         target_name(arch)
-    shards = Shards(folder)
-    if not (folder / "config.json").is_file():
+    shards = open_shards(folder, dtype)
+    is_gguf = isinstance(shards, GgufShards)
+    if not is_gguf and not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+    if is_gguf:
+        config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        shards.configs[CONFIG] = _entries(config)
     cls = _model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
-    shards.configs[CONFIG] = _entries(config)
     if is_dense(shards):
         unused = of_activations(shards, {})
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
-        model, info = cls.from_pretrained(folder, config=config, **arguments)
+        source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
+        model, info = cls.from_pretrained(None if is_gguf else folder, config=config, **source, **arguments)
         check_used(model, Names(model), shards, plain)
         return _complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
