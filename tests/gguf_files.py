@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from weightonly.formats.gguf_blocks import TYPES
-
 HIDDEN, VOCAB = 256, 96
 
 COMMON = {
@@ -158,8 +156,8 @@ def write_gguf(
                 is_matrix = part.dim() > 1 and "inp" not in stem
                 kind = next(kind for key, kind in kinds.items() if key in stem) if is_matrix else "F32"
                 seed += 1
-                if kind in TYPES or kind == "BF16":
-                    data = blocks_of(kind, weight, seed) if kind != "BF16" else gguf.quantize(weight, _type(kind))
+                if kind not in ("F32", "F16"):
+                    data = blocks_of(kind, weight, seed)
                     writer.add_tensor(f"{stem}.{suffix}", data, raw_dtype=_type(kind))
                     weight = gguf.dequantize(data, _type(kind))
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from ..storage import publish, staged
 from ..tensor_file import write
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import INCOMPLETE, shape_of, tensors_of
+from .gguf import GgufShards
 from .layers import LayerShape
 from .packed_config import METHOD, VERSION, check_runs, guard_of, options_of
 from .recognize import quantization_config
@@ -69,7 +71,8 @@ def convert(
     check_memory(device)
     checkpoint = open_checkpoint(source)
     check_runs(checkpoint.shapes, arch)
-    companions = _companions(checkpoint.folder)
+    is_gguf = isinstance(checkpoint.shards, GgufShards)
+    companions = [] if is_gguf else _companions(checkpoint.folder)
     shapes: dict[str, LayerShape] = {}
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,8 @@ def convert(
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for file in companions:
             shutil.copyfile(file, folder / file.name)
+        if is_gguf:
+            _write_tokenizer(checkpoint.folder, folder)
         _write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
         marker.unlink()
         publish(folder, target)
@@ -173,6 +178,17 @@ def _companions(source: Path) -> list[Path]:
             )
         companions.append(file)
     return companions
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """That of a GGUF file, as transformers' files. Where it cannot be made, a warning says why: weights do without."""
+    try:
+        from ..hf.tokenizer import load_tokenizer
+
+        if (tokenizer := load_tokenizer(source)) is not None:
+            tokenizer.save_pretrained(folder)
+    except (ValueError, ImportError) as error:
+        logging.getLogger("weightonly").warning("no tokenizer is written: %s", shown(error))
 
 
 def _write_json(file: Path, value: object) -> None:

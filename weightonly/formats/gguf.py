@@ -20,7 +20,7 @@ import torch
 from .expect import FLOATS, TensorError, dtype_name, expect
 from .gguf_blocks import TYPES
 from .gguf_header import Header, Stored, read_gguf_header
-from .gguf_model import Model, Place
+from .gguf_model import ROPE, Model, Place
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .plain import CodeWeight, IntWeight
 from .shards import CONFIG, GGUF, Shards, TensorInfo
@@ -68,6 +68,10 @@ class GgufShards(Shards):
         self.model = Model(headers[0], stored)
         if (name := str(dtype).removeprefix("torch.")) in map(dtype_name, FLOATS):
             self.model.config["dtype"] = name
+        if (rope := stored.get(ROPE)) is not None and self.model.arch == "llama":
+            is_short = (rope.type, rope.shape) == ("F32", (self.model.config["head_dim"] // 2,))
+            factors = self._read(ROPE, _info(rope), "cpu", None, ...).tolist() if is_short else []
+            self.model.divide_frequencies(factors)
         self.configs = {CONFIG: self.model.config}
         self.tensors = {}
         for place in self.model.places():
@@ -101,18 +105,14 @@ class GgufShards(Shards):
 
     def _tensor(self, place: Place) -> tuple[str, TensorInfo]:
         """(name, tensor) of a place."""
-        stored = place.stored
-        name, where = f"{place.name}.{place.inside}", (stored.begin, stored.bytes)
-        if stored.type in _FLOATS:
-            return name, _Tensor(stored.file, _FLOATS[stored.type], stored.shape, *where, place)
-        *rows, k = stored.shape
-        blocks = k // TYPES[stored.type].values
-        shape = (*rows, blocks, stored.bytes // (math.prod(rows) * blocks))
+        stored, raw = place.stored, _info(place.stored)
+        name, where = f"{place.name}.{place.inside}", (stored.file, raw.dtype, raw.shape, raw.begin, raw.bytes)
+        if stored.type not in TYPES:
+            return name, _Tensor(*where, place)
         if place.name == _EMBEDDING:
             dtype = getattr(torch, self.model.config["dtype"])
-            raw = TensorInfo(stored.file, torch.uint8, shape, *where)
-            return name, _Tensor(stored.file, dtype, stored.shape, *where, place, raw)
-        return f"{place.name}.{stored.type}", _Tensor(stored.file, torch.uint8, shape, *where, place)
+            return name, _Tensor(stored.file, dtype, stored.shape, stored.begin, stored.bytes, place, raw)
+        return f"{place.name}.{stored.type}", _Tensor(*where, place)
 
     def _dense(self, name: str, info: _Tensor, blocks: TensorInfo, device: torch.device | str) -> torch.Tensor:
         """A dequantized embedding [rows, K], some rows at a time."""
@@ -126,6 +126,15 @@ class GgufShards(Shards):
             except TensorError as error:
                 raise ValueError(f"{info.file}: {name}: {error}") from error
         return dense
+
+
+def _info(stored: Stored) -> TensorInfo:
+    """A tensor as the file has it; of blocks: uint8 [..., blocks of a row, bytes of a block]."""
+    dtype, shape = _FLOATS.get(stored.type, torch.uint8), stored.shape
+    if stored.type in TYPES:
+        blocks = shape[-1] // TYPES[stored.type].values
+        shape = (*shape[:-1], blocks, stored.bytes // (math.prod(shape[:-1]) * blocks))
+    return TensorInfo(stored.file, dtype, shape, stored.begin, stored.bytes)
 
 
 def open_shards(path: Path, dtype: object = None) -> Shards:

@@ -161,7 +161,7 @@ class _Source:
     def numbers(self, form: str, what: str) -> tuple[Any, ...]:
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
-    def text(self, what: str, printable: bool = True) -> str:
+    def text(self, what: str, is_name: bool = True) -> str:
         """A string. Raises ValueError for one that is no UTF-8, or, where it is a name, not printable."""
         (length,) = self.numbers("<Q", what)
         data = self.take(length, what)
@@ -169,14 +169,14 @@ class _Source:
             text = data.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.file}: {shown(what)}: expected UTF-8, got other bytes ({error})") from error
-        if printable and not text.isprintable():
+        if is_name and not (text and text.isprintable()):
             raise ValueError(f"{self.file}: expected printable names of keys and tensors, got {text!r:.200}")
         return text
 
     def value(self, key: str) -> Any:
         (kind,) = self.numbers("<I", key)
         if kind == _STRING:
-            return self.text(key, printable=False)
+            return self.text(key, is_name=False)
         if kind != _ARRAY:
             return self.numbers(self._form(kind, key), key)[0]
         inside, count = self.numbers("<IQ", key)

@@ -6,6 +6,7 @@ Mixtral, sizes of experts, head_dim of Qwen3, scaled rotary frequencies, the sca
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,11 +41,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 
-_OPTIONAL: dict[str, tuple[str, type]] = {
+_OF_GEMMA = {
     "attention.sliding_window": ("sliding_window", int),
     "attn_logit_softcapping": ("attn_logit_softcapping", float),
     "final_logit_softcapping": ("final_logit_softcapping", float),
 }
+"""Other models have no window in llama.cpp, whatever the file says."""
 
 _HEADS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose attention is scaled by the width of a head as embedding_length / head_count gives it."""
@@ -60,8 +62,8 @@ _MIXTRAL_EXPERTS = ["block_sparse_moe.gate", *(f"block_sparse_moe.experts.{name}
 """What transformers' files call the parts of a layer. Package gguf knows what GGUF calls them."""
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)")
-_ROPE = "rope_freqs.weight"
-"""Not of the model in transformers: its config has these factors."""
+ROPE = "rope_freqs.weight"
+"""Of Llama 3: what rotary frequencies are divided by. In transformers it is in the config."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,8 @@ class Model:
             self.layers = self._size("block_count")
             found = {match[1] for name in tensors if (match := re.match(r"blk\.(\d+)\.", name))}
             if len(found) != self.layers:
-                raise ValueError(
-                    f"{self.arch}.block_count: expected {len(found)}, as there are tensors, got {self.layers}"
-                )
+                key = f"{self.arch}.block_count"
+                raise ValueError(f"{key}: expected {len(found)}, the layers that have tensors, got {self.layers}")
             self.experts = experts
             self.config = self._config()
         except ValueError as error:
@@ -112,12 +113,23 @@ class Model:
     def places(self) -> Iterator[Place]:
         """The tensors of the model. Raises what `Model` raises."""
         for stored in self.tensors.values():
-            if stored.name == _ROPE:
+            if stored.name == ROPE and self.arch == "llama":
                 continue
             try:
                 yield from self._places(stored)
             except ValueError as error:
                 raise ValueError(f"{stored.file}: {stored.name}: {error}") from error
+
+    def divide_frequencies(self, factors: list[float]) -> None:
+        """Takes the numbers of ROPE into the config. Raises ValueError, naming file and tensor, for others."""
+        rope, half = self.config["rope_parameters"], self.config["head_dim"] // 2
+        fits = len(factors) == half and all(0 < factor < math.inf for factor in factors)
+        if not fits or rope["rope_type"] != "default":
+            expected = f"{half} numbers above 0, without {self.arch}.rope.scaling.type"
+            raise ValueError(f"{self.file}: {ROPE}: expected {expected}, got {len(factors)}, {rope['rope_type']}")
+        context = self.config["max_position_embeddings"]
+        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
+        rope |= {"attention_factor": 1.0, "original_max_position_embeddings": context}
 
     def _places(self, stored: Stored) -> Iterator[Place]:
         match = _NAME.fullmatch(stored.name)
@@ -161,9 +173,6 @@ class Model:
         """config.json. Raises ValueError, naming the key."""
         config: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.cls], "dtype": self._dtype()}
         config |= {name: self._size(key) for key, name in _SIZES.items()}
-        for key, (name, kind) in _OPTIONAL.items():
-            if (value := self._value(key, kind)) is not None:
-                config[name] = value
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         config["num_key_value_heads"] = self._value("attention.head_count_kv", int) or heads
         config["head_dim"] = head_dim = self._value("attention.key_length", int) or hidden // heads
@@ -184,15 +193,14 @@ class Model:
 
     def _of_family(self, config: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self.model_type in ("llama", "mixtral", "qwen2", "qwen3"):
-            # Nothing in the file tells layers with a window from others: llama.cpp gives all of them everything.
-            found["sliding_window"] = None
         if self.model_type == "llama":
             found["attention_bias"] = "blk.0.attn_q.bias" in self.tensors
         if self.arch in ("gemma2", "gemma3"):
+            given = {name: self._value(key, kind) for key, (name, kind) in _OF_GEMMA.items()}
+            found |= {name: value for name, value in given.items() if value is not None}
             wide = config["num_hidden_layers"] == _HEADS_OF_27B[self.arch]
-            of_head = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
-            found["query_pre_attn_scalar"] = of_head
+            of_27b = config["hidden_size"] // config["num_attention_heads"]
+            found["query_pre_attn_scalar"] = of_27b if wide else config["head_dim"]
         if self.experts:
             found["num_local_experts" if self.model_type == "mixtral" else "num_experts"] = self.experts
             found["num_experts_per_tok"] = self._size("expert_used_count")
