@@ -93,6 +93,17 @@ def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.02, seed: i
     return blocks.reshape(*shape[:-1], -1)
 
 
+WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+VOCABULARY = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [*WORDS, "he", "ll", "hell", "hello", "\u2581hello"],
+    "tokenizer.ggml.scores": [-float(rank) for rank in range(len(WORDS) + 5)],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 32,
+    "tokenizer.chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+}
+"""A tokenizer as SentencePiece has it, in the metadata of a file."""
+
+
 def tiny_model(model_type: str, **entries: Any) -> Any:
     """A random model in fp32, whose norms are not those that it was made with."""
     from transformers import AutoConfig

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.gguf_files import COMMON, HIDDEN, MODELS, VOCAB, tiny_model, write_gguf
-from transformers import AutoConfig, AutoModelForCausalLM
+from tests.gguf_files import COMMON, HIDDEN, MODELS, VOCAB, VOCABULARY, tiny_model, write_gguf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import weightonly as wo
@@ -24,6 +24,7 @@ from weightonly.formats.describe import describe
 from weightonly.formats.gguf_blocks import TYPES
 from weightonly.formats.parts import read_part
 from weightonly.hf import load_model
+from weightonly.hf.tokenizer import load_tokenizer
 from weightonly.nn.base import PackedLayer
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % VOCAB
@@ -228,3 +229,34 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["inspect", str(tmp_path)]) == 1
     assert f"got a GGUF file; give the file itself: {tmp_path / 'x.gguf'}" in capsys.readouterr().err
     assert command.main(["explain", str(tmp_path / "x.gguf"), "--arch", "sm90"]) == 0
+
+
+def test_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out, count = tmp_path / "x.gguf", tmp_path / "out", len(VOCABULARY["tokenizer.ggml.tokens"])
+    write_gguf(file, tiny_model("llama", vocab_size=count), MIXED, VOCABULARY)
+    tokenizer = load_tokenizer(file)
+    tokens = tokenizer("hello abc")["input_ids"]
+    assert tokens[:2] == [1, count - 1] and tokenizer.decode(tokens, skip_special_tokens=True) == "hello abc"
+    assert command.main(["convert", str(file), str(out), "--arch", "cpu"]) == 0
+    again = AutoTokenizer.from_pretrained(out)
+    assert again("hello abc")["input_ids"] == tokens and again.chat_template == tokenizer.chat_template
+    texts = []
+    for place in (file, out):
+        capsys.readouterr()
+        assert (
+            command.main(["run", str(place), "--prompt", "hello", "--max-new-tokens", "4", "--dtype", "float32"]) == 0
+        )
+        texts.append(capsys.readouterr().out.splitlines()[0])
+    assert texts[0].startswith("hello") and texts[0] == texts[1]
+    assert command.main(["run", str(file), "--prompt", "hello", "--chat", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_tokenizer_that_transformers_does_not_make(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights are converted all the same."""
+    file = tmp_path / "x.gguf"
+    write_gguf(file, tiny_model("llama"), "Q8_0", {"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a"]})
+    with pytest.raises(ValueError, match=r"x\.gguf: expected a tokenizer that transformers makes, got another"):
+        load_tokenizer(file)
+    convert(file, tmp_path / "out", progress=False)
+    assert "no tokenizer is written" in caplog.text
+    assert not list((tmp_path / "out").glob("tokenizer*")) and len(load_model(tmp_path / "out").model.layers) == 2

@@ -35,9 +35,10 @@ def load_model(
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
     folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, `convert`, `save_pretrained` or a dense model:
-        safetensors files and config.json, on this machine.
+        safetensors files and config.json, on this machine; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
-        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
+        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
+        file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
