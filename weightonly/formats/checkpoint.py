@@ -178,10 +178,10 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, converted), layer by layer.
+    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, GGUF, converted) by layers.
 
     folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
-        quant_config.json. Without a config the names of the tensors tell the format, where they can.
+        quant_config.json. Without a config the names of the tensors tell the format, where they can. Or a GGUF file.
     arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a converted
         checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
     device: where tensors are unpacked, packed and returned.

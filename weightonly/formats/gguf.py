@@ -29,7 +29,7 @@ METHOD = "gguf"
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EMBEDDING = "model.embed_tokens"
-_MAX_TENSORS = 1 << 20
+_MAX_TENSORS = 1 << 18
 _CHUNK_ELEMENTS = 1 << 24
 """Of an embedding that are dequantized at once, in fp32."""
 

@@ -25,6 +25,9 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 """Of GGML."""
 
+_MAX_ENTRIES = 1 << 16
+"""Tensors, and values, of a file: models have some thousands, and an entry takes more memory than bytes of a header."""
+
 
 @dataclass(frozen=True)
 class Array:
@@ -70,6 +73,9 @@ def read_gguf_header(file: Path) -> Header:
         version, tensor_count, value_count = source.numbers("<IQQ", "version and counts")
         if version not in (2, 3):
             raise ValueError(f"{file}: expected GGUF of version 2 or 3, little endian, got version {version}")
+        if max(tensor_count, value_count) > _MAX_ENTRIES:
+            counts = f"{tensor_count} tensors and {value_count} values"
+            raise ValueError(f"{file}: expected a header of at most {_MAX_ENTRIES} tensors and values, got {counts}")
         metadata: dict[str, Any] = {}
         for index in range(value_count):
             key = source.text(f"key {index} of {value_count}")
