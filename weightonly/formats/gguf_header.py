@@ -8,6 +8,7 @@ anything is allocated. What it accepts is safe to give to the others.
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def read_gguf_header(file: Path) -> Header:
     a tensor twice, an unknown type, or tensors that overlap or end beyond the file. Raises ImportError without gguf.
     """
     with missing_packages_named():
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGML_QUANT_SIZES
 
     with open_regular(file) as stream:
         source = _Source(file, stream)
@@ -82,27 +83,24 @@ def read_gguf_header(file: Path) -> Header:
             if key in metadata:
                 raise ValueError(f"{file}: {key}: expected once in the header, got it twice")
             metadata[key] = source.value(key)
-        entries = {}
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for index in range(tensor_count):
-            name, *entry = _entry(source, f"tensor {index} of {tensor_count}")
+            name, shape, kind, offset = _entry(source, f"tensor {index} of {tensor_count}")
             if name in entries:
                 raise ValueError(f"{file}: {name}: expected one tensor of this name, got two")
-            entries[name] = entry
+            entries[name] = shape, kind, offset
         begin, total_bytes = stream.tell(), source.total_bytes
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"{file}: general.alignment: expected a power of two, got {alignment!r:.200}")
     begin = -(-begin // alignment) * alignment
-    sizes = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+    sizes = {int(number): (number.name, *size) for number, size in GGML_QUANT_SIZES.items()}
     tensors = []
     for name, (shape, kind, offset) in entries.items():
         if kind not in sizes:
-            known = {int(kind): kind.name for kind in GGMLQuantizationType}.get(kind, f"number {kind}")
-            raise ValueError(f"{file}: {name}: expected a type of GGML that package gguf knows, got {known}")
+            raise ValueError(f"{file}: {name}: expected a type of GGML that package gguf knows, got number {kind}")
         type_name, values, block_bytes = sizes[kind]
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if not 1 <= count < 1 << 62:
             raise ValueError(f"{file}: {name}: expected a shape of 1 to 2^62 elements, got {list(shape)}")
         if shape[-1] % values:

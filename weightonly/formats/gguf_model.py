@@ -271,6 +271,6 @@ def _names_of(arch: str, experts: list[str]) -> dict[str, str]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = get_tensor_name_map(next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch), 1)
-    names = {known.get_name(f"model.layers.0.{leaf}"): leaf for leaf in (*_LEAVES, *experts)}
-    found = {f"blk.{name.removeprefix('blk.0.')}": leaf for name, leaf in names.items() if name is not None}
-    return found | {known.get_name(name): name for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    leaves = {known.get_name(f"model.layers.0.{leaf}"): leaf for leaf in (*_LEAVES, *experts)}
+    names = leaves | {known.get_name(name): name for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    return {name.replace("blk.0.", "blk."): own for name, own in names.items() if name is not None}

@@ -27,6 +27,4 @@ def load_tokenizer(path: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         kind = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{path}: expected a tokenizer that transformers knows, got another or none ({kind})"
-        ) from error
+        raise ValueError(f"{path}: expected a tokenizer that transformers makes, got another ({kind})") from error
