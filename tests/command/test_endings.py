@@ -62,9 +62,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["inspect", "models/x.safetensors"],
         "x.safetensors: .* got none$",
     ),
-    "a GGUF file": (["inspect", "{gguf}"], "got a GGUF file; .*from_pretrained.folder, gguf_file='x.gguf'"),
-    "a folder of GGUF": (["convert", "{gguf}/..", "{out}"], "got a GGUF file; .*pip install gguf"),
-    "a GGUF file to run": (["run", "{gguf}", "--tokens", "1"], "got a GGUF file"),
+    "a GGUF file": (["inspect", "{gguf}"], r"x\.gguf: version and counts: .*: the file is truncated or damaged$"),
+    "a folder of GGUF": (["convert", "{gguf}/..", "{out}"], r"got a GGUF file; give the file itself: .*x\.gguf$"),
+    "a GGUF file to run": (["run", "{gguf}", "--tokens", "1"], r"x\.gguf: version and counts: "),
     "a hub id": (
         ["inspect", "org/model"],
         "org/model: expected a folder, or a model that was .* HF_HUB_OFFLINE",

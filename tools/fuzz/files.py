@@ -1,8 +1,8 @@
 """Target "files": checkpoints and packed files, cut, flipped, spliced and crafted, given to every reader.
 
 Such a file is read as some checkpoint, or refused by a ValueError or OSError that names it; anything else is a failure.
-A header that the safetensors package refuses has to be refused. The mutations are blind: they know the formats, not
-the code.
+A header that the package safetensors, or gguf, refuses has to be refused. The mutations are blind: they know the
+formats, not the code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import weightonly as wo
 from weightonly.formats import convert, open_checkpoint
+from weightonly.formats.gguf_header import read_gguf_header
 
 from .loop import Outcome, Target
 
@@ -117,6 +120,34 @@ QUANTIZERS = {
     "gpt-oss": _gpt_oss,
 }
 
+KINDS = (*QUANTIZERS, "converted", "packed", "gguf")
+
+GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+
+
+def write_gguf(folder: Path, draw: random.Random) -> None:
+    """A file of one layer of Llama, its blocks of any bytes, in a new folder."""
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
+    sizes = {"context_length": 64, "block_count": 1, "embedding_length": K, "feed_forward_length": K}
+    for key, value in (sizes | {"attention.head_count": 4}).items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(N)])
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for name in (*(f"blk.0.{name}" for name in names), "token_embd", "output"):
+        kind = gguf.GGMLQuantizationType[draw.choice(GGUF_TYPES)]
+        rows, row_bytes = N if "." not in name else K, gguf.quant_shape_to_byte_shape((K,), kind)[0]
+        blocks = np.frombuffer(draw.randbytes(rows * row_bytes), np.uint8) & 0x7F  # no exponent of MXFP4 is NaN
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, row_bytes), raw_dtype=kind)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(K, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 _NUMBERS = [0, 1, -1, 2, 7, 8, 15, 16, 17, 31, 32, 63, 64, 65, 128, 1 << 16, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 10**40]
 _VALUES: list[Any] = [*_NUMBERS, None, True, False, "", "x", "re:(a+)+$", [], [1], {}, {"a": 1}, 0.5, 1e300, "\ud800"]
 
@@ -136,15 +167,19 @@ def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, sh
     (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
 
 
-def _change_bytes(draw: random.Random, content: bytes, header: bool) -> bytes:
-    """Cut, flip, overwrite, repeat or remove some bytes; of a safetensors file mostly in its header."""
+def _change_bytes(draw: random.Random, content: bytes, suffix: str) -> bytes:
+    """Cut, flip, overwrite, repeat or remove some bytes; of a file of tensors mostly in its header."""
     if not content:
         return b"\0"
     end = len(content)
-    if header and end > 8 and draw.random() < 0.8:
-        end = min(end, 8 + struct.unpack("<Q", content[:8])[0])
+    if end > 8 and draw.random() < 0.8:
+        headers = {".safetensors": 8 + struct.unpack("<Q", content[:8])[0], ".gguf": 1500}
+        end = min(end, headers.get(suffix, end))
     at = draw.randrange(end)
-    kind = draw.randrange(5)
+    kind = draw.randrange(6)
+    if kind == 5:
+        number = draw.choice([number for number in _NUMBERS if 0 <= number < 1 << 64])
+        return content[:at] + struct.pack("<Q", number) + content[at + 8 :]
     if kind == 0:
         return content[:at]
     if kind == 1:
@@ -193,8 +228,8 @@ def damage(draw: random.Random, folder: Path) -> None:
     file = draw.choice(sorted(folder.iterdir()))
     content = file.read_bytes()
     is_tensors = file.suffix == ".safetensors"
-    if draw.random() < 0.5:
-        file.write_bytes(_change_bytes(draw, content, is_tensors))
+    if draw.random() < 0.5 or file.suffix == ".gguf":
+        file.write_bytes(_change_bytes(draw, content, file.suffix))
     elif is_tensors:
         file.write_bytes(_craft_header(draw, content))
     else:
@@ -211,15 +246,14 @@ class Files(Target):
     covers = "kinds of cases"
 
     def to_cover(self) -> set[str]:
-        kinds = {*QUANTIZERS, "converted", "packed"}
-        return {f"{kind} {end}" for kind in kinds for end in ("read", "refused")}
+        return {f"{kind} {end}" for kind in KINDS for end in ("read", "refused")}
 
     def run(self, seed: int, index: int) -> Outcome:
         draw = random.Random(f"files:{seed}:{index}")
         outcome = Outcome()
         with tempfile.TemporaryDirectory() as made:
             top = Path(made)
-            kind = draw.choice([*QUANTIZERS, "converted", "packed"])
+            kind = draw.choice(KINDS)
             try:
                 self.make(draw, kind, top)
             except Exception as error:
@@ -243,6 +277,9 @@ class Files(Target):
             weight = wo.preprocess(torch.randint(-8, 8, (K, N), generator=g).to(torch.int8), bits=4)
             wo.save(top / "model" / "w.safetensors", {"w": weight, "scales": torch.ones(2, N)})
             return
+        if kind == "gguf":
+            write_gguf(top / "model", draw)
+            return
         options, tensors = QUANTIZERS[draw.choice(list(QUANTIZERS)) if kind == "converted" else kind](g)
         source = top / ("source" if kind == "converted" else "model")
         write_checkpoint(source, options, tensors, draw.randrange(1, 4))
@@ -259,7 +296,7 @@ class Files(Target):
                 if kind == "packed":
                     wo.load(folder / "w.safetensors")
                 else:
-                    checkpoint = open_checkpoint(folder)
+                    checkpoint = open_checkpoint(folder / "x.gguf" if kind == "gguf" else folder)
                     self._compare_headers({info.file for info in checkpoint.shards.tensors.values()}, outcome)
                     for _ in checkpoint.records(progress=False):
                         pass
@@ -280,6 +317,11 @@ class Files(Target):
 
     def _compare_headers(self, files: set[Path], outcome: Outcome) -> None:
         for file in files:
+            if file.suffix == ".gguf":
+                theirs = {tensor.name: tensor.data_offset for tensor in gguf.GGUFReader(file).tensors}
+                if theirs != {tensor.name: tensor.begin for tensor in read_gguf_header(file).tensors}:
+                    outcome.failures.append(f"a header was read as others do not: {file.read_bytes()[:300]!r}")
+                continue
             with contextlib.suppress(SafetensorError), safe_open(file, "pt"):
                 continue
             outcome.failures.append(f"a header was read that safetensors refuses: {file.read_bytes()[:300]!r}")

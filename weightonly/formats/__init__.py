@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes and gpt-oss, read bit-exactly.
+"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss and GGUF, read bit-exactly.
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, `export` one in the format of
 another quantizer, and `open_checkpoint` tells what is in one. A `read_*` function takes the tensors of one linear layer

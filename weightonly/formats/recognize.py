@@ -14,6 +14,8 @@ from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
 from .foreign import MODELOPT_CONFIG, check_foreign
+from .gguf import METHOD as GGUF
+from .gguf import gguf_format
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
@@ -32,6 +34,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     GPT_OSS: gpt_oss_format,
     **dict.fromkeys(AUTO_ROUND, auto_round_format),
     METHOD: converted_format,
+    GGUF: gguf_format,
 }
 """Method of a quantization config -> what makes the format of its layers of the options."""
 
@@ -44,6 +47,8 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
     Raises ValueError, naming the file, for one that is damaged or no object.
     """
     folder = shards.folder
+    if shards.own is not None:
+        return shards.own
     if (config := shards.config(CONFIG)) is not None:
         inner = config.get("text_config")  # some multimodal models have it there
         for holder in (config, inner if isinstance(inner, dict) else {}):

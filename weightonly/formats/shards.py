@@ -31,10 +31,6 @@ INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_GGUF = (
-    "it is not read here: AutoModelForCausalLM.from_pretrained(folder, gguf_file={!r}) makes it dense (pip install "
-    "gguf), and quantize_model packs that"
-)
 
 _MAX_DIMS = 64
 """Of PyTorch."""
@@ -55,12 +51,14 @@ class Shards:
     """The tensors of a folder's safetensors files, or of some `files` of it.
 
     tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
-    bytes_read: of tensors, until now.
+    bytes_read: of tensors, until now. own: (what says it, the quantization config) where no file of JSON does.
 
     Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
     the tensor, for pickles, damaged or truncated files, files that contradict the index, and names of files and tensors
     that are not printable: they come to terminals and logs.
     """
+
+    own: tuple[str, dict[str, Any]] | None = None
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         check_folder(folder)
@@ -94,7 +92,11 @@ class Shards:
 
         Raises ValueError, naming file and tensor, if the file is truncated, or its bytes have another digest.
         """
-        info = self.tensors[name]
+        return self._read(name, self.tensors[name], device, sha256, part)
+
+    def _read(
+        self, name: str, info: TensorInfo, device: torch.device | str, sha256: str | None, part: Any
+    ) -> torch.Tensor:
         slices = _slices(part, info.shape) if sha256 is None else None
         rows, columns = slices or (slice(0, 1), slice(0, 1))
         if slices is None:  # as one row
@@ -139,8 +141,10 @@ class Shards:
                     "save_pretrained(OUT)"
                 )
             if of_gguf := sorted(self.folder.glob(f"*{GGUF}")):
-                what = shown(_GGUF.format(of_gguf[0].name))
-                raise ValueError(f"{self.folder}: expected safetensors files, got a GGUF file; {what}")
+                raise ValueError(
+                    f"{self.folder}: expected safetensors files, got a GGUF file; give the file itself: "
+                    f"{shown(of_gguf[0])}"
+                )
             raise FileNotFoundError(f"{self.folder}: expected safetensors files, got none")
         self._add_files(files)
 
@@ -198,8 +202,7 @@ def _slices(part: Any, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
 def check_folder(folder: Path) -> None:
     """Raises NotADirectoryError for a file, FileNotFoundError for a folder that does not exist."""
     if folder.is_file():
-        kind = f"a GGUF file; {_GGUF.format(folder.name)}" if folder.suffix == GGUF else "a file"
-        raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got {shown(kind)}")
+        raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got a file")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none")
 

@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
+from ..formats.gguf import GgufShards, open_shards
 from ..formats.recognize import is_dense, quantization_config
-from ..formats.shards import CONFIG, Shards
+from ..formats.shards import CONFIG
 from ..heuristics.arch import Arch
 from ..hub import model_folder
 from ..packing import target_name
 from ..shown import shown
-from .checkpoint import CheckpointWeights
+from .checkpoint import CheckpointWeights, PlainLazy
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
 from .names import Names
@@ -37,9 +38,10 @@ def load_model(
 
     folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, `convert`, `save_pretrained` or a dense model:
         safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub, which is
-        downloaded.
+        downloaded; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
-        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
+        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
+        file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     revision: a branch, tag or commit of a model of the hub; None: the newest files.
@@ -61,20 +63,25 @@ def load_model(
         require_package("accelerate")
     if arch is not None:
         target_name(arch)
-    shards = Shards(folder)
-    if not (folder / "config.json").is_file():
+    shards = open_shards(folder, dtype)
+    is_gguf = isinstance(shards, GgufShards)
+    if not is_gguf and not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+    if is_gguf:
+        config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        shards.configs[CONFIG] = entries(config)
     cls = model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
-    shards.configs[CONFIG] = entries(config)
     if is_dense(shards):
         unused = of_activations(shards, {})
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
-        model, info = cls.from_pretrained(folder, config=config, **arguments)
+        source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
+        model, info = cls.from_pretrained(None if is_gguf else folder, config=config, **source, **arguments)
         check_used(model, Names(model), shards, plain)
         return complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
