@@ -17,6 +17,7 @@ from .foreign import MODELOPT_CONFIG, check_foreign
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
+from .hqq import hqq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
 from .shards import CONFIG, Shards
@@ -30,6 +31,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     "compressed-tensors": compressed_tensors_format,
     "bitsandbytes": bitsandbytes_format,
     GPT_OSS: gpt_oss_format,
+    "hqq": hqq_format,
     **dict.fromkeys(AUTO_ROUND, auto_round_format),
     METHOD: converted_format,
 }
@@ -90,7 +92,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
-    anchors = (*ANCHORS, "qweight", "weight_packed")
+    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q")
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
@@ -105,6 +107,8 @@ def _from_tensors(shards: Shards) -> LayerFormat:
             return compressed_tensors_format({})
         if split_name(name, ["blocks"], "_")[0] and len(info.shape) == 4:
             return gpt_oss_format({})
+        if name.endswith(".W_q"):
+            return hqq_format({})
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:
