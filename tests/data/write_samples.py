@@ -1,21 +1,36 @@
-"""Writes the folders beside this file with the quantizers' own packages, on a CPU:
+"""Writes the folders beside this file with the quantizers' own packages:
 
     pip install --no-deps --target PEERS hqq==0.2.8.post1 termcolor torchao==0.18.0
-    PYTHONPATH=PEERS:. python tests/data/write_samples.py
+    PYTHONPATH=PEERS:. python tests/data/write_samples.py [NAME ...]
+
+torchao_tiles needs a GPU. torchao_int4 needs mslk, whose wheels are for GPUs: its functions that quantize, in
+mslk/quantize/shuffle.py, run on a CPU.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.data import HERE, LOGITS, TOKENS
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import (
+    Int4Tensor,
+    Int4WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    MappingType,
+    PerGroup,
+)
+from torchao.quantization.quant_primitives import dequantize_affine
 from transformers import LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 Dequantize = Callable[[torch.nn.Module], torch.Tensor]
@@ -75,18 +90,65 @@ def hqq(folder: Path, **settings: Any) -> torch.Tensor:
     return logits(made, HQQLinear, dequantize, torch.float16)
 
 
-def main() -> None:
-    found = {}
-    for name, make in {
-        "hqq_int4": lambda folder: hqq(folder, nbits=4, group_size=64, axis=1),
-        "hqq_int8": lambda folder: hqq(folder, nbits=8, group_size=32, axis=1, view_as_float=True),
-        "hqq_axis0": lambda folder: hqq(folder, nbits=4, group_size=64, axis=0),
-    }.items():
+def torchao(folder: Path, config: AOBaseConfig, place: str = "cpu", dense: Sequence[str] = ()) -> torch.Tensor:
+    """By `from_pretrained` and `save_pretrained` of transformers. dense: names of modules that stay so."""
+    with tempfile.TemporaryDirectory() as original:
+        model(torch.bfloat16).to(torch.bfloat16).save_pretrained(original)
+        options = TorchAoConfig(config, modules_to_not_convert=["lm_head", *dense])
+        made = LlamaForCausalLM.from_pretrained(
+            original, quantization_config=options, dtype=torch.bfloat16, device_map=place
+        )
+    made.save_pretrained(folder)
+    return logits(made, torch.nn.Linear, dequantize_torchao, torch.bfloat16)
+
+
+@torch.no_grad()
+def dequantize_torchao(layer: torch.nn.Module) -> torch.Tensor:
+    """Int8Tensor: by torchao. Int4Tensor has no such function, and its product needs mslk's kernels: by its formula.
+    Int4TilePackedTo4dTensor: the product with the unit matrix, in bfloat16."""
+    weight = layer.weight.data
+    if type(weight) is torch.Tensor:
+        return weight
+    if isinstance(weight, Int4Tensor):
+        q = torch.stack((weight.qdata << 4 >> 4, weight.qdata >> 4), dim=-1).flatten(1)
+        scale, shift = (x.float().repeat_interleave(weight.block_size[1], 0).t() for x in (weight.scale, weight.zero_point))
+        return q * scale + shift
+    if hasattr(weight, "qdata") and hasattr(weight, "scale"):
+        return dequantize_affine(
+            weight.qdata, weight.block_size, weight.scale.float(), weight.zero_point, torch.int8, -128, 127
+        )
+    unit = torch.eye(weight.shape[1], dtype=torch.bfloat16, device=weight.device)
+    return torch.nn.functional.linear(unit, weight).t().float().cpu()
+
+
+SAMPLES: dict[str, Callable[[Path], torch.Tensor]] = {
+    "hqq_int4": lambda folder: hqq(folder, nbits=4, group_size=64, axis=1),
+    "hqq_int8": lambda folder: hqq(folder, nbits=8, group_size=32, axis=1, view_as_float=True),
+    "torchao_int4": lambda folder: torchao(folder, Int4WeightOnlyConfig(group_size=32)),
+    "torchao_int8": lambda folder: torchao(folder, Int8WeightOnlyConfig()),
+    "torchao_intx4": lambda folder: torchao(
+        folder,
+        IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
+        ),
+    ),
+    "torchao_tiles": lambda folder: torchao(
+        folder,
+        Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
+        "cuda",
+        ("o_proj", "gate_proj", "up_proj", "model.layers.1"),  # K is padded to 1024
+    ),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    found = load_file(LOGITS) if LOGITS.exists() else {}
+    for name in names:
         shutil.rmtree(HERE / name, ignore_errors=True)
         (HERE / name).mkdir()
-        found[name] = make(HERE / name)
+        found[name] = SAMPLES[name](HERE / name)
     save_file(found, LOGITS)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(SAMPLES))

@@ -21,6 +21,9 @@ from .hqq import hqq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
 from .shards import CONFIG, Shards
+from .torchao import ANCHOR as OF_TORCHAO
+from .torchao import METHOD as TORCHAO
+from .torchao import torchao_format
 
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
@@ -37,7 +40,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
 }
 """Method of a quantization config -> what makes the format of its layers of the options."""
 
-METHODS = tuple(_READERS)
+METHODS = (*_READERS, TORCHAO)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
@@ -83,6 +86,8 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         return "tensor names", (_from_tensors(shards),)
     try:
         method = option(options, "quant_method", str, "")
+        if method == TORCHAO:
+            return source, (torchao_format(options, shards.metadata),)
         if method not in _READERS:
             raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
         return source, (_READERS[method](options),)
@@ -92,7 +97,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
-    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q")
+    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q", OF_TORCHAO)
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
@@ -109,6 +114,8 @@ def _from_tensors(shards: Shards) -> LayerFormat:
             return gpt_oss_format({})
         if name.endswith(".W_q"):
             return hqq_format({})
+        if name.endswith(f".{OF_TORCHAO}"):
+            return torchao_format({}, shards.metadata)
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:
