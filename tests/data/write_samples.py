@@ -3,8 +3,9 @@
     pip install --no-deps --target PEERS hqq==0.2.8.post1 termcolor torchao==0.18.0
     PYTHONPATH=PEERS:. python tests/data/write_samples.py [NAME ...]
 
-torchao_tiles needs a GPU. torchao_int4 needs mslk, whose wheels are for GPUs: its functions that quantize, in
-mslk/quantize/shuffle.py, run on a CPU.
+torchao_int4 needs mslk, whose wheels are for GPUs: its functions that quantize, in mslk/quantize/shuffle.py, run on a
+CPU. tinygemm.safetensors is of an H100: PyTorch's `_convert_weight_to_int4pack` and `_weight_int4pack_mm` of the unit
+matrix, called as tests/formats/test_torchao.py says.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.data import HERE, LOGITS, TOKENS
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import (
     Int4Tensor,
+    Int4TilePackedTo4dTensor,
     Int4WeightOnlyConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
@@ -90,35 +92,50 @@ def hqq(folder: Path, **settings: Any) -> torch.Tensor:
     return logits(made, HQQLinear, dequantize, torch.float16)
 
 
-def torchao(folder: Path, config: AOBaseConfig, place: str = "cpu", dense: Sequence[str] = ()) -> torch.Tensor:
+def torchao(folder: Path, config: AOBaseConfig, dense: Sequence[str] = ()) -> torch.Tensor:
     """By `from_pretrained` and `save_pretrained` of transformers. dense: names of modules that stay so."""
     with tempfile.TemporaryDirectory() as original:
         model(torch.bfloat16).to(torch.bfloat16).save_pretrained(original)
         options = TorchAoConfig(config, modules_to_not_convert=["lm_head", *dense])
-        made = LlamaForCausalLM.from_pretrained(
-            original, quantization_config=options, dtype=torch.bfloat16, device_map=place
-        )
+        made = LlamaForCausalLM.from_pretrained(original, quantization_config=options, dtype=torch.bfloat16)
     made.save_pretrained(folder)
     return logits(made, torch.nn.Linear, dequantize_torchao, torch.bfloat16)
 
 
-@torch.no_grad()
 def dequantize_torchao(layer: torch.nn.Module) -> torch.Tensor:
-    """Int8Tensor: by torchao. Int4Tensor has no such function, and its product needs mslk's kernels: by its formula.
-    Int4TilePackedTo4dTensor: the product with the unit matrix, in bfloat16."""
+    """In fp32. The int4 classes have no such function, and their products need a GPU: by the formulas of their kernels.
+    tests/formats/test_torchao.py compares those of tiles with what an H100 made."""
     weight = layer.weight.data
     if type(weight) is torch.Tensor:
         return weight
     if isinstance(weight, Int4Tensor):
         q = torch.stack((weight.qdata << 4 >> 4, weight.qdata >> 4), dim=-1).flatten(1)
-        scale, shift = (x.float().repeat_interleave(weight.block_size[1], 0).t() for x in (weight.scale, weight.zero_point))
-        return q * scale + shift
-    if hasattr(weight, "qdata") and hasattr(weight, "scale"):
+        scale, shift = weight.scale, weight.zero_point
+    elif isinstance(weight, Int4TilePackedTo4dTensor):
+        q = UNPACKED[weight.qdata.data_ptr()] - 8
+        scale, shift = weight.scale_and_zero.unbind(-1)
+    else:
         return dequantize_affine(
             weight.qdata, weight.block_size, weight.scale.float(), weight.zero_point, torch.int8, -128, 127
         )
-    unit = torch.eye(weight.shape[1], dtype=torch.bfloat16, device=weight.device)
-    return torch.nn.functional.linear(unit, weight).t().float().cpu()
+    scale, shift = (x.float().repeat_interleave(weight.block_size[1], 0).t() for x in (scale, shift))
+    return (q * scale + shift)[: weight.shape[0], : weight.shape[1]]
+
+
+UNPACKED: dict[int, torch.Tensor] = {}
+"""Address of the words -> the numbers in them."""
+
+
+def tiles(packed: torch.Tensor, inner_k_tiles: int) -> torch.Tensor:
+    """`aten._convert_weight_to_int4pack`, which is for GPUs alone: uint8 [N, K / 2] -> int32 [N / 8, K / 128, 32, 4]."""
+    assert inner_k_tiles == 8
+    u = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1).to(torch.int32)
+    n, k = u.shape
+    parts = u.view(n // 8, 8, k // 128, 4, 2, 2, 4, 2)  # tile, n, tile, 32 rows, 16 rows, 8 rows, 2 rows, odd
+    parts = parts.permute(0, 2, 1, 6, 3, 7, 4, 5).reshape(n // 8, k // 128, 32, 4, 8)
+    words = sum(parts[..., i] << (4 * i) for i in range(8))
+    UNPACKED[words.data_ptr()] = u
+    return words
 
 
 SAMPLES: dict[str, Callable[[Path], torch.Tensor]] = {
@@ -128,20 +145,19 @@ SAMPLES: dict[str, Callable[[Path], torch.Tensor]] = {
     "torchao_int8": lambda folder: torchao(folder, Int8WeightOnlyConfig()),
     "torchao_intx4": lambda folder: torchao(
         folder,
-        IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
-        ),
+        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC),
     ),
     "torchao_tiles": lambda folder: torchao(
         folder,
         Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
-        "cuda",
-        ("o_proj", "gate_proj", "up_proj", "model.layers.1"),  # K is padded to 1024
+        (".*(o|gate|up)_proj", "model.layers.1"),  # K is padded to 1024
     ),
 }
 
 
 def main(names: Sequence[str]) -> None:
+    torch.cuda.get_device_capability = lambda: (8, 0)
+    torch.library.impl("aten::_convert_weight_to_int4pack", "CPU", tiles)
     found = load_file(LOGITS) if LOGITS.exists() else {}
     for name in names:
         shutil.rmtree(HERE / name, ignore_errors=True)

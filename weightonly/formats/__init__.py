@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes and gpt-oss, read bit-exactly.
+"""Checkpoints of other quantizers, read bit-exactly; of torchao's int4, whose zeros have other units, to fp32's last bits.
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
 is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
@@ -13,6 +13,7 @@ from .convert import convert
 from .ct_fp4 import read_compressed_fp4
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
+from .hqq import read_hqq
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
@@ -32,4 +33,5 @@ __all__ = [
     "read_compressed_tensors",
     "read_gpt_oss",
     "read_gptq",
+    "read_hqq",
 ]

@@ -108,7 +108,9 @@ def _settings(tensors: Tensors) -> tuple[tuple[int, int], int, int]:
     packing = tensors["packing"]
     expect("packing", packing, torch.uint8, ["characters"])
     if len(packing) > 16 or bytes(packing.tolist()) != _PACKINGS[bits].encode():
-        raise TensorError("packing", f"expected {_PACKINGS[bits]!r} for {bits} bits, got {bytes(packing[:16].tolist())!r}")
+        raise TensorError(
+            "packing", f"expected {_PACKINGS[bits]!r} for {bits} bits, got {bytes(packing[:16].tolist())!r}"
+        )
     if group_size < 1:
         raise TensorError("group_size", f"expected at least 1, got {group_size}")
     expect("shape", tensors["shape"], INTEGERS, [2])

@@ -21,7 +21,6 @@ from .hqq import hqq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
 from .shards import CONFIG, Shards
-from .torchao import ANCHOR as OF_TORCHAO
 from .torchao import METHOD as TORCHAO
 from .torchao import torchao_format
 
@@ -97,7 +96,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
-    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q", OF_TORCHAO)
+    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q")
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
@@ -114,8 +113,6 @@ def _from_tensors(shards: Shards) -> LayerFormat:
             return gpt_oss_format({})
         if name.endswith(".W_q"):
             return hqq_format({})
-        if name.endswith(f".{OF_TORCHAO}"):
-            return torchao_format({}, shards.metadata)
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:

@@ -119,7 +119,9 @@ def _shape(kind: Kind, tensors: Tensors) -> tuple[int, int]:
     allowed = {ANCHOR, "bias", *wanted, *_WITHOUT_USE, *([_ZERO] if kind.size is None else [])}
     for name in sorted(wanted ^ (tensors.keys() & wanted) | tensors.keys() - allowed):
         there = ("it", "none") if name in wanted else ("none", "it")
-        raise TensorError(name if name in tensors else ANCHOR, f"{name}: expected {there[0]} for {kind.name}, got {there[1]}")
+        raise TensorError(
+            name if name in tensors else ANCHOR, f"{name}: expected {there[0]} for {kind.name}, got {there[1]}"
+        )
     qdata, (b, g) = tensors[ANCHOR], kind.block
     if kind.size is None:
         expect(ANCHOR, qdata, torch.int8, ["N", "K"])
