@@ -127,7 +127,7 @@ UNPACKED: dict[int, torch.Tensor] = {}
 
 
 def tiles(packed: torch.Tensor, inner_k_tiles: int) -> torch.Tensor:
-    """`aten._convert_weight_to_int4pack`, which is for GPUs alone: uint8 [N, K / 2] -> int32 [N / 8, K / 128, 32, 4]."""
+    """`aten._convert_weight_to_int4pack`, for GPUs alone: uint8 [N, K / 2] -> int32 [N / 8, K / 128, 32, 4]."""
     assert inner_k_tiles == 8
     u = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1).to(torch.int32)
     n, k = u.shape

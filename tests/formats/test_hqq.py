@@ -147,3 +147,12 @@ def test_two_methods_in_two_layers(tmp_path: Path, generator: torch.Generator) -
 def test_bits() -> None:
     with pytest.raises(ValueError, match="bits: expected 4 or 8 for HQQ, got 2"):
         read_hqq(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), shape=(1, 1), bits=2, group_size=1)
+
+
+@pytest.mark.parametrize(("method", "cure"), [("quark", "custom_mode='awq' of Quark"), ("eetq", "format='int8'")])
+def test_methods_that_are_not_read_say_the_way_round(
+    method: str, cure: str, tmp_path: Path, generator: torch.Generator
+) -> None:
+    folder = folder_of(tmp_path, layer, {"quant_method": method}, generator)
+    with pytest.raises(ValueError, match=rf"config\.json: quant_method: expected one of .*, got '{method}'; .*{cure}"):
+        wo.load_checkpoint(folder)

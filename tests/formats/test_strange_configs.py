@@ -228,7 +228,8 @@ def test_patterns_end_in_time(
     started = time.process_time()
     try:
         (record,) = wo.load_checkpoint(folder)
-        assert record.name == name and pattern != "(a|aa)+$" or make is not GPTQ
+        assert record.name == name
+        assert pattern != "(a|aa)+$" or make is not GPTQ
     except ValueError as error:
         assert f"{folder}/model.safetensors: {name}.qweight: {entry}: its patterns take too long" in str(error)  # noqa: PT017
     assert time.process_time() - started < 5
@@ -240,11 +241,11 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
 
 def test_patterns_share_their_time() -> None:
     budget = Budget(0.05)
+    pattern = Pattern("a", budget)
+    while budget.seconds > 0:
+        assert pattern.matches_start("a")
     with pytest.raises(PatternError, match="take too long"):
-        for _ in range(100_000):
-            assert matches("a", "a", budget)
-    with pytest.raises(PatternError, match="take too long"):
-        matches("a", "a", budget)
+        pattern.matches_start("a")
 
 
 def test_counts_are_characters() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers, read bit-exactly; of torchao's int4, whose zeros have other units, to fp32's last bits.
+"""Checkpoints of other quantizers, read bit-exactly (torchao's int4 with float zeros: to the last bits of fp32).
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
 is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the

@@ -58,7 +58,9 @@ class Pattern:
             raise PatternError("expected ASCII characters, got others")
         budget.characters -= (len(text) + 1) * _times(text)
         if budget.characters < 0:
-            raise PatternError(f"expected at most {Budget.characters} characters in all patterns, each times its counts")
+            raise PatternError(
+                f"expected at most {Budget.characters} characters in all patterns, each times its counts"
+            )
         try:
             with budget.spend():
                 re.compile(text)  # more is a pattern to `regex`, such as one that contains itself

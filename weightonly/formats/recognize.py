@@ -13,7 +13,7 @@ from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
-from .foreign import MODELOPT_CONFIG, check_foreign
+from .foreign import MODELOPT_CONFIG, NOT_READ, check_foreign
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
@@ -88,7 +88,8 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         if method == TORCHAO:
             return source, (torchao_format(options, shards.metadata),)
         if method not in _READERS:
-            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+            cure = f"; {NOT_READ[method]}" if method in NOT_READ else ""
+            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}{cure}")
         return source, (_READERS[method](options),)
     except ValueError as error:
         raise ValueError(f"{folder / source}: {shown(error)}") from error
