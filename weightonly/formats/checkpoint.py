@@ -177,7 +177,8 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, converted), layer by layer.
+    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao,
+    gpt-oss, or a converted one.
 
     folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
         quant_config.json. Without a config the names of the tensors tell the format, where they can.

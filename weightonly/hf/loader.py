@@ -33,8 +33,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a dense
-        model: safetensors files and config.json, on this machine.
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a
+        dense model: safetensors files and config.json, on this machine.
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
