@@ -8,6 +8,9 @@ CPU. tinygemm.safetensors is of an H100: PyTorch's `_convert_weight_to_int4pack`
 matrix, called as tests/formats/test_torchao.py says.
 """
 
+# mypy: ignore-errors
+# (the packages that it calls are not installed)
+
 from __future__ import annotations
 
 import json

@@ -77,7 +77,12 @@ def test_words_that_are_viewed_as_floats(tmp_path: Path, generator: torch.Genera
     for i, inside in enumerate((tensors, floats)):
         (tmp_path / str(i)).mkdir()
         folder_of(tmp_path / str(i), lambda _, inside=inside: {k: x.clone() for k, x in inside.items()}, HQQ, generator)  # type: ignore[misc]
-    records = [r for i in range(2) for r in wo.load_checkpoint(tmp_path / str(i) / "model") if r.name == "a.up"]
+    records = [
+        r
+        for i in range(2)
+        for r in wo.load_checkpoint(tmp_path / str(i) / "model")
+        if isinstance(r, QuantizedLayer) and r.name == "a.up"
+    ]
     assert torch.equal(records[0].dequantize(), records[1].dequantize())
 
 
@@ -90,7 +95,8 @@ def test_samples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shapes["model.layers.0.mlp.down_proj"].group_size == 32  # of 64, cut at the ends of rows of 96; of 32
     biases = load_file(HERE / name / "model.safetensors")
     layers = {r.name: r for r in wo.load_checkpoint(HERE / name) if isinstance(r, QuantizedLayer)}
-    assert torch.equal(layers["model.layers.1.self_attn.q_proj"].bias, biases["model.layers.1.self_attn.q_proj.bias"])
+    bias = layers["model.layers.1.self_attn.q_proj"].bias
+    assert bias is not None and torch.equal(bias, biases["model.layers.1.self_attn.q_proj.bias"])
 
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {

@@ -70,7 +70,7 @@ def test_int4(tmp_path: Path, generator: torch.Generator) -> None:
     expected = scale * torch.tensor(q).t() + shift
     record = read(write(tmp_path / "model", tensors | {"bias": torch.ones(N)}, INT4))
     torch.testing.assert_close(record.dequantize(), expected, rtol=1e-6, atol=1e-6)
-    assert record.weight.format == "int4" and torch.equal(record.bias, torch.ones(N))
+    assert record.weight.format == "int4" and record.bias is not None and torch.equal(record.bias, torch.ones(N))
     tensors["_weight_zero_point"].zero_()
     record = read(write(tmp_path / "symmetric", tensors, INT4))
     assert record.zeros is None and torch.equal(record.dequantize(), expected - shift)
