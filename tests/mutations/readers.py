@@ -188,7 +188,7 @@ MUTATIONS = [
             (
                 "patterns before classes",
                 "Schemes.targeting",
-                "s for s in self._with_patterns if any(pattern.matches_start(name) for pattern in s.patterns)",
+                "s for s in self._with_patterns if any(pattern.matches_start(layer) for pattern in s.patterns)",
                 "",
             ),
             ("any number of groups", "_schemes_of", "> _MAX_GROUPS", "< 0"),
@@ -206,6 +206,29 @@ MUTATIONS = [
             ("counts without their number", "_times", "times *= ", "times = "),
             ("wide classes", "Pattern.__init__", "not text.isascii()", "False"),
             ("what re does not know", "Pattern.__init__", "re.compile(text)", "None"),
+        ],
+    ),
+    *of(
+        "weightonly/formats/hqq.py",
+        "hqq",
+        [
+            ("the high nibble first", "read_hqq", "words >> 4, words & 15", "words & 15, words >> 4"),
+            ("groups of other rows", "read_hqq", "begins // group_size", "begins // rows"),
+            ("groups along N", "_settings", 'found["axis"] != 1', "False"),
+            ("quantized scales", "_settings", "found.get(name)", "False"),
+        ],
+    ),
+    *of(
+        "weightonly/formats/torchao.py",
+        "torchao",
+        [
+            ("the low nibble first", "_weight", "qdata << 4 >> 4, qdata >> 4", "qdata >> 4, qdata << 4 >> 4"),
+            ("the sign of zeros", "_shifted", "-shift / scales", "shift / scales"),
+            ("zeros far away", "_shifted", "torch.finfo(torch.float16).max", "1e30"),
+            ("padded columns", "_weight", "[:n, :k]", ""),
+            ("the order of a tile", "_from_tiles", "6, 7, 3, 5", "6, 7, 5, 3"),
+            ("values beyond 4 bits", "_weight", "kind.bits == 4 and", "False and"),
+            ("scaled activations", "_shape", "tensors.keys() - allowed", "set()"),
         ],
     ),
     *of(
