@@ -3,6 +3,7 @@
 info                             versions, the build, and which of its kernels run here
 inspect FOLDER                   what a quantized checkpoint contains
 convert IN OUT --arch sm90       packs one for a GPU, or for CPUs
+export IN OUT --to gptq          writes one for others: compressed-tensors, gptq, awq
 explain FOLDER                   which kernels its layers run, for each number of rows, and why
 run FOLDER --prompt TEXT         loads one into transformers and writes text
 """
@@ -25,9 +26,9 @@ from .cpu import library, table
 from .device import device_arch, driver_cuda, sm_count
 from .explain import ROWS, explain_folder
 from .extras import describe_missing
-from .formats import convert, open_checkpoint
-from .formats.convert import SHARD_BYTES
+from .formats import convert, export, open_checkpoint
 from .formats.describe import describe
+from .formats.folder import SHARD_BYTES
 from .heuristics import KernelConfig
 from .heuristics.configs import CONFIGS
 from .kernels import HOW_TO_BUILD, NO_MODULE, cuda_built, is_compiled, runs_on
@@ -73,6 +74,9 @@ def _main(arguments: Sequence[str] | None) -> int:
             from .hf.run import run  # transformers: seconds to import, and no dependency of this package
 
             run(options)
+        elif options.command == "export":
+            export(options.source, options.target, options.to, options.device, options.shard_bytes)
+            _print_checkpoint(options.target)
         else:
             convert(options.source, options.target, options.arch, options.device, options.shard_bytes)
             _print_checkpoint(options.target)
@@ -110,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--arch", help="the GPU to pack for, such as sm90, or cpu; default: the visible GPU, else cpu")
     pack.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
     pack.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
+    give = commands.add_parser("export", help="write one in the format of another quantizer")
+    give.add_argument("source", metavar="IN", help="the folder to read, that inspect knows")
+    give.add_argument("target", metavar="OUT", help="the folder to write; it must not exist")
+    give.add_argument("--to", required=True, help="compressed-tensors, gptq or awq")
+    give.add_argument("--device", default="cpu", help="where to unpack and pack: cpu (default), cuda")
+    give.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file (default: %(default)s)")
     why = commands.add_parser("explain", help="which kernels compute its layers, for which numbers of rows, and why")
     why.add_argument("folder", metavar="FOLDER", help="that inspect knows")
     why.add_argument("--m", type=_numbers, default=ROWS, help="rows of x, such as 1,16 (default: 1,16,256,4096)")

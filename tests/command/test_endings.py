@@ -148,11 +148,11 @@ def test_ctrl_c_in_convert_is_one_line_and_leaves_nothing(folder: Path, tmp_path
         f"import signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from weightonly.__main__ import main\n"
-        "convert = sys.modules['weightonly.formats.convert']\n"
+        "from weightonly.tensor_file import TensorWriter\n"
         "def slow(*args, **kwargs):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"
-        "convert.write = slow\n"
+        "TensorWriter.add = slow\n"
         f"sys.exit(main(['convert', {str(folder)!r}, {str(tmp_path / 'out')!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -110,7 +110,7 @@ MUTATIONS = [
             ("version 1 is version 2", "_zero_points", "== 2", ">= 1"),
             ("symmetric checkpoints of version 1", "_zero_points", "all", "any"),
             ("Marlin's order", "gptq_format", '"is_marlin_format"', '"is_marlin"'),
-            ("3 bits", "gptq_format", "default_bits not in _ONES", "default_bits is None"),
+            ("3 bits", "gptq_format", "default_bits not in V1_ONES", "default_bits is None"),
             ("groups of the config", "_grouping", "is not None", "== 0"),
             (
                 "qweight of another K",
@@ -247,22 +247,26 @@ MUTATIONS = [
         ],
     ),
     *of(
-        "weightonly/formats/convert.py",
+        "weightonly/formats/folder.py",
         "formats_converted formats_convert storage",
         [
-            ("folders are copied as files", "_companions", " or not file.is_file()", ""),
+            ("folders are copied as files", "companions_of", " or not file.is_file()", ""),
             (
                 "links to elsewhere are copied",
-                "_companions",
+                "companions_of",
                 "any(place.is_relative_to(home) for home in homes)",
                 "homes",
             ),
-            ("an existing target", "convert", "os.path.lexists(target)", "target.is_file()"),
-            ("two tensors of a name", "_write_shards", "or name in", "and name in"),
-            ("what no kernel computes", "convert", "check_runs(checkpoint.shapes, arch)\n", ""),
-            ("the marker stays", "convert", "marker.unlink()\n", ""),
-            ("files of any size", "_write_shards", ">= shard_bytes", ">= 8 * shard_bytes"),
+            ("an existing target", "check_target", "os.path.lexists(target)", "target.is_file()"),
+            ("two tensors of a name", "write_shards", "if name in weight_map", "if name is None"),
+            ("the marker stays", "new_folder", "marker.unlink()\n", ""),
+            ("files of any size", "write_shards", ">= shard_bytes", ">= 8 * shard_bytes"),
         ],
+    ),
+    *of(
+        "weightonly/formats/convert.py",
+        "formats_converted formats_convert storage",
+        [("what no kernel computes", "convert", "check_runs(checkpoint.shapes, arch)\n", "")],
     ),
     *of(
         "weightonly/formats/converted.py",

@@ -25,36 +25,12 @@ import torch
 
 from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
-from ..tensor_file import digest
+from ..tensor_file import DTYPES, digest
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-_DTYPES: dict[str, torch.dtype] = {
-    code: getattr(torch, name)
-    for code, name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
-    }.items()
-    if hasattr(torch, name)  # the oldest PyTorch that is supported lacks some
-}
 
 _GGUF = (
     "it is not read here: AutoModelForCausalLM.from_pretrained(folder, gguf_file={!r}) makes it dense (pip install "
@@ -280,9 +256,9 @@ def _tensor(file: Path, name: str, fields: Any, data_begin: int, total_bytes: in
     except (KeyError, TypeError, ValueError) as error:
         expected = "dtype, shape and data_offsets"
         raise ValueError(f"{file}: {name}: expected {expected}, got {fields!r:.200}") from error
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {code!r:.200}")
-    dtype = _DTYPES[code]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {code!r:.200}")
+    dtype = DTYPES[code]
     size = _bytes(shape, dtype.itemsize)
     if size is None:
         raise ValueError(f"{file}: {name}: expected a shape that PyTorch can have, got {shape!r:.200}")

@@ -154,6 +154,8 @@ class Quantize(ConversionOps):
             expected = (stack.experts, stack.shape.k, stack.shape.n)
             if weight.shape != expected:
                 raise ValueError(f"{name}: expected [E, K, N] = {list(expected)}, got {list(weight.shape)}")
+            if weight.is_meta:
+                return _without_data(name, target)
             columns = gates_first if in_turns_in_files(model, name) else None
             return after_packing(_tensors(name, quantize_stack(weight, recipe, name, columns=columns)))
         shape = plan.layers[name]
@@ -162,6 +164,8 @@ class Quantize(ConversionOps):
         k, n = (target.in_features, target.out_features) if is_cut else (shape.k, shape.n)
         if weight.shape != (n, k):
             raise ValueError(f"{name}.weight: expected [{n}, {k}], got {list(weight.shape)}")
+        if weight.is_meta:
+            return _without_data(name, target)
         if not weight.numel():  # this rank has no part of it
             return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
         try:
@@ -409,6 +413,11 @@ class _Split(ConversionOps):
 
 def _tensors(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{name}.{tensor}": value for tensor, value in layer.state_dict().items()}
+
+
+def _without_data(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a dense weight on meta becomes: the tensors of its packed layer, there, too."""
+    return {key: tensor for key, tensor in _tensors(name, layer).items() if not key.endswith(".bias")}
 
 
 def _only(input_dict: dict[str, Any]) -> torch.Tensor:

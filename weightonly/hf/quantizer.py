@@ -85,7 +85,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             if device is None or device in ("disk", "auto", "balanced", "balanced_low_0", "sequential"):
                 continue
             device = torch.device(device)
-            if device.type not in ("cpu", "cuda"):
+            if device.type not in ("cpu", "cuda", "meta"):
                 raise ValueError(f"device_map: expected cpu and cuda devices, which have kernels, got {str(device)!r}")
             check_visible(device)
             if device.type == "cuda":
