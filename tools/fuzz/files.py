@@ -110,6 +110,34 @@ def _gpt_oss(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, tensors
 
 
+def _hqq(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    """Groups of 2 rows of [N, K]."""
+    numbers = {"nbits": 4, "group_size": 2 * K, "axis": 1, "view_as_float": 0, "quant_scale": 0}
+    tensors = {
+        "W_q": torch.randint(0, 256, (N // 4, 2 * K), generator=g).to(torch.uint8),
+        "scale": _scales(N // 2, 1, g),
+        "zero": _scales(N // 2, 1, g) * 15,
+        "shape": torch.tensor([N, K]),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return {"quant_method": "hqq"}, tensors | {name: torch.tensor(value) for name, value in numbers.items()}
+
+
+def _torchao(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    tensors = {
+        "_weight_qdata": torch.randint(-128, 128, (N, K // 2), generator=g).to(torch.int8),
+        "_weight_scale": _scales(K // GROUP, N, g) + 0.5,
+        "_weight_zero_point": _scales(K // GROUP, N, g),
+    }
+    return {"quant_method": "torchao"}, tensors
+
+
+_METADATA = {
+    f"{layer}.weight": json.dumps({"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}})
+    for layer in ("a", "b")
+}
+"""Of files of torchao."""
+
 QUANTIZERS = {
     "awq": _awq,
     "gptq": _gptq,
@@ -118,6 +146,8 @@ QUANTIZERS = {
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
     "gpt-oss": _gpt_oss,
+    "hqq": _hqq,
+    "torchao": _torchao,
 }
 
 KINDS = (*QUANTIZERS, "converted", "packed", "gguf")
@@ -160,7 +190,7 @@ def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, sh
     for shard in range(shards):
         file = f"model-{shard}.safetensors"
         part = {name: tensor for i, (name, tensor) in enumerate(named.items()) if i % shards == shard}
-        save_file(part, folder / file)
+        save_file(part, folder / file, _METADATA if options["quant_method"] == "torchao" else None)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

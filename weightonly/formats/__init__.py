@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss and GGUF, read bit-exactly.
+"""Checkpoints of other quantizers, read bit-exactly (torchao's int4 with float zeros: to the last bits of fp32).
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, `export` one in the format of
 another quantizer, and `open_checkpoint` tells what is in one. A `read_*` function takes the tensors of one linear layer
@@ -14,6 +14,7 @@ from .ct_fp4 import read_compressed_fp4
 from .export import export
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
+from .hqq import read_hqq
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
@@ -34,4 +35,5 @@ __all__ = [
     "read_compressed_tensors",
     "read_gpt_oss",
     "read_gptq",
+    "read_hqq",
 ]

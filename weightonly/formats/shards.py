@@ -2,8 +2,9 @@
 
 A file is: 8 bytes, the length of the header as a little-endian integer; the header, JSON of name -> dtype, shape and
 offsets; the bytes (https://github.com/huggingface/safetensors). The safetensors package maps whole files into memory,
-so that the process seems to grow by all that it has read. This module reads one tensor at a time instead. It accepts
-no header that the package refuses: the bytes of the tensors cover the file, once, and names are there once.
+so that the process seems to grow by all that it has read. Without that (`backend="pread"` of 0.8) it holds a tensor
+twice, and reads all of one whose part is asked for. This module reads one tensor, or a part, at a time. It accepts no
+header that the package refuses: the bytes of the tensors cover the file, once, and names are there once.
 
 Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains.
 """
