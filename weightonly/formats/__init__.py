@@ -1,4 +1,4 @@
-"""Checkpoints of other quantizers, read bit-exactly: AWQ, GPTQ, compressed-tensors, bitsandbytes, MXFP4, FP8, ModelOpt.
+"""Checkpoints of other quantizers, read bit-exactly (torchao's int4 with float zeros: to the last bits of fp32).
 
 `load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, `export` one in the format of
 another quantizer, and `open_checkpoint` tells what is in one. A `read_*` function takes the tensors of one linear layer
@@ -15,6 +15,7 @@ from .export import export
 from .fp8 import read_fp8
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
+from .hqq import read_hqq
 from .modelopt import read_modelopt_fp4
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
@@ -37,5 +38,6 @@ __all__ = [
     "read_fp8",
     "read_gpt_oss",
     "read_gptq",
+    "read_hqq",
     "read_modelopt_fp4",
 ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..device import check_memory
 from ..heuristics.arch import Arch
+from ..hub import model_folder
 from ..packing import target_name
 from ..require import require_int, require_path
+from ..shown import shown
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import shape_of, tensors_of
 from .folder import SHARD_BYTES, check_target, companions_of, new_folder, write_json, write_shards
+from .gguf import GgufShards
 from .layers import LayerShape
 from .packed_config import METHOD, VERSION, check_runs, guard_of, options_of
 from .recognize import quantization_config
@@ -48,7 +53,7 @@ def convert(
     of `arch` computes (groups of 16, codes for a GPU that does not read them) and for small files that are links to
     elsewhere, OSError for what cannot be written, and what `load_checkpoint` raises.
     """
-    source, target = require_path("source", source), require_path("target", target)
+    source, target = model_folder(source, argument="source"), require_path("target", target)
     check_target(target)
     require_int("shard_bytes", shard_bytes, least=1)
     if arch is not None:
@@ -57,8 +62,11 @@ def convert(
     checkpoint = open_checkpoint(source)
     check_runs(checkpoint.shapes, arch)
     shapes: dict[str, LayerShape] = {}
-    with new_folder(target, companions_of(checkpoint.folder)) as folder:
+    is_gguf = isinstance(checkpoint.shards, GgufShards)
+    with new_folder(target, [] if is_gguf else companions_of(checkpoint.folder)) as folder:
         write_shards(folder, _tensors(checkpoint.records(arch, device, progress), shapes), shard_bytes)
+        if is_gguf:
+            _write_tokenizer(checkpoint.folder, folder)
         write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
 
 
@@ -101,3 +109,14 @@ def dense_layers(checkpoint: Checkpoint) -> list[str]:
     tensors = checkpoint.shards.tensors
     names = (name for name in checkpoint.plain if name.endswith(".weight") and len(tensors[name].shape) == 2)
     return [name.removesuffix(".weight") for name in names]
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """That of a GGUF file, as transformers' files. Where it cannot be made, a warning says why: weights do without."""
+    try:
+        from ..hf.tokenizer import load_tokenizer
+
+        if (tokenizer := load_tokenizer(source)) is not None:
+            tokenizer.save_pretrained(folder)
+    except (ValueError, ImportError) as error:
+        logging.getLogger("weightonly").warning("no tokenizer is written: %s", shown(error))

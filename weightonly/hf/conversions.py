@@ -13,6 +13,7 @@ from ..formats.converted import tensors_of
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
 from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
+from ..nn.recipe import Recipe
 from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
@@ -142,10 +143,18 @@ class Quantize(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         if len(input_dict) > 1:
             return input_dict  # `QuantizeParts` made them
+        try:
+            return self._quantized(input_dict, full_layer_name, model)
+        except (TypeError, ValueError) as error:
+            if (dense := self.hf_quantizer.quantization_config.dense) is not None:
+                dense.problems.append(error)
+            raise
+
+    def _quantized(self, input_dict: dict[str, Any], full_layer_name: str, model: Any) -> dict[str, torch.Tensor]:
         weight, plan = _only(input_dict), self.hf_quantizer.plan
         name = full_layer_name.removesuffix(".qweight")
         target = model.get_submodule(name)
-        recipe = self.hf_quantizer.quantization_config.recipe(target.scales.dtype)
+        recipe = self._recipe(name, target.scales.dtype)
         if name in plan.stacks:
             stack = plan.stacks[name]
             experts: Experts = model.get_submodule(name.rpartition(".")[0])
@@ -177,6 +186,13 @@ class Quantize(ConversionOps):
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return after_packing({f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None})
+
+    def _recipe(self, name: str, dtype: torch.dtype) -> Recipe:
+        """How a layer is quantized, as the plan says."""
+        config, plan = self.hf_quantizer.quantization_config, self.hf_quantizer.plan
+        shape = plan.layers[name] if name in plan.layers else plan.stacks[name].shape
+        recipe = config.recipe(dtype, shape)
+        return recipe if config.dense is None else config.dense.measured(name, recipe)
 
 
 class QuantizeParts(ConversionOps):

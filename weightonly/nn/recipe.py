@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +61,21 @@ class Recipe:
         format = format_of(bits, format)
         size = default_group_size(format) if group_size is None else group_size
         return cls(format, size, symmetric, dtype, arch)
+
+    def with_own(
+        self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
+    ) -> Recipe:
+        """The recipe of layers that have some things otherwise.
+
+        Where one of both formats is a codebook, the group size is the usual one of the new format.
+        """
+        format = self.format if format is None else format
+        if group_size is None:
+            is_near = format == self.format or not (self.is_code or format in CODE_FORMATS)
+            group_size = self.group_size if is_near else default_group_size(format)
+        if symmetric is None:
+            symmetric = self.symmetric or format in CODE_FORMATS
+        return replace(self, format=format, group_size=group_size, symmetric=symmetric)
 
     @property
     def is_code(self) -> bool:
