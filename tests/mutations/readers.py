@@ -58,7 +58,7 @@ MUTATIONS = [
             ("names of tensors", "_tensor", "_check_printable(file, name)\n", ""),
             ("names of tensors in an index", "_weight_map", "_check_printable(index, name)\n", ""),
             ("names of files in an index", "_weight_map", "_check_printable(index, shard)\n", ""),
-            ("digests are not compared", "Shards.read", "is not None and digest(data) != sha256", '== ""'),
+            ("digests are not compared", "Shards._read", "is not None and digest(data) != sha256", '== ""'),
         ],
     ),
     *of(
