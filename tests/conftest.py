@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
 _SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"
@@ -40,6 +42,13 @@ def no_plans() -> None:
     from weightonly.plan import cache
 
     cache.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """Each test may compile a function as often as PyTorch allows."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -52,11 +52,6 @@ CASES: dict[str, Case] = {
     "fp8-e5m2": Case({"weight": _f(N, K).to(E5M2)}, "FP8"),
     "fp8-e8m0": Case({"weight": _f(N, K).to(torch.float8_e8m0fnu)}, "FP8"),
     "fp8-scale": Case({"weight": _F8, "weight_scale": _f(1)}, "FP8"),
-    "fp8-modelopt": Case(
-        {"weight": _F8, "weight_scale": _f(1), "input_scale": _f(1)},
-        "(modelopt|ModelOpt)",
-        files={"hf_quant_config.json": MODELOPT},
-    ),
     "fp8-scale-beside-the-weight's-name": Case({"weight": _F8, "scale": _f(1)}, "FP8"),
     "fp8-block": Case({"weight": _F8, "weight_scale_inv": _f(1, 2)}, "block"),
     "fp8-block-that-was-cast": Case({"weight": _W16, "weight_scale_inv": _f(1, 2)}, "block"),
@@ -72,7 +67,11 @@ CASES: dict[str, Case] = {
     "quark-quantizers": Case({"weight": _W16, "weight_quantizer.scale": _f(1)}, "Quark"),
     "nvfp4-modelopt": Case({"weight": _U8, "weight_scale": _f(N, K // 16).to(E4M3), "weight_scale_2": _f(1)}, "NVFP4"),
     "mxfp4-uint8": Case({"weight": _U8, "weight_scale": _int(torch.uint8, N, K // 32)}, "int"),
-    "hqq": Case({"W_q": _U8, "scale": _f(N, 1), "zero": _f(N, 1), "nbits": torch.tensor(4)}, "HQQ"),
+    "hqq": Case(
+        {"W_q": _U8, "scale": _f(N * 4, 1), "zero": _f(N * 4, 1), "shape": torch.tensor([N, K]), "packing": _U8[0, :7]}
+        | {"nbits": torch.tensor(4), "group_size": torch.tensor(64), "axis": torch.tensor(0)},
+        "(HQQ|groups along K)",
+    ),
     "torchao": Case({"_weight_qdata": _W8, "_weight_scale": _f(N, 1)}, "torchao"),
     "torchao-beside-the-weight": Case({"weight": _W16, "weight._scale": _f(N, 1)}, "quanto"),
     "quanto": Case({"weight._data": _W8, "weight._scale": _f(N, 1), "input_scale": _f()}, "quanto"),

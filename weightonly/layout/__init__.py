@@ -6,7 +6,7 @@ the last one also packs them. A layout is a composition of passes (pack.py):
     row_major     add_bias_and_interleave                      words run along N, rows of K follow each other
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave    (interleaved.py)
     tiled         tile_fragments -> add_bias_and_interleave    64 x 64 blocks in the order of MMA fragments (tiled.py)
-    ..., codes    ... -> pack_codes                            the same for the codes of NF4, FP4 and other codebooks
+    ..., codes    ... -> pack_codes                            the same for the codes of NF4, FP4, other codebooks, FP8
     tiled_fp8     pack_fp8_panels                              the same for operands of 8 bits (tiled_fp8.py)
     cpu           pack_panels                                  panels of 32 columns, words along K (cpu.py)
 
@@ -14,7 +14,7 @@ Each pass is a few strided copies on the device of its input. It needs no index 
 never more than two int8 copies of the weight are alive.
 """
 
-from .cut import Blocks, Range, blocks_of, can_cut, cut_bytes
+from .cut import Blocks, Range, blocks_of, can_cut, cut_bytes, put_columns
 from .pack import pack_bytes, unpack_bytes
 from .shapes import (
     CODE_LAYOUTS,
@@ -65,6 +65,7 @@ __all__ = [
     "matrix_shape",
     "pack_bytes",
     "padded_shape",
+    "put_columns",
     "stored_shape",
     "unpack_bytes",
 ]

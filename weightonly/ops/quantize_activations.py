@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..args import check_one_device
 from ..dense import WEIGHT_DTYPES
-from ..device import device_arch
+from ..device import check_one_device, device_arch
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..plain import are_plain
 from ..require import require_dtype
