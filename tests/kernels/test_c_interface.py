@@ -80,7 +80,7 @@ def fp8_params(**changed: int) -> ctypes.Structure:
     fields = {"x_scales": 4100, "group_size": 128} | changed
     x_scales = fields.pop("x_scales")
     given = params(**fields)
-    return Fp8GemmParams(*(getattr(given, name) for name, _ in GemmParams._fields_), x_scales)
+    return Fp8GemmParams(*(getattr(given, field[0]) for field in GemmParams._fields_), x_scales)
 
 
 @pytest.mark.parametrize("kernel", [GEMV, GEMM, DECODE], ids=["gemv", "gemm", "decode"])

@@ -141,20 +141,19 @@ def small(config: KernelConfig, g: torch.Generator) -> tuple[Operands, torch.Ten
 def test_leading_dimensions_strides_and_act_order(cuda_device: torch.device, generator: torch.Generator) -> None:
     for config in wo.fp8_kernels():
         o, x8, x_scales, expected = small(config, generator)
-        calls = {"config": config}
         x3 = x8.contiguous().view(2, 35, 512)
-        y = wo.gemm(x3, o.qweight, o.scales, x_scales=x_scales.view(2, 35), **calls)
+        y = wo.gemm(x3, o.qweight, o.scales, x_scales=x_scales.view(2, 35), config=config)
         assert y.shape == (2, 35, 192) and torch.equal(y.view(70, 192), expected)
         spread = x_scales.repeat_interleave(3)[::3]
-        assert torch.equal(wo.gemm(x8, o.qweight, o.scales, x_scales=spread, **calls), expected)
+        assert torch.equal(wo.gemm(x8, o.qweight, o.scales, x_scales=spread, config=config), expected)
         turned = x8.view(torch.uint8).t().contiguous().t().view(x8.dtype)
-        assert torch.equal(wo.gemm(turned, o.qweight, o.scales, x_scales=x_scales, **calls), expected)
+        assert torch.equal(wo.gemm(turned, o.qweight, o.scales, x_scales=x_scales, config=config), expected)
         order = torch.randperm(512, generator=generator).cuda()
         shuffled = torch.empty(70, 512, dtype=torch.uint8, device="cuda")
         shuffled[:, order] = x8.view(torch.uint8)
-        y = wo.gemm(shuffled.view(x8.dtype), o.qweight, o.scales, x_scales=x_scales, perm=order, **calls)
+        y = wo.gemm(shuffled.view(x8.dtype), o.qweight, o.scales, x_scales=x_scales, perm=order, config=config)
         assert torch.equal(y, expected)
-        none = wo.gemm(x8[:0], o.qweight, o.scales, x_scales=x_scales[:0], **calls)
+        none = wo.gemm(x8[:0], o.qweight, o.scales, x_scales=x_scales[:0], config=config)
         assert none.shape == (0, 192) and none.dtype == torch.bfloat16
 
 

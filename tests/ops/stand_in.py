@@ -13,9 +13,11 @@ import pytest
 from tests import ROOT
 
 from weightonly.args import GemmArgs
+from weightonly.fp8_args import Fp8Args
 from weightonly.heuristics import KernelConfig, Problem, select
-from weightonly.heuristics.configs import CONFIGS, kernel_types
-from weightonly.plan import choose, kernel
+from weightonly.heuristics.configs import CONFIGS, FP8_CONFIGS, kernel_types
+from weightonly.plan import choose, fp8, kernel
+from weightonly.plan.fp8 import Fp8KernelPlan
 from weightonly.plan.kernel import KernelPlan
 
 ARCH, SM_COUNT, STREAM = 90, 132, 77
@@ -45,11 +47,11 @@ class Module:
     """
 
     def __init__(self) -> None:
-        self.names = [f"{config.kernel}_{types.name}" for config in CONFIGS for types in kernel_types(config)]
+        configs = (*CONFIGS, *FP8_CONFIGS)
+        self.names = [f"{config.kernel}_{types.name}" for config in configs for types in kernel_types(config)]
         self.launches: list[dict[str, Any]] = []
         self.at_launch: Callable[[dict[str, Any]], object] = lambda launch: None
         self.plans = 0
-        parameters = declared()["Plan.launch"]
         module = self
 
         class Plan:
@@ -59,6 +61,13 @@ class Module:
                 module.plans += 1
 
             def launch(self, *arguments: Any) -> None:
+                self.record("launch", arguments)
+
+            def launch_fp8(self, *arguments: Any) -> None:
+                self.record("launch_fp8", arguments)
+
+            def record(self, method: str, arguments: tuple[Any, ...]) -> None:
+                parameters = declared()[f"Plan.{method}"]
                 module.launches.append(self.sizes | dict(zip(parameters, arguments, strict=True)))
                 module.at_launch(module.launches[-1])
 
@@ -72,7 +81,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Module:
     monkeypatch.setattr(kernel, "_C", stand_in)
     monkeypatch.setattr(kernel, "kernel_numbers", lambda: numbers)
     monkeypatch.setattr(kernel, "_current_stream", lambda device: STREAM)
+    monkeypatch.setattr(fp8, "_current_stream", lambda device: STREAM)
     monkeypatch.setattr(choose, "CpuPlan", plan_of_an_h200)
+    monkeypatch.setattr(choose, "Fp8CpuPlan", plan_of_an_h200)
     return stand_in
 
 
@@ -82,4 +93,5 @@ def choice(p: Problem) -> KernelConfig:
 
 def plan_of_an_h200(args: GemmArgs) -> KernelPlan:
     p = choose.problem_of(args.m, args.weight, ARCH, SM_COUNT)
-    return KernelPlan(args, p, choose.types_of(p, args.x.dtype), args.config or choice(p))
+    make = Fp8KernelPlan if isinstance(args, Fp8Args) else KernelPlan
+    return make(args, p, choose.types_of(p, args.dtype), args.config or choice(p))
