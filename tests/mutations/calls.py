@@ -37,6 +37,40 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/fp8_args.py",
+        "gemm_fp8 fp8_plan",
+        [
+            ("x_scales are not in the key", "Fp8Args.key", ", s.shape, ", ", len(s), "),
+            ("x_scales of another length", "Fp8Args.check", "scales.shape != x.shape[:-1]", "False"),
+            ("x_scales in 16 bits", "Fp8Args.check", "(torch.float32,)", "(torch.float32, torch.float16)"),
+            (
+                "another x in 8 bits",
+                "Fp8Args.check_x",
+                "!= torch.float8_e4m3fn",
+                "not in (torch.float8_e4m3fn, torch.float8_e5m2)",
+            ),
+            ("a gradient of a product in 8 bits", "Fp8Args.check_no_gradient", '"requires_grad"', '"is_leaf" * 0'),
+        ],
+    ),
+    *of(
+        "weightonly/plan/fp8.py",
+        "fp8_plan gemm_fp8",
+        [
+            ("freed x_scales", "Fp8Plan.holds", " and has_memory(args.x_scales)", ""),
+            ("x_scales with strides", "Fp8KernelPlan.run", "args.x_scales.contiguous()", "args.x_scales"),
+            ("rows of x off 16 bytes", "Fp8KernelPlan.run", "not self.rows_aligned or ", ""),
+        ],
+    ),
+    *of(
+        "weightonly/ops/quantize_activations.py",
+        "gemm_fp8",
+        [
+            ("rows of zeros", "_by_operators", "x_scales == 0, 1.0", "x_scales == 0, 0.0"),
+            ("the largest number", "_by_operators", "amax(-1) / LARGEST", "amax(-1) / 2 / LARGEST"),
+            ("negative numbers", "_by_operators", ".abs()", ""),
+        ],
+    ),
+    *of(
         "weightonly/weight.py",
         "quantized_weight arguments expected_operands packed_experts act_order plan_cache",
         [
@@ -257,10 +291,10 @@ MUTATIONS = [
             (
                 "K that is no multiple of 8",
                 "KernelPlan.__init__",
-                "-(-k // 8) * 8  # K as the kernels see it",
+                "-(-k // aligned) * aligned  # K as the kernels see it",
                 "k  # K as the kernels see it",
             ),
-            ("rows at any distance", "KernelPlan.__init__", "% 8", "% 4"),
+            ("rows at any distance", "KernelPlan.__init__", "% aligned", "% 4"),
             ("rows at any address", "KernelPlan.run", " or x_address % 16", ""),
             ("scales at any address", "KernelPlan.run", "(scales_address | zeros_address)", "scales_address"),
             ("a strided bias", "KernelPlan.__init__", "bias is None or bias.is_contiguous()", "True"),

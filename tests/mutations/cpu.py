@@ -12,7 +12,7 @@ MUTATIONS = [
         "cpu cpu_interface cpu_numbers cpu_process",
         [
             ("zeros at the distance of scales", "gemm", "zeros.stride", "scales.stride"),
-            ("int8 of 32 columns as it is", "gemm", "TILE", "32"),
+            ("int8 of 32 columns as it is", "gemm", "% TILE", "% 32"),
             ("a weight at an odd address", "gemm", "aligned(qweight.data, 4)", "qweight.data"),
             ("a strided bias", "gemm", "aligned(bias, bias.element_size())", "bias"),
             ("rows at odd addresses", "_rows", " and matrix.data_ptr() % matrix.element_size() == 0", ""),

@@ -61,6 +61,15 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/layout/tiled_fp8.py",
+        "layout tiled_fp8",
+        [
+            ("negative integers for x in 8 bits", "pack_fp8_panels", " ^ (q >> 7)", ""),
+            ("9 for x in 8 bits", "pack_fp8_panels", "check_range(q, 4)", "check_range(q, 8)"),
+            ("the order of bytes for x in 8 bits", "_ORDER", "1, 2, 4, 8", "2, 1, 4, 8"),
+        ],
+    ),
+    *of(
         "weightonly/layout/interleaved.py",
         "layout",
         [
