@@ -25,6 +25,7 @@ struct Load {
   static constexpr int kStages = Traits::kStages;
   static constexpr int kKBlocks = Traits::kKBlocks;
   static constexpr int kScaleRowBytes = Traits::kScaleRowBytes;
+  static constexpr int kGroupStep = cutlass::const_min(32, Traits::kLeastGroup);  // of GroupIndex
 
   /// k_tiles that issue_first issues: some 16 KB of weights.
   static constexpr int kFirstKTiles =
@@ -124,7 +125,7 @@ struct Load {
         // could make a weight overflow, and Inf times a zero of x is NaN.
         auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
         char* const place = target + stage * Traits::kScaleStageBytes + row * kScaleRowBytes;
-        int const group = k < p.k ? p.group.of<Traits::kLeastGroup>(k) : p.groups;
+        int const group = k < p.k ? p.group.of<kGroupStep>(k) : p.groups;
         cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, place, work.column_begin, group);
       }
     }
@@ -146,9 +147,11 @@ struct Load {
       int const bytes = p.pdl_mode == int(PdlMode::kPrefetch) ? kStages * kKTileBytes : kBytes;
       prefetch_panel<Weight>(p, panel + threadIdx.x, k_tile * kKBlocks, 0, min(bytes, p.k_tiles_per_cta * kKTileBytes));
     }
-    constexpr int kTileK = Traits::kTileK, kStep = Traits::kLeastGroup;
-    if (Traits::kHasScales && warp == 1) prefetch_groups<Element, kPanels, kStep>(p, p.scales, panel, k_tile * kTileK);
-    if (Traits::kHasZeros && warp == 2) prefetch_groups<Element, kPanels, kStep>(p, p.zeros, panel, k_tile * kTileK);
+    constexpr int kTileK = Traits::kTileK;
+    if (Traits::kHasScales && warp == 1)
+      prefetch_groups<Element, kPanels, kGroupStep>(p, p.scales, panel, k_tile * kTileK);
+    if (Traits::kHasZeros && warp == 2)
+      prefetch_groups<Element, kPanels, kGroupStep>(p, p.zeros, panel, k_tile * kTileK);
   }
 
   /// Issues the loads of the first k_tiles. Called by one thread of each producer warp, when this CTA's barriers are
