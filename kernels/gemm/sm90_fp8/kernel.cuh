@@ -43,6 +43,7 @@ struct Consumers {
         }
       }
     });
+    Loop::end_turns(warpgroup);
     if (is_staged) return;
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     CUTLASS_PRAGMA_UNROLL

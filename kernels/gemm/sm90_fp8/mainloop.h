@@ -93,9 +93,14 @@ struct Mainloop {
     }
   };
 
-  /// The first turn is that of warpgroup 0. Called once.
+  /// The first turn is that of warpgroup 0. Called once, and end_turns after all tiles.
   CUTLASS_DEVICE static void begin_turns(int warpgroup) {
     if (kTakesTurns && warpgroup == 1) turn_barrier_arrive(kFirstTurn);
+  }
+
+  /// Takes the last turn that warpgroup 1 gave: no barrier is left with arrivals.
+  CUTLASS_DEVICE static void end_turns(int warpgroup) {
+    if (kTakesTurns && warpgroup == 0) turn_barrier_sync(kFirstTurn);
   }
 
   /// accum[i] = w x of panel i: all k_tiles of a work tile. x: the B fragment of stage 0.
