@@ -331,7 +331,7 @@ def _add_options(parser: command.Parser) -> None:
 
 
 def _run(options: command.Options) -> int:
-    frame = accuracy(**command.keywords(options, accuracy))
+    frame = accuracy(**command.keywords(options, accuracy)).round(3)  # as the file has it: one table of both
     print(accuracy_table(frame))
     if options.csv:
         facts = machine_facts(default_device(options.device)) | {"command": options.command_line}
