@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -85,12 +86,13 @@ def _hqq(method: Method, weight: torch.Tensor) -> Quantized:
 def _torchao(method: Method, weight: torch.Tensor) -> Quantized:
     from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup, quantize_
 
-    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    n, k = weight.shape
+    linear = torch.nn.Linear(k, n, bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
     mapping = MappingType.ASYMMETRIC if method.zeros else MappingType.SYMMETRIC
     made = torch.nn.Sequential(linear)
-    quantize_(made, IntxWeightOnlyConfig(torch.int4, PerGroup(method.group_size), mapping))
-    held = made[0].weight
+    quantize_(made, IntxWeightOnlyConfig(torch.int4, PerGroup(method.group_size), mapping))  # type: ignore[attr-defined]
+    held: Any = made[0].weight  # a class of torchao's
     beside = held.scale.nbytes + (held.zero_point.nbytes if method.zeros else 0)
     return Quantized(4 + 8 * beside / weight.numel(), lambda: held.dequantize().float())
 
@@ -157,7 +159,9 @@ def random_model(name: str, shapes: Sequence[Shape], dtype: torch.dtype, device:
     for k, n in shapes:
         weight = torch.randn(n, k, generator=generator)  # [N, K]
         if name == "student-t":
-            squares = sum(torch.randn(n, k, generator=generator).square() for _ in range(_FREEDOM))
+            squares = torch.zeros(n, k)
+            for _ in range(_FREEDOM):
+                squares += torch.randn(n, k, generator=generator).square()
             weight /= (squares / _FREEDOM).sqrt()
         x = torch.randn(ROWS, k, generator=generator)  # [M, K]
         layers[f"{k}x{n}"] = Layer((weight * k**-0.5).to(device, dtype), x.to(device))
