@@ -1,4 +1,4 @@
-"""The tables and the pictures of README.md and docs/performance.md, made from the committed measurements.
+"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements.
 
     python -m tools.published     writes them anew, from a checkout
 
