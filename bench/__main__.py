@@ -1,12 +1,14 @@
 """Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
 (`model`), their linears on several GPUs (`parallel`), vLLM's engine (`serve`), mixtures of experts (`experts`) and what
-a call costs the host (`host`); find the configurations that are the quickest on this GPU (`tune`)."""
+a call costs the host (`host`); say what quantizing loses (`accuracy`); find the configurations that are the quickest on
+this GPU (`tune`)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
+from .accuracy import COMMAND as ACCURACY
 from .chain import COMMAND as CHAIN
 from .command import Command, run_commands
 from .experts.measure import COMMAND as EXPERTS
@@ -28,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "experts": EXPERTS,
     "tune": TUNE,
     "host": HOST,
+    "accuracy": ACCURACY,
 }
 
 

@@ -1,4 +1,4 @@
-"""The tables and the pictures of README.md and docs/performance.md, made from the committed measurements.
+"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements.
 
     python -m tools.published     writes them anew, from a checkout
 
@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from weightonly.bench import accuracy
 from weightonly.bench.kept import read as read_kept
 from weightonly.bench.model import tables as models
 from weightonly.bench.model.measure import COLUMNS as OF_MODELS
@@ -37,7 +38,14 @@ MEASUREMENTS = ROOT / "bench" / "measurements"
 ASSETS = ROOT / "docs" / "assets"
 PICTURE = ASSETS / "h200_speedup.svg"
 DOCUMENTS = tuple(
-    ROOT / name for name in ("README.md", "docs/performance.md", "docs/kernels/sm90_grouped.md", "docs/guides/vllm.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/performance.md",
+        "docs/kernels/sm90_grouped.md",
+        "docs/guides/quantize.md",
+        "docs/guides/vllm.md",
+    )
 )
 
 BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
@@ -358,6 +366,13 @@ def serve_table() -> str:
     return "\n".join(lines)
 
 
+def accuracy_table() -> str:
+    """What quantizing loses, ours beside others."""
+    return accuracy.accuracy_table(
+        results.read_rows(MEASUREMENTS / "accuracy.csv", "bench accuracy", accuracy.COLUMNS).rows
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -374,6 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grouped-mxfp4": lambda: grouped_table("mxfp4"),
     "layer-even": lambda: layer_table("even"),
     "serve": serve_table,
+    "accuracy": accuracy_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

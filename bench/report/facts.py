@@ -17,6 +17,7 @@ from weightonly.plan.tuned import table_of
 
 _LIBRARIES = (
     "bitsandbytes",
+    "hqq",
     "torchao",
     "transformers",
     "peft",
