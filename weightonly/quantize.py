@@ -12,6 +12,7 @@ from .dense import blocks_of, check_values, check_weight, default_group_size, re
 from .heuristics.problem import CODE_FORMATS, FORMATS
 from .packing import HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
+from .least_squares import Search
 from .require import require_bool
 
 
@@ -20,6 +21,7 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool = True,
+    search: bool = True,
     *,
     format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -52,12 +54,12 @@ def quantize(
     """
     name = format_of(bits, format)
     size = default_group_size(name) if group_size is None else group_size
-    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric)
+    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric, search)
 
 
 @torch.no_grad()
 def quantize_for(
-    w: torch.Tensor, dtype: torch.dtype | None, format: str, group_size: int, symmetric: bool
+    w: torch.Tensor, dtype: torch.dtype | None, format: str, group_size: int, symmetric: bool, search: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`quantize`, with scales and zeros in `dtype`, which `w` need not have.
 
@@ -67,6 +69,7 @@ def quantize_for(
     check_weight(w, dtype)
     assert dtype is not None
     require_bool("symmetric", symmetric)
+    require_bool("search", search)
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
@@ -79,21 +82,19 @@ def quantize_for(
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
     zeros = None if symmetric else torch.empty_like(scales)
-    for groups, columns in blocks_of(k // group, group, n):
+    for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group))  # (G, g, n)
-        low, high = (t.double() for t in torch.aminmax(block, dim=1))  # (G, n)
-        if zeros is None:
-            peak = torch.maximum(high, -low)
-            scale = _storable_scale(peak, _largest(bits), 0.5, peak, dtype)
-            zero = torch.zeros_like(low)
-        else:
-            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-            scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
-            scale, zero = _within_half(low, high, scale, bits, dtype)
-            zeros[groups, columns] = zero.to(dtype)
+        block = w[rows, columns].to(torch.float32).contiguous().unflatten(0, (-1, group))  # (G, g, n)
+        low, high = block.amin(dim=1), block.amax(dim=1)  # (G, n)
+        scale, zero = _by_range(low.double(), high.double(), bits, symmetric, dtype)
+        if search:
+            scale, zero = _by_search(block, low, high, scale.float(), zero, bits, dtype)
         scales[groups, columns] = scale
-        q[rows, columns] = _round_to_levels(block, scale.float(), zero.float(), bits, dtype).flatten(0, 1)
+        level = _nearest(block / scale.float().unsqueeze(1), scale.float(), zero, bits, dtype)
+        if zeros is not None and zero is not None:
+            zeros[groups, columns] = zero
+            level = level.add_(zero.unsqueeze(1)).round_()  # a fraction was taken off
+        q[rows, columns] = level.flatten(0, 1)
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
@@ -167,12 +168,71 @@ def _step(scale: torch.Tensor, by: int) -> torch.Tensor:
     return (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.int16) + by).view(scale.dtype)
 
 
-def _round_to_levels(
-    block: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, dtype: torch.dtype
+def _by_range(
+    low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scale in `dtype`, zero fp32 or None) with which the levels cover the range: low, high, fp64 (G, n)."""
+    if symmetric:
+        peak = torch.maximum(high, -low)
+        return _storable_scale(peak, _largest(bits), 0.5, peak, dtype), None
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
+    scale, zero = _within_half(low, high, scale, bits, dtype)
+    return scale, zero.float()
+
+
+_SYMMETRIC = (1.0, 0.93, 0.86, 0.8)
+_ASYMMETRIC = ((-0.07, 0.0), (0.0, 0.0), (0.0, 0.3), (0.0, -0.3), (-0.04, 0.0), (0.04, 0.0), (0.0, 0.15), (0.0, -0.15), (0.0, 0.0))
+
+
+def _by_search(
+    block: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scale, zero), fp32 (G, n), with a smaller square error than those given, or these."""
+
+    def nearest(ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        return _nearest(ratio, scale, zero, bits, dtype)
+
+    def store(scale: torch.Tensor) -> torch.Tensor:
+        return scale.to(dtype).float()
+
+    if zero is None:
+        search = Search(block, nearest, store, scale)
+        peak = torch.where(high > -low, high, low).double() / _smallest(bits)
+        for factor in _SYMMETRIC:
+            search.try_(store(peak * factor), None)
+        search.try_(search.scale, None)
+        return search.scale, None
+
+    has_zero = (block == 0).any(dim=1)
+
+    def store_zero(zero: torch.Tensor) -> torch.Tensor:
+        zero = zero.clamp(_smallest(bits), _largest(bits)).float()
+        return torch.where(has_zero, zero.round(), zero.to(dtype).float())
+
+    search = Search(block, nearest, store, scale, store_zero, zero)
+    zero = _smallest(bits) - low.clamp(max=0).double() / scale
+    for wider, shift in _ASYMMETRIC:
+        s0 = search.scale if wider != -0.07 else scale
+        z0 = search.zero if wider != -0.07 else zero
+        search.try_(store(s0.double() * (1 + wider)), store_zero(z0.double() + shift))
+    return search.scale, search.zero
+
+
+def _nearest(
+    ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """round(block / scale) + zero, fp32 (G, g, n), clamped to the range of q and to finite scale * (q - zero)."""
-    reach = torch.floor(torch.finfo(dtype).max / scale)  # (G, n)
-    low = torch.clamp(zero - reach, min=_smallest(bits))
-    high = torch.clamp(zero + reach, max=_largest(bits))
-    levels = torch.div(block, scale.unsqueeze(1)).round_().add_(zero.unsqueeze(1))
-    return levels.clamp_(low.unsqueeze(1), high.unsqueeze(1))
+    """The levels next to block / scale, fp32 (G, g, n), less the zero point; scale * level is finite in `dtype`."""
+    reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
+    if zero is None:
+        return ratio.round().clamp_((-reach).clamp(min=_smallest(bits)).unsqueeze(1), reach.clamp(max=_largest(bits)).unsqueeze(1))
+    # Apart, so that the half of a number is rounded as without zero points.
+    fraction = (zero - zero.round()).unsqueeze(1)
+    low, high = torch.maximum(-reach, _smallest(bits) - zero), torch.minimum(reach, _largest(bits) - zero)
+    return (ratio + fraction).round_().sub_(fraction).clamp_(low.unsqueeze(1), high.unsqueeze(1))
