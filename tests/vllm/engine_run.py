@@ -1,6 +1,6 @@
 """Engines of vLLM, on a GPU, in a process of their own: `python -m tests.vllm.engine_run WHAT PROVIDER`.
 
-logprobs: of the prompts of every case of `CASES`. features MODEL: prompts longer than a step takes (chunked prefill),
+logprobs PART: of the prompts of a part of `CASES`. features MODEL: prompts longer than a step takes (chunked prefill),
 cached prefixes, LoRA, sleep, weights that are loaded again. The last line is what was found, as JSON.
 """
 
@@ -42,11 +42,14 @@ CASES = {
     **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS},
 }
 
+PARTS = 3
+"""Processes that share the cases: tests may run side by side."""
 
-def logprobs(provider: str) -> dict[str, Any]:
+
+def logprobs(provider: str, part: str) -> dict[str, Any]:
     found = {}
-    for name, case in CASES.items():
-        job = replace(case, provider=provider)
+    for name in list(CASES)[int(part) :: PARTS]:
+        job = replace(CASES[name], provider=provider)
         llm = engine(job)
         found[name] = {"kernels": llm.apply_model(kernels)[0], "logprobs": prompt_logprobs(llm, LENGTH)}
         _free(llm)
@@ -113,7 +116,7 @@ def _adapter(job: Job) -> Path:
 
 
 if __name__ == "__main__":
-    what, provider, *models = sys.argv[1:]
+    what, provider, of = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
-    print(RESULT + json.dumps(features(provider, *models) if what == "features" else logprobs(provider)), flush=True)
+    print(RESULT + json.dumps(features(provider, of) if what == "features" else logprobs(provider, of)), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py
