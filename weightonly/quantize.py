@@ -181,8 +181,14 @@ def _by_range(
     return scale, zero.float()
 
 
-_SYMMETRIC = (1.0, 0.93, 0.86, 0.8)
-_ASYMMETRIC = ((-0.07, 0.0), (0.0, 0.0), (0.0, 0.3), (0.0, -0.3), (-0.04, 0.0), (0.04, 0.0), (0.0, 0.15), (0.0, -0.15), (0.0, 0.0))
+_CLIPS = (1.03, 0.98, 0.94, 0.9, 0.86, 0.82, 0.78)
+"""Parts of the range to try without zero points."""
+
+_MOVES = (
+    *((1.0, 0.0), (1.0, 0.3), (1.0, -0.3), (0.96, 0.0), (1.04, 0.0), (1.0, 0.15), (1.0, -0.15)),
+    *((1.0, 0.1), (1.0, -0.1), (1.0, 0.0)),
+)
+"""What to multiply the scale by and to add to the zero point, from the best so far, one after another."""
 
 
 def _by_search(
@@ -196,33 +202,43 @@ def _by_search(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(scale, zero), fp32 (G, n), with a smaller square error than those given, or these."""
 
+    lowest, largest = _smallest(bits), _largest(bits)
+
     def nearest(ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         return _nearest(ratio, scale, zero, bits, dtype)
 
     def store(scale: torch.Tensor) -> torch.Tensor:
         return scale.to(dtype).float()
 
-    if zero is None:
-        search = Search(block, nearest, store, scale)
-        peak = torch.where(high > -low, high, low).double() / _smallest(bits)
-        for factor in _SYMMETRIC:
-            search.try_(store(peak * factor), None)
-        search.try_(search.scale, None)
-        return search.scale, None
-
-    has_zero = (block == 0).any(dim=1)
+    # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
+    whole = None if zero is None else (block == 0).any(dim=1) | (bits == 8)
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
-        zero = zero.clamp(_smallest(bits), _largest(bits)).float()
-        return torch.where(has_zero, zero.round(), zero.to(dtype).float())
+        assert whole is not None
+        zero = zero.clamp(lowest, largest)
+        return torch.where(whole, zero.round(), zero.to(dtype)).float()
 
-    search = Search(block, nearest, store, scale, store_zero, zero)
-    zero = _smallest(bits) - low.clamp(max=0).double() / scale
-    for wider, shift in _ASYMMETRIC:
-        s0 = search.scale if wider != -0.07 else scale
-        z0 = search.zero if wider != -0.07 else zero
-        search.try_(store(s0.double() * (1 + wider)), store_zero(z0.double() + shift))
-    return search.scale, search.zero
+    search = Search(block, nearest, store, scale, zero, store_zero)
+    if zero is None:
+        peak = torch.where(high > -low, high, low).double() / lowest  # there is one level more below 0 than above
+        for clip in _CLIPS:
+            search.try_(_not_zero(store(peak * clip), scale), None)
+        search.try_(search.scale, None)
+    else:
+        begin = lowest - low.clamp(max=0).double() / scale
+        search.try_(_not_zero(store(scale.double() * 0.93), scale), store_zero(begin))
+        for factor, shift in _MOVES:
+            assert search.zero is not None
+            moved = store(search.scale.double() * factor)
+            search.try_(_not_zero(moved, scale), store_zero(search.zero.double() + shift))
+    best_scale, best_zero = search.result()
+    # Near the largest number of the dtype the levels that are finite are few: there the range decides.
+    far = torch.maximum(high, -low) > torch.finfo(dtype).max / 4
+    return torch.where(far, scale, best_scale), None if zero is None else torch.where(far, zero, best_zero)
+
+
+def _not_zero(scale: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, other, scale)
 
 
 def _nearest(
@@ -231,7 +247,8 @@ def _nearest(
     """The levels next to block / scale, fp32 (G, g, n), less the zero point; scale * level is finite in `dtype`."""
     reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
     if zero is None:
-        return ratio.round().clamp_((-reach).clamp(min=_smallest(bits)).unsqueeze(1), reach.clamp(max=_largest(bits)).unsqueeze(1))
+        low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))
+        return ratio.round().clamp_(low.unsqueeze(1), high.unsqueeze(1))
     # Apart, so that the half of a number is rounded as without zero points.
     fraction = (zero - zero.round()).unsqueeze(1)
     low, high = torch.maximum(-reach, _smallest(bits) - zero), torch.minimum(reach, _largest(bits) - zero)
