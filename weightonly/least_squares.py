@@ -19,6 +19,9 @@ _GAIN = 1e-5
 _OUTLIER = 3.0
 """Times the root mean square of a group: a weight of this size and up counts more."""
 
+_NOISE = 2.0**-20
+"""Of the largest weight of a group: an error so small is none."""
+
 Nearest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(block / scale (G, g, n), scale (G, n), zero (G, n)) -> the nearest levels less zero, a new tensor (G, g, n)."""
 
@@ -90,7 +93,11 @@ class Search:
         """The best scale and zero point; what the search started from, where their plain sum of squares is no
         smaller."""
         scale, zero = self.start
-        better = self._squares(self.scale, self.zero) < self._squares(scale, zero) * (1 - _GAIN)
+        before = self._squares(scale, zero)
+        better = self._squares(self.scale, self.zero) < before * (1 - _GAIN)
+        # What fp32 rounds in block / scale is no error that could be made smaller.
+        size = self.block.abs().amax(dim=1).double()
+        better &= before > self.block.shape[1] * (_NOISE * size).square()
         if zero is not None and self.zero is not None:
             zero = torch.where(better, self.zero, zero)
         return torch.where(better, self.scale, scale), zero

@@ -1,4 +1,5 @@
-"""Quantization of a weight to int8 or int4 by the range of its values, per channel or per group, in plain PyTorch.
+"""Quantization of a weight to int8 or int4, per channel or per group, in plain PyTorch: by the range of its values, and
+from there by a search for the least square error (least_squares.py).
 
 The result q, scales, zeros approximates  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]). For codes
 of a codebook see quantize_codes.py.
@@ -25,23 +26,27 @@ def quantize(
     *,
     format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize a weight by the largest magnitude, or the range, of each group of rows in each column.
+    """Quantize a weight by each group of rows in each column.
 
     w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
     bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
         which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
-    symmetric: True: scale = absmax / (2^(bits-1) - 1), without zero points. False: the 2^bits levels span the range of
-        the group and 0, which is represented exactly; integers alone.
+    symmetric: True: no zero points. False: with zero points; integers alone.
+    search: True: scales, and zero points, of the least square error that a search finds, where weights of more than 3
+        times the root mean square of their group count more. No group has a larger error than with False, and what
+        that represents exactly stays exact. Codes have no search yet. False: by the range. Without zero points scale =
+        absmax / (2^(bits-1) - 1), with them the 2^bits levels span the range of the group and 0.
 
     Returns (q, scales, zeros):
         q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15
-        scales  [K / g, N] in the dtype of w
-        zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q. The tensor q then
+        scales  [K / g, N] in the dtype of w. The search makes some of them negative: there is a level more below 0.
+        zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
+                fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
                 remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
-    q is rounded with the scale as it is stored, so each element is within half a scale of its original (0.7, with
-    zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
-    zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
+    q is rounded with the scale as it is stored. Without the search each element is within half a scale of its original
+    (0.7, with zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A
+    group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
 
     Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
     the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
