@@ -11,9 +11,9 @@ import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
+from .least_squares import Search
 from .packing import HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
-from .least_squares import Search
 from .require import require_bool
 
 
@@ -46,7 +46,8 @@ def quantize(
                 remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
     q is rounded with the scale as it is stored. Without the search each element is within half a scale of its original
     (0.7, with zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A
-    group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
+    group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to
+    it.
 
     Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
     the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
@@ -237,8 +238,10 @@ def _by_search(
             moved = store(search.scale.double() * factor)
             search.try_(_not_zero(moved, scale), store_zero(search.zero.double() + shift))
     best_scale, best_zero = search.result()
-    # Near the largest number of the dtype the levels that are finite are few: there the range decides.
-    far = torch.maximum(high, -low) > torch.finfo(dtype).max / 4
+    # Near the largest number of the dtype few levels are finite, and subnormal numbers of fp32 divide to few digits:
+    # there the range decides.
+    size = torch.maximum(high, -low)
+    far = (size > torch.finfo(dtype).max / 4) | (size < torch.finfo(torch.float32).tiny * 2**16)
     return torch.where(far, scale, best_scale), None if zero is None else torch.where(far, zero, best_zero)
 
 

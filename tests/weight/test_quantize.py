@@ -1,4 +1,4 @@
-"""quantize by the largest value, and what holds for any search: the error bound of every element, extremes of the dtypes, and bad input."""
+"""quantize: the error bound of the range, extremes of the dtypes, what any search keeps, and bad input."""
 
 from __future__ import annotations
 
