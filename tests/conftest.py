@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WEIGHTONLY_TUNED"] = ""  # what is tuned on this machine has no say in the tests
 
 _SEED_VARIABLE = "WEIGHTONLY_TEST_SEED"

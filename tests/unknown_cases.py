@@ -72,7 +72,11 @@ CASES: dict[str, Case] = {
     "quark-quantizers": Case({"weight": _W16, "weight_quantizer.scale": _f(1)}, "Quark"),
     "nvfp4-modelopt": Case({"weight": _U8, "weight_scale": _f(N, K // 16).to(E4M3), "weight_scale_2": _f(1)}, "NVFP4"),
     "mxfp4-uint8": Case({"weight": _U8, "weight_scale": _int(torch.uint8, N, K // 32)}, "int"),
-    "hqq": Case({"W_q": _U8, "scale": _f(N, 1), "zero": _f(N, 1), "nbits": torch.tensor(4)}, "HQQ"),
+    "hqq": Case(
+        {"W_q": _U8, "scale": _f(N * 4, 1), "zero": _f(N * 4, 1), "shape": torch.tensor([N, K]), "packing": _U8[0, :7]}
+        | {"nbits": torch.tensor(4), "group_size": torch.tensor(64), "axis": torch.tensor(0)},
+        "(HQQ|groups along K)",
+    ),
     "torchao": Case({"_weight_qdata": _W8, "_weight_scale": _f(N, 1)}, "torchao"),
     "torchao-beside-the-weight": Case({"weight": _W16, "weight._scale": _f(N, 1)}, "quanto"),
     "quanto": Case({"weight._data": _W8, "weight._scale": _f(N, 1), "input_scale": _f()}, "quanto"),

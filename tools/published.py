@@ -336,17 +336,20 @@ def layer_table(routing: str) -> str:
 
 
 def serve_table() -> str:
-    """vLLM's engine with our kernels and with its own choice: tokens/s of all prompts, ms to the first token."""
-    frame = pd.read_csv(MEASUREMENTS / "h200_serve.csv", comment="#")
+    """vLLM's engine with our kernels and with its own: tokens/s of all prompts, ms to the first token."""
+    models = {"H200": "h200_serve.csv", "16 layers, H100": "h100_serve.csv"}
+    frame = pd.concat(pd.read_csv(MEASUREMENTS / file, comment="#").assign(on=on) for on, file in models.items())
     units = {"decode": "tokens/s, {} prompts", "ttft": "ms to the first token of {}"}
-    lines = ["| model | | weightonly | vLLM's choice | times as fast |", "|---|---|---|---|---|"]
-    for (model, quant, measure, size), rows in frame.groupby(["model", "quant", "measure", "size"], sort=False):
+    lines = ["| model | | weightonly | vLLM's | times as fast |", "|---|---|---|---|---|"]
+    for (model, on, quant, measure, size), rows in frame.groupby(
+        ["model", "on", "quant", "measure", "size"], sort=False
+    ):
         of = rows.set_index("provider")["value"]
-        ours, theirs = of["weightonly"], of["vllm"]
+        ours, theirs = of["weightonly"], of.drop("weightonly").item()
         ratio = ours / theirs if measure == "decode" else theirs / ours
         what = units[measure].format(size).replace(" 1 prompts", " 1 prompt")
         digits = 0 if measure == "decode" else 1
-        lines.append(f"| {model}, {quant} | {what} | {ours:.{digits}f} | {theirs:.{digits}f} | {ratio:.2f} |")
+        lines.append(f"| {model}, {quant}, {on} | {what} | {ours:.{digits}f} | {theirs:.{digits}f} | {ratio:.2f} |")
     return "\n".join(lines)
 
 

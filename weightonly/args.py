@@ -302,16 +302,6 @@ def check_like(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     check_device(name, tensor, "x", x)
 
 
-def check_one_device(**tensors: torch.Tensor) -> None:
-    """Raises ValueError unless all are on the device of the first, which is a CPU or a CUDA GPU."""
-    (first, where), *others = ((name, tensor.device) for name, tensor in tensors.items())
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"{first}: expected a CPU or CUDA tensor, got one on {where}")
-    for name, device in others:
-        if device != where:
-            raise ValueError(f"{name}: expected on {where} as {first} is, got {device}")
-
-
 def check_single(name: str, qweight: PackedWeight) -> None:
     """Raises ValueError for stacked experts."""
     if qweight.experts is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .args import check_one_device
+from .device import check_one_device
 from .ops.around_experts import _route
 from .require import require_dtype, require_int
 

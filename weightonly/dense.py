@@ -18,6 +18,9 @@ _BLOCK_ELEMS = {"cpu": 1 << 18, "gpu": 1 << 24}
 """Weights that are worked on at a time, in fp32 and with a few times that for temporaries: on a CPU what its caches
 hold, elsewhere 64 MiB."""
 
+_SLICE_ELEMS = 1 << 22
+"""The same, of a weight that is written in place beside all that is in use: fewer, as memory is short then."""
+
 
 def default_group_size(format: str) -> int:
     """Rows that share a scale, wherever the caller says nothing; 128 for "code4", to which nothing is quantized."""
@@ -49,21 +52,21 @@ def check_weight_dtype(dtype: torch.dtype | None) -> None:
         raise TypeError(f"dtype: expected one of {', '.join(map(str, WEIGHT_DTYPES))}, got {dtype}")
 
 
-def finite_range(w: torch.Tensor) -> tuple[float, float]:
-    """The smallest and the largest value. Raises ValueError for NaN or Inf."""
+def finite_range(w: torch.Tensor, name: str = "w") -> tuple[float, float]:
+    """The smallest and the largest value. Raises ValueError, naming the weight, for NaN or Inf."""
     # A NaN in w is a NaN in both results of aminmax: one reduction and one host sync find it.
     low, high = torch.stack([value.float() for value in torch.aminmax(w)]).tolist()  # autocast stacks no fp16 on a CPU
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"w: expected finite values, got NaN or Inf (min {low}, max {high})")
+        raise ValueError(f"{name}: expected finite values, got NaN or Inf (min {low}, max {high})")
     return low, high
 
 
-def check_values(w: torch.Tensor, dtype: torch.dtype) -> float:
-    """The largest magnitude. Raises ValueError for NaN, Inf and numbers beyond `dtype`."""
-    low, high = finite_range(w)
+def check_values(w: torch.Tensor, dtype: torch.dtype, name: str = "w") -> float:
+    """The largest magnitude. Raises ValueError, naming the weight, for NaN, Inf and numbers beyond `dtype`."""
+    low, high = finite_range(w, name)
     limit = torch.finfo(dtype).max
     if max(-low, high) > limit:
-        raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {low:g}..{high:g}")
+        raise ValueError(f"{name}: expected values within +-{limit:g}, the range of {dtype}, got {low:g}..{high:g}")
     return max(-low, high)
 
 
@@ -75,3 +78,8 @@ def blocks_of(groups: int, group: int, n: int, device: torch.device) -> Iterator
     for start in range(0, groups, group_step):
         for column in range(0, n, column_step):
             yield slice(start, min(start + group_step, groups)), slice(column, min(column + column_step, n))
+
+
+def columns_at_once(k: int, align: int) -> int:
+    """Columns of K rows with about _SLICE_ELEMS weights, a multiple of `align`."""
+    return max(align, _SLICE_ELEMS // k // align * align)

@@ -125,3 +125,13 @@ def _read(function: str, handle: ctypes.c_void_p, *arguments: int) -> int | None
     value = ctypes.c_uint()
     status = getattr(_library(), function)(handle, *map(ctypes.c_uint, arguments), ctypes.byref(value))
     return value.value if status == 0 else None
+
+
+def check_one_device(**tensors: torch.Tensor) -> None:
+    """Raises ValueError unless all are on the device of the first, which is a CPU or a CUDA GPU."""
+    (first, where), *others = ((name, tensor.device) for name, tensor in tensors.items())
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{first}: expected a CPU or CUDA tensor, got one on {where}")
+    for name, device in others:
+        if device != where:
+            raise ValueError(f"{name}: expected on {where} as {first} is, got {device}")

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 EXTRAS: dict[str, dict[str, str]] = {
     "bench": {"pandas": ">=2", "matplotlib": ">=3.7", "tqdm": ">=4.60", "tabulate": ">=0.9"},
-    "hf": {"transformers": ">=5.23,<6", "accelerate": ">=1.10", "peft": ">=0.21.2,<0.22"},
+    "gguf": {"gguf": ">=0.19,<1"},
+    "hf": {"transformers": ">=5.23,<6", "accelerate": ">=1.10", "huggingface_hub": ">=1", "peft": ">=0.21.2,<0.22"},
 }
 """Extra of pyproject.toml -> package -> the versions that work."""
 

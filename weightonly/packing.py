@@ -108,13 +108,13 @@ def preprocess(
     if group_size is not None:
         resolve_group_size(group_size, k)
     if not is_stack:
-        data = _padded_bytes(q, bits, layout, is_code)
+        data = padded_bytes(q, bits, layout, is_code)
         return PackedWeight(data, k, n, format, layout, code, group_size, zeros, perm)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     data = torch.empty(len(q), k_padded * n_padded * bits // 8, dtype=torch.uint8, device=q.device)
     for expert, matrix in enumerate(q):
         try:
-            data[expert] = _padded_bytes(matrix, bits, layout, is_code)
+            data[expert] = padded_bytes(matrix, bits, layout, is_code)
         except ValueError as error:
             raise ValueError(f"expert {expert}: {error}") from error
     return PackedWeight(data.view(-1), k, n, format, layout, code, group_size, zeros, perm, experts=len(q))
@@ -145,7 +145,7 @@ def relayout(w: PackedWeight, layout: str) -> PackedWeight:
     return PackedWeight(packed.data, **w.fields | {"layout": layout})
 
 
-def _padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torch.Tensor:
+def padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torch.Tensor:
     """`pack_bytes` of int8 [K, N], padded with zeros to what the layout needs."""
     k, n = q.shape
     k_padded, n_padded = padded_shape(k, n, bits, layout)

@@ -7,6 +7,8 @@ of a codebook see quantize_codes.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
@@ -65,9 +67,20 @@ def quantize(
 
 @torch.no_grad()
 def quantize_for(
-    w: torch.Tensor, dtype: torch.dtype | None, format: str, group_size: int, symmetric: bool, search: bool = True
+    w: torch.Tensor,
+    dtype: torch.dtype | None,
+    format: str,
+    group_size: int,
+    symmetric: bool,
+    search: bool = True,
+    *,
+    code: Sequence[float] | None = None,
+    largest: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`quantize`, with scales and zeros in `dtype`, which `w` need not have.
+
+    code: the codebook of "code4", within -1 .. 1. largest: the largest magnitude of the weight that `w` is columns
+    of, where `check_values` has seen it; None: `w` is whole.
 
     Raises what `quantize` does, TypeError for a `dtype` that is not a 16- or 32-bit float, and ValueError for weights
     beyond the largest number of `dtype`.
@@ -79,11 +92,12 @@ def quantize_for(
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
-        return *quantize_codes(w, dtype, format, group_size), None
+        return *quantize_codes(w, dtype, format, group_size, code, largest), None
     bits = FORMATS[format]
     k, n = w.shape
     group = resolve_group_size(group_size, k)
-    check_values(w, dtype)
+    if largest is None:
+        check_values(w, dtype)
 
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)

@@ -15,6 +15,7 @@ E2M1, E8M0 and mxfp4: OCP Microscaling Formats (MX) Specification 1.0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,9 +29,12 @@ _LARGEST_E4M3 = 448.0
 _SMALLEST_E4M3 = 2.0**-9
 
 
-def check_code_groups(format: str, group_size: int) -> None:
-    """Raises ValueError for a code format, or groups of one, that `quantize` does not make."""
-    if format not in DEFAULT_GROUP_SIZE:
+def check_code_groups(format: str, group_size: int, has_code: bool = False) -> None:
+    """Raises ValueError for a code format, or groups of one, that `quantize` does not make.
+
+    has_code: whether there is a codebook of the caller's.
+    """
+    if format not in DEFAULT_GROUP_SIZE and not has_code:
         raise ValueError(f"format: expected one of {', '.join(DEFAULT_GROUP_SIZE)} to quantize to, got {format!r}")
     if format in FORMAT_GROUPS:
         check_format_groups(format, group_size, group_size)
@@ -41,20 +45,25 @@ def check_code_groups(format: str, group_size: int) -> None:
 
 @torch.no_grad()
 def quantize_codes(
-    w: torch.Tensor, dtype: torch.dtype, format: str, group_size: int
+    w: torch.Tensor,
+    dtype: torch.dtype,
+    format: str,
+    group_size: int,
+    code: Sequence[float] | None = None,
+    largest: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes int8 [K, N], scales [K / g, N] in `dtype`) of a weight w [K, N].
+    """(codes int8 [K, N], scales [K / g, N] in `dtype`) of a weight w [K, N]; code, largest: see `quantize_for`.
 
     Raises what `weightonly.quantize` raises.
     """
     check_weight(w, dtype)
     k = w.shape[0]
     group = resolve_group_size(group_size, k)
-    check_code_groups(format, group)
-    if format in BLOCK_FORMATS:
-        return _quantize_blocks(w, dtype, format, group)
-    peak_of_all = check_values(w, dtype)
-    factor = _factor(peak_of_all, dtype) if format == "nvfp4" else None
+    check_code_groups(format, group, code is not None)
+    if format in BLOCK_FORMATS or code is not None:
+        return _quantize_blocks(w, dtype, format, group, code)
+    largest = check_values(w, dtype) if largest is None else largest
+    factor = _factor(largest, dtype) if format == "nvfp4" else None
     q = torch.empty(k, w.shape[1], dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, w.shape[1], dtype=dtype, device=w.device)
     for groups, columns in blocks_of(k // group, group, w.shape[1], w.device):
@@ -109,9 +118,11 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return torch.where(exponent < -126, subnormal, normal).view(torch.float32)
 
 
-def _quantize_blocks(w: torch.Tensor, dtype: torch.dtype, format: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_blocks(
+    w: torch.Tensor, dtype: torch.dtype, format: str, group: int, code: Sequence[float] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     k, n = w.shape
-    packed, absmax = quantize_4bit(w.t(), group, format)
+    packed, absmax = quantize_4bit(w.t(), group, format if code is None else "nf4", code)
     limit = torch.finfo(dtype).max
     if absmax.max() > limit:
         raise ValueError(f"w: expected values within +-{limit:g}, the range of {dtype}, got {absmax.max():g}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,6 +24,31 @@ PACKED_KEY = "weightonly.packed"
 """Metadata key of a file: name -> the fields of its packed weights, as JSON."""
 DIGEST_KEY = "weightonly.sha256"
 """Metadata key of a file of `convert`: name -> SHA-256 of the tensor's bytes, as JSON."""
+
+DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, name in {
+        "BOOL": "bool",
+        "U8": "uint8",
+        "I8": "int8",
+        "U16": "uint16",
+        "I16": "int16",
+        "U32": "uint32",
+        "I32": "int32",
+        "U64": "uint64",
+        "I64": "int64",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F32": "float32",
+        "F64": "float64",
+        "C64": "complex64",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+    }.items()
+    if hasattr(torch, name)  # the oldest PyTorch that is supported lacks some
+}
+"""What a safetensors file calls a dtype."""
 
 Tensors = Mapping[str, torch.Tensor]
 Fields = Mapping[str, dict[str, Any]]
@@ -42,10 +69,9 @@ def write(
     file: Path,
     tensors: Tensors,
     packed: Fields,
-    digests: bool = False,
     as_path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write tensors to a new file in a folder of our own; digests: with the SHA-256 of each.
+    """Write tensors to a new file in a folder of our own.
 
     packed: name -> what describes the bytes of a packed weight. as_path: the name of the file in errors. Raises OSError
     where it cannot be written.
@@ -57,13 +83,68 @@ def write(
     mode = file.stat().st_mode & 0o777  # what the umask leaves; save_file makes another file, of mode 0600
     tensors = _apart({name: tensor.detach().resolve_neg().resolve_conj() for name, tensor in tensors.items()})
     metadata = {_VERSION_KEY: _FILE_VERSION, PACKED_KEY: json.dumps(packed)}
-    if digests:
-        metadata[DIGEST_KEY] = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
     try:
         save_file(tensors, file, metadata)
         file.chmod(mode)
     except (SafetensorError, OSError) as error:
         raise OSError(f"{as_path or file}: could not be written ({shown(error)})") from error
+
+
+class TensorWriter:
+    """A safetensors file, with the digest of each tensor, that is written a tensor at a time: none stays in memory.
+
+    The bytes wait in files beside it, `FILE.ITEM BYTES`, as the header, which comes first, names every tensor. The
+    largest items come first in the file: each tensor then begins at a multiple of its items, as readers expect.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.bytes = 0
+        """Of the tensors that were added."""
+        self._spools: dict[int, BinaryIO] = {}
+        self._entries: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises OSError, naming the file, where it cannot be written."""
+        tensor = tensor.detach().resolve_neg().resolve_conj().to("cpu").contiguous()
+        try:
+            if tensor.itemsize not in self._spools:
+                self._spools[tensor.itemsize] = self._spool(tensor.itemsize).open("xb")
+            self._spools[tensor.itemsize].write(tensor.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._entries[name] = (tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+        self._digests[name] = digest(tensor)
+        self.bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Put the file together. Raises OSError, naming it, where it cannot be written."""
+        codes = {dtype: code for code, dtype in DTYPES.items()}
+        metadata = {_VERSION_KEY: _FILE_VERSION, PACKED_KEY: "{}", DIGEST_KEY: json.dumps(self._digests)}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}  # other readers ask for the format
+        end = 0
+        for name, (dtype, shape, size) in sorted(self._entries.items(), key=lambda entry: -entry[1][0].itemsize):
+            header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+        content = json.dumps(header).encode()
+        content += b" " * (-len(content) % 8)
+        try:
+            with self.file.open("xb") as out:
+                out.write(struct.pack("<Q", len(content)) + content)
+                for item_bytes, spool in sorted(self._spools.items(), reverse=True):
+                    spool.close()
+                    with self._spool(item_bytes).open("rb") as data:
+                        shutil.copyfileobj(data, out, 1 << 20)
+                    os.unlink(self._spool(item_bytes))
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _spool(self, item_bytes: int) -> Path:
+        return self.file.with_name(f"{self.file.name}.{item_bytes}")
+
+    def _failed(self, error: OSError) -> OSError:
+        return OSError(f"{self.file}: could not be written ({shown(error)})")
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

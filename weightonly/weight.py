@@ -13,6 +13,7 @@ from .ops.dequantize import dense
 from .packed import PackedWeight, kind_of
 from .plain import PLAIN
 from .require import require_dtype, require_tensor
+from .update import checked
 
 NO_PLAN = "a subclass of torch.Tensor has no plan, nor has a negated view"
 
@@ -200,6 +201,27 @@ class QuantizedWeight:
         dtype = self.dtype if dtype is None else dtype
         check_weight_dtype(dtype)
         return self._dense(dtype)
+
+    def update_(self, w: torch.Tensor) -> QuantizedWeight:
+        """Quantizes another weight into the memory of this one: the bits of a fresh `quantize` and `preprocess`.
+
+        w: [K, N], of stacked experts [E, K, N], as `quantize` takes it: its rows in the order of x, on any device. Of a
+            weight in act-order the rows are brought into the order that `perm` has.
+
+        Format, group size, zero points or none, perm, layout and dtype stay as they are, and so do the addresses: what
+        holds the tensors, captured CUDA graphs and compiled functions sees the new numbers. Columns are quantized some
+        at a time: beside `w` no more than those is in memory. Versions of the tensors go up, so that a backward pass
+        over the old numbers is an error. All weights on the same bytes change, and have to share the scales, too.
+
+        Returns this weight. All is checked before anything is written; an allocation that fails later leaves a part of
+        the new columns. Raises TypeError for another dtype, and a subclass of torch.Tensor; ValueError for another
+        shape, NaN, Inf and numbers beyond the dtype of the scales, a weight on meta, tensors of torch.inference_mode
+        outside of it and views with a stride of 0, and for codes that nothing is quantized to: other groups than
+        `quantize` makes, and a codebook ("code4") beyond -1 .. 1. Raises RuntimeError while a CUDA graph is captured.
+        """
+        for update in checked("w", self, w):
+            update.write()
+        return self
 
     def with_dtype(self, dtype: torch.dtype) -> QuantizedWeight:
         """The same bytes with scales and zeros in `dtype`, unchecked; `self` if they have it."""

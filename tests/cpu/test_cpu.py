@@ -12,8 +12,7 @@ import torch
 from tests.cpu.cpu_cases import Case, check
 
 import weightonly as wo
-from weightonly import __main__ as command
-from weightonly import reference
+from weightonly import info, reference
 from weightonly.cpu import library, native
 from weightonly.plan.cpu import CpuPlan
 
@@ -199,7 +198,7 @@ def test_without_the_library_pytorch_computes(tmp_path: Path) -> None:
     assert library.choose("pytorch", library._PATH) == library.Backend(None, -1, "WEIGHTONLY_CPU=pytorch")
     missing = library.choose("auto", tmp_path / "libweightonly_cpu.so")
     assert missing.name == "pytorch" and "C++ compiler" in missing.reason
-    assert command.describe_cpu(missing).startswith("CPU: pytorch, ")
+    assert info.describe_cpu(missing).startswith("CPU: pytorch, ")
     with pytest.raises(RuntimeError, match=r"^WEIGHTONLY_CPU=avx2: the native kernels were not built"):
         library.choose("avx2", tmp_path / "libweightonly_cpu.so")
     (tmp_path / "libweightonly_cpu.so").write_bytes(b"no library")
@@ -246,5 +245,5 @@ def test_pytorch_computes_the_same(generator: torch.Generator, monkeypatch: pyte
 
 
 def test_info_says_which_backend_runs(best: library.Backend) -> None:
-    line = command.describe_cpu(best)
+    line = info.describe_cpu(best)
     assert line.startswith(f"CPU: native ({library.LEVELS[best.level]}), {torch.get_num_threads()} threads")

@@ -34,6 +34,7 @@ from weightonly.formats import QuantizedLayer, convert, open_checkpoint
 from weightonly.formats.converted import INCOMPLETE
 from weightonly.formats.describe import readable
 from weightonly.packing import record_code_layout
+from weightonly.tensor_file import TensorWriter
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -228,17 +229,16 @@ def test_a_failed_run_leaves_nothing(
     stop: BaseException, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_of(tmp_path, awq_layer, AWQ, generator)
-    module = sys.modules["weightonly.formats.convert"]
-    write = module.write
+    close = TensorWriter.close
     written: list[Path] = []
 
-    def fail_at_the_third(path: Path, *arguments: Any, **options: Any) -> None:
+    def fail_at_the_third(writer: TensorWriter) -> None:
         if len(written) == 2:
             raise stop
-        written.append(path)
-        write(path, *arguments, **options)
+        written.append(writer.file)
+        close(writer)
 
-    monkeypatch.setattr(module, "write", fail_at_the_third)
+    monkeypatch.setattr(TensorWriter, "close", fail_at_the_third)
     with pytest.raises(type(stop)):
         convert(source, tmp_path / "packed", shard_bytes=1)
     assert len(written) == 2
@@ -249,7 +249,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import weightonly.formats
-convert = sys.modules["weightonly.formats.convert"]
+from weightonly.formats import convert, folder
+from weightonly.tensor_file import TensorWriter
 moment, source, target = sys.argv[1:]
 
 def kill_at(name, owner, count):
@@ -261,10 +262,10 @@ def kill_at(name, owner, count):
         return original(*arguments, **keywords)
     setattr(owner, name, wrapped)
 
-kill_at(*{"shard": ("write", convert, 3), "index": ("_write_json", convert, 1),
-          "config": ("_write_json", convert, 2), "marker": ("unlink", Path, 1),
-          "rename": ("publish", convert, 1)}[moment])
-convert.convert(source, target, shard_bytes=1, progress=False)
+kill_at(*{"shard": ("close", TensorWriter, 3), "index": ("write_json", folder, 1),
+          "config": ("write_json", sys.modules["weightonly.formats.convert"], 1), "marker": ("unlink", Path, 1),
+          "rename": ("publish", folder, 1)}[moment])
+convert(source, target, shard_bytes=1, progress=False)
 """
 
 

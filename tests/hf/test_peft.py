@@ -217,6 +217,41 @@ def test_adapters_that_are_merged_one_by_one_are_undone_at_once() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.base_layer.state_dict().items())
 
 
+def test_the_weight_under_merged_adapters_is_not_updated() -> None:
+    """`unmerge` would bring back the weight from before."""
+    model, layer = adapted_layer(bias=True)
+    base, other = layer.base_layer, torch.randn(*layer.base_layer.weight.shape)
+    base.update_(other)  # adapters beside it stay adapters
+    with pytest.warns(UserWarning, match="merged into int4"):
+        model.merge_adapter()
+    before = copy.deepcopy(base.state_dict())
+    with pytest.raises(RuntimeError, match="weight: expected a layer without merged adapters, got one with default"):
+        base.update_(other * 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    model.unmerge_adapter()
+    assert (base.weight - other).norm() < 0.2 * other.norm()
+    base.update_(other * 2)
+    with pytest.warns(UserWarning, match="merged into int4"):
+        merged = model.merge_and_unload()
+    merged[0].update_(other)
+    assert (merged[0].weight - other).norm() < 0.2 * other.norm()
+
+
+@pytest.mark.filterwarnings("ignore:adapters are merged")
+def test_a_merge_that_failed_keeps_no_weight_to_go_back_to() -> None:
+    _, layer = adapted_layer(bias=True)
+    good = layer.lora_B["default"].weight.data.clone()
+    layer.lora_B["default"].weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="expected finite values"):
+        layer.merge()
+    layer.base_layer.update_(torch.randn(*layer.base_layer.weight.shape))
+    updated = copy.deepcopy(layer.base_layer.state_dict())
+    layer.lora_B["default"].weight.data.copy_(good)
+    layer.merge()
+    layer.unmerge()
+    assert all(torch.equal(tensor, updated[name]) for name, tensor in layer.base_layer.state_dict().items())
+
+
 def test_a_merge_adds_the_bias_of_adapters() -> None:
     model, layer = adapted_layer(bias=True)
     expected = layer.base_layer.bias + 4 * layer.lora_B["default"].bias.detach()  # lora_alpha / r = 4
@@ -376,11 +411,11 @@ def test_layers_that_adapters_do_not_fit_are_refused() -> None:
     layer = Linear.from_linear(torch.nn.Linear(64, 64), group_size=32, activation="silu")
     with pytest.raises(ValueError, match="activation: expected None for a layer with adapters, got 'silu'"):
         get_peft_model(torch.nn.Sequential(layer), LoraConfig(target_modules=["0"]))
-    weight = wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), format="code4", code=[i / 16 for i in range(16)])
+    weight = wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), format="code4", code=[float(i) for i in range(16)])
     model = get_peft_model(
         torch.nn.Sequential(Linear.from_quantized(weight, torch.ones(1, 64))), LoraConfig(target_modules=["0"])
     )
-    with pytest.raises(ValueError, match=r"format: expected one of .* to quantize to, got 'code4'"):
+    with pytest.raises(ValueError, match=r"packed: expected a codebook within -1 .. 1, .*, got \[0.0, 1.0"):
         model.merge_and_unload()
 
 

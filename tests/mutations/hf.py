@@ -24,9 +24,9 @@ MUTATIONS = [
             ("code of a folder runs", "load_model", ", False", ", True"),
             ("arch packs nothing again", "load_model", "is None:", "!= 0:"),
             ("headers are read again", "load_model", "(shards),", "(folder),"),
-            ("config.json is read again", "load_model", "shards.configs[CONFIG] = _entries(config)\n", ""),
+            ("config.json is read again", "load_model", "shards.configs[CONFIG] = entries(config)\n", ""),
             ("the dtype of the tensors", "load_model", "weights.plain_dtype or ", ""),
-            ("a tensor that is missing", "_complete", "missing:", "len(missing) > 1:"),
+            ("a tensor that is missing", "complete", "missing:", "len(missing) > 1:"),
             ("layers that are put together", "load_model", "PartsError", "ZeroDivisionError"),
         ],
     ),
@@ -140,6 +140,30 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/hf/quantize_folder.py",
+        "hf_quantize_folder quantize_command",
+        [
+            ("tied tensors that differ", "_untied", "digests(tensor_of[name]) == digests(tensor_of[other])", "True"),
+            ("tensors that are tied are both written", "_untied", "del tensor_of[name]\n", "pass\n"),
+        ],
+    ),
+    *of(
+        "weightonly/hf/dense_folder.py",
+        "hf_quantize_folder quantize_command",
+        [
+            ("what only names stays dense", "DenseFolder.check_chosen", "self.chosen & dense.keys()", "()"),
+            ("errors of transformers", "DenseFolder.problems_raised", "not self.problems", "self.problems is not None"),
+        ],
+    ),
+    *of(
+        "weightonly/nn/choice.py",
+        "quantize_model hf_quantize_folder quantize_command",
+        [
+            ("the end of a name", "named", "whole or {name", "whole and {name"),
+            ("a pattern of no layer", "named", "if not found[pattern]", "if pattern is None"),
+        ],
+    ),
+    *of(
         "weightonly/hf/modules.py",
         "hf_from_pretrained hf_quantize hf_experts hf_quantize_errors shown hf_load_model parallel_hf",
         [
@@ -150,7 +174,7 @@ MUTATIONS = [
                 "isinstance(module, torch.nn.Linear)",
             ),
             ("a gate", "plan_quantization", "== 1", "== 0"),
-            ("layers to leave", "plan_quantization", "all", "any"),
+            ("layers to leave", "plan_quantization", "not all(", "not any("),
             ("N of another model", "check_size", "expected != got", "expected[0] != got[0]"),
             ("ties that stay", "untie", "module._tied_weights_keys = left\n", ""),
             ("a config of other ties", "untie", "not left", "True"),
@@ -164,7 +188,7 @@ MUTATIONS = [
             ),
             ("a dense weight is transposed", "dense_layers", ".t()", ""),
             ("experts that are left are packed", "Plan.leave_experts", "self.stacks.clear()\n", ""),
-            ("a group size that does not fit", "_why_unfit", "recipe.check_k(k)", "pass"),
+            ("a group size that does not fit", "_why_unfit", "recipes[inside].check_k(k)", "pass"),
         ],
     ),
     *of(
@@ -243,7 +267,7 @@ MUTATIONS = [
             ),
             (
                 "dense weights in another order",
-                "Quantize.convert",
+                "Quantize._quantized",
                 "gates_first if in_turns_in_files(model, name) else ",
                 "",
             ),
@@ -257,12 +281,12 @@ MUTATIONS = [
             ("scales are saved in another order", "_Split.convert", 'in ("scales", "zeros", "bias")', '== "bias"'),
             (
                 "experts that are transposed",
-                "Quantize.convert",
+                "Quantize._quantized",
                 "weight if is_transposed else weight.transpose(1, 2)",
                 "weight.transpose(1, 2) if is_transposed else weight",
             ),
-            ("Conv1D", "Quantize.convert", ".t() if name in self.hf_quantizer.conv1d else weight", ""),
-            ("weights of another shape", "Quantize.convert", "shape != (n, k)", "numel() != n * k"),
+            ("Conv1D", "Quantize._quantized", ".t() if name in self.hf_quantizer.conv1d else weight", ""),
+            ("weights of another shape", "Quantize._quantized", "shape != (n, k)", "numel() != n * k"),
             (
                 "scales that their dtype does not hold",
                 "Read.convert",
@@ -280,8 +304,8 @@ MUTATIONS = [
             ("biases of zeros", "Read.convert", "not has_bias", "has_bias is None"),
             ("biases of dense experts", "Read._dense", "dense.bias is None", "name"),
             ("names with a prefix", "Targets.__init__", ', f"{prefix}.{bare[0]}": f"{prefix}.{bare[1]}"', ""),
-            ("a rank without a part", "Quantize.convert", "not weight.numel()", "weight is None"),
-            ("errors do not name the layer", "Quantize.convert", 'type(error)(f"{name}: {error}") from ', ""),
+            ("a rank without a part", "Quantize._quantized", "not weight.numel()", "weight is None"),
+            ("errors do not name the layer", "Quantize._quantized", 'type(error)(f"{name}: {error}") from ', ""),
         ],
     ),
     *of(

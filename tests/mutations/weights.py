@@ -130,7 +130,7 @@ MUTATIONS = [
             ("bits of another format", "format_of", "!= (bits or format_bits(format))", "< (bits or 0)"),
             ("zeros of codes", "preprocess", "is_code:", "not is_code and False:"),
             ("experts in one place", "preprocess", "[expert]", "[0]"),
-            ("padding of ones", "_padded_bytes", "k)", "k), value=1"),
+            ("padding of ones", "padded_bytes", "k)", "k), value=1"),
             ("repack packs anew", "relayout", "if layout == w.layout:\n        return w\n", ""),
             (
                 "repack forgets what the weight is for",

@@ -236,3 +236,61 @@ def test_from_meta_with_accelerate(make: Any, arguments: dict[str, Any], tmp_pat
         assert torch.equal(tensor, source.state_dict()[name]), name
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(logits(model.eval()), logits(source))
+
+
+# --- formats of single layers --------------------------------------------------------------------------------------
+
+
+def test_layers_of_other_formats() -> None:
+    own = {"down": {"format": "nf4"}, "0.*": {"format": "int8", "group_size": 32}, "0.down": {"symmetric": False}}
+    blocks = [torch.nn.ModuleDict({"up": torch.nn.Linear(128, 64), "down": torch.nn.Linear(128, 64)}) for _ in range(2)]
+    model = quantize_model(torch.nn.ModuleList(blocks), group_size=64, layers=own)
+    kinds = {name: (m.format, m.group_size, m.symmetric) for name, m in model.named_modules() if isinstance(m, Linear)}
+    assert kinds == {
+        "0.up": ("int8", 32, True),
+        "0.down": ("int4", 64, False),
+        "1.up": ("int4", 64, True),
+        "1.down": ("nf4", 64, True),
+    }
+    expected = (
+        "int8, groups of 32: 1 layer quantized; int4, groups of 64: 2 layers quantized; nf4, groups of 64: 1 layer"
+    )
+    assert str(model.weightonly_summary).startswith(f"{expected} quantized, 0 left; ")
+
+
+WRONG_LAYERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no mapping": ([], TypeError, "layers: expected patterns of names and what these layers have, got list"),
+    "a format alone": (
+        {"0": "int8"},
+        TypeError,
+        "layers: expected a pattern and what its layers have, got '0': 'int8'",
+    ),
+    "another entry": ({"0": {"bits": 8}}, ValueError, r"layers\['0'\]: expected format, .* and symmetric, got 'bits'"),
+    "a format": ({"0": {"format": "int3"}}, ValueError, r"layers\['0'\]: format: expected one of int4"),
+    "a group size": ({"0": {"group_size": 48}}, ValueError, r"layers\['0'\]: group_size"),
+    "no layer": (
+        {"1": {"format": "int8"}},
+        ValueError,
+        "layers: expected names of layers, got '1', which matches none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LAYERS)
+def test_wrong_layers(case: str) -> None:
+    layers, error, message = WRONG_LAYERS[case]
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64))
+    with pytest.raises(error, match=message):
+        quantize_model(model, layers=layers)
+    assert type(model[0]) is torch.nn.Linear
+
+
+def test_the_end_of_a_name_is_a_pattern_where_no_name_is_that() -> None:
+    block = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 64), "down": torch.nn.Linear(64, 64)})
+    model = torch.nn.ModuleDict({"block": block, "up": torch.nn.Linear(64, 64)})
+    quantize_model(model, group_size=64, skip=["up"], only=["up", "down"])
+    assert {layer.names[0]: layer.left for layer in model.weightonly_summary.layers} == {
+        "block.up": "not in only",
+        "block.down": None,
+        "up": "skip",
+    }

@@ -321,6 +321,34 @@ def gathered(mesh: DeviceMesh) -> None:
                     assert torch.equal(tensor, part[name]), (name, style, whole)
 
 
+def updated(mesh: DeviceMesh) -> None:
+    """Each rank takes its part of a dense weight: what a fresh layer has, cut."""
+    plans: list[tuple[Callable[[], Any], int, dict[str, Any]]] = [(ColwiseParallel, K, kind) for kind in KINDS.values()]
+    plans += [(RowwiseParallel, K, kind) for kind in KINDS.values()]
+    plans += [(RowwiseParallel, 768, {"group_size": size}) for size in (384, 192, -1)]  # groups that the cut splits
+    plans += [(partial(ColwiseParallel, parts=(256, 64, 64)), K, {"format": "nvfp4", "group_size": 16})]
+    plans += [(style, 64, {"group_size": -1}) for style in (ColwiseParallel, RowwiseParallel)]
+    for style, k, kind in plans:
+        torch.manual_seed(5)
+        other = torch.nn.Linear(k, N)
+        arguments: dict[str, Any] = {"format": "int4", "arch": 90, "group_size": 64} | kind
+        layer, expected = linear(k, **kind), wo.nn.Linear.from_linear(other, dtype=torch.float32, **arguments)
+        for each in (layer, expected):
+            parallelize_module(each, mesh, style(), src_data_rank=None)
+        with pytest.raises(ValueError, match=rf"weight: expected shape \[{N}, {k}\], got \[{N}, {k + 1}\]"):
+            layer.update_(torch.zeros(N, k + 1))
+        layer.update_(other.weight, other.bias)
+        for name, tensor in layer.named_parameters():
+            assert torch.equal(tensor, expected.get_parameter(name)), (name, style, arguments)
+    layer, w = act_order(), torch.randn(N, K, generator=torch.Generator().manual_seed(4))
+    whole = act_order()
+    for each in (layer, whole):
+        each.update_(w * 2) if each is whole else None
+        parallelize_module(each, mesh, RowwiseParallel(), src_data_rank=None)
+    layer.update_(w * 2)
+    assert torch.equal(layer.qweight, whole.qweight) and torch.equal(layer.scales, whole.scales)
+
+
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **{f"colwise, {name}": partial(colwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
     **{f"rowwise, {name}": partial(rowwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
@@ -342,8 +370,9 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "names in states": names_in_states,
     "tensors of the first rank": first_ranks,
     "gathered again": gathered,
+    "updated": updated,
 }
 
-_SLOW = ("same numbers", "wrong styles", "names", "tensors of", "fused", "sequence", "every layout", "gathered")
+_SLOW = ("same numbers", "wrong styles", "names", "tensors of", "fused", "sequence", "every layout", "gathered", "upd")
 _ALIKE = ("zeros", "interleaved")
 RANKS = {name: (2, 4) if name.startswith(_SLOW) or name.endswith(_ALIKE) else (1, 2, 4, 8) for name in CASES}

@@ -303,6 +303,25 @@ def lora(mesh: DeviceMesh) -> float:
     return error(torch.stack(losses[1]), torch.stack(losses[0]))
 
 
+def experts_updated(mesh: DeviceMesh) -> None:
+    """Each rank takes its experts of dense weights of all; the last of 4 ranks has none. Parts of each are refused."""
+    torch.manual_seed(6)
+    weights = torch.randn(E, 2 * INNER, H), torch.randn(E, H, INNER)
+    biases = torch.randn(E, 2 * INNER), torch.randn(E, H)
+    layer, expected, cut = (experts(has_bias=True) for _ in range(3))
+    expected.update_(*weights, *biases)
+    for each in (layer, expected):
+        parallelize_module(each, mesh, ExpertParallel(), src_data_rank=None)
+    with pytest.raises(ValueError, match=rf"down: expected {E} experts, got \[{E - 1}, {H}, {INNER}\]"):
+        layer.update_(weights[0], weights[1][:-1])
+    layer.update_(*weights, *biases)
+    for name, tensor in layer.named_parameters():
+        assert torch.equal(tensor, expected.get_parameter(name)), name
+    parallelize_module(cut, mesh, ExpertTensorParallel())
+    with pytest.raises(ValueError, match="first: expected whole experts on each rank"):
+        cut.update_(*weights, *biases)
+
+
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **{
         f"{name}, {format} for sm{arch}": partial(expert_layers, style=style, format=format, arch=arch, has_bias=bias)
@@ -313,6 +332,7 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **({"experts of transformers": experts_of_transformers} if find_spec("transformers") else {}),
     "experts that are refused": refused,
     "experts of the first rank": experts_of_the_first_rank,
+    "experts that are updated": experts_updated,
     "gradients": gradients,
     "gradients, sequence parallel": sequence_gradients,
     "torch.compile": compiled,

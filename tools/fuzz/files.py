@@ -1,8 +1,8 @@
 """Target "files": checkpoints and packed files, cut, flipped, spliced and crafted, given to every reader.
 
 Such a file is read as some checkpoint, or refused by a ValueError or OSError that names it; anything else is a failure.
-A header that the safetensors package refuses has to be refused. The mutations are blind: they know the formats, not
-the code.
+A header that the package safetensors, or gguf, refuses has to be refused. The mutations are blind: they know the
+formats, not the code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import weightonly as wo
 from weightonly.formats import convert, open_checkpoint
+from weightonly.formats.gguf_header import read_gguf_header
 
 from .loop import Outcome, Target
 
@@ -107,6 +110,34 @@ def _gpt_oss(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, tensors
 
 
+def _hqq(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    """Groups of 2 rows of [N, K]."""
+    numbers = {"nbits": 4, "group_size": 2 * K, "axis": 1, "view_as_float": 0, "quant_scale": 0}
+    tensors = {
+        "W_q": torch.randint(0, 256, (N // 4, 2 * K), generator=g).to(torch.uint8),
+        "scale": _scales(N // 2, 1, g),
+        "zero": _scales(N // 2, 1, g) * 15,
+        "shape": torch.tensor([N, K]),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return {"quant_method": "hqq"}, tensors | {name: torch.tensor(value) for name, value in numbers.items()}
+
+
+def _torchao(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    tensors = {
+        "_weight_qdata": torch.randint(-128, 128, (N, K // 2), generator=g).to(torch.int8),
+        "_weight_scale": _scales(K // GROUP, N, g) + 0.5,
+        "_weight_zero_point": _scales(K // GROUP, N, g),
+    }
+    return {"quant_method": "torchao"}, tensors
+
+
+_METADATA = {
+    f"{layer}.weight": json.dumps({"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}})
+    for layer in ("a", "b")
+}
+"""Of files of torchao."""
+
 QUANTIZERS = {
     "awq": _awq,
     "gptq": _gptq,
@@ -115,7 +146,37 @@ QUANTIZERS = {
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
     "gpt-oss": _gpt_oss,
+    "hqq": _hqq,
+    "torchao": _torchao,
 }
+
+KINDS = (*QUANTIZERS, "converted", "packed", "gguf")
+
+GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+
+
+def write_gguf(folder: Path, draw: random.Random) -> None:
+    """A file of one layer of Llama, its blocks of any bytes, in a new folder."""
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
+    sizes = {"context_length": 64, "block_count": 1, "embedding_length": K, "feed_forward_length": K}
+    for key, value in (sizes | {"attention.head_count": 4}).items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(N)])
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for name in (*(f"blk.0.{name}" for name in names), "token_embd", "output"):
+        kind = gguf.GGMLQuantizationType[draw.choice(GGUF_TYPES)]
+        rows, row_bytes = N if "." not in name else K, gguf.quant_shape_to_byte_shape((K,), kind)[0]
+        blocks = np.frombuffer(draw.randbytes(rows * row_bytes), np.uint8) & 0x7F  # no exponent of MXFP4 is NaN
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, row_bytes), raw_dtype=kind)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(K, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
 
 _NUMBERS = [0, 1, -1, 2, 7, 8, 15, 16, 17, 31, 32, 63, 64, 65, 128, 1 << 16, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 10**40]
 _VALUES: list[Any] = [*_NUMBERS, None, True, False, "", "x", "re:(a+)+$", [], [1], {}, {"a": 1}, 0.5, 1e300, "\ud800"]
@@ -129,22 +190,26 @@ def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, sh
     for shard in range(shards):
         file = f"model-{shard}.safetensors"
         part = {name: tensor for i, (name, tensor) in enumerate(named.items()) if i % shards == shard}
-        save_file(part, folder / file)
+        save_file(part, folder / file, _METADATA if options["quant_method"] == "torchao" else None)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
 
 
-def _change_bytes(draw: random.Random, content: bytes, header: bool) -> bytes:
-    """Cut, flip, overwrite, repeat or remove some bytes; of a safetensors file mostly in its header."""
+def _change_bytes(draw: random.Random, content: bytes, suffix: str) -> bytes:
+    """Cut, flip, overwrite, repeat or remove some bytes; of a file of tensors mostly in its header."""
     if not content:
         return b"\0"
     end = len(content)
-    if header and end > 8 and draw.random() < 0.8:
-        end = min(end, 8 + struct.unpack("<Q", content[:8])[0])
+    if end > 8 and draw.random() < 0.8:
+        headers = {".safetensors": 8 + struct.unpack("<Q", content[:8])[0], ".gguf": 1500}
+        end = min(end, headers.get(suffix, end))
     at = draw.randrange(end)
-    kind = draw.randrange(5)
+    kind = draw.randrange(6)
+    if kind == 5:
+        number = draw.choice([number for number in _NUMBERS if 0 <= number < 1 << 64])
+        return content[:at] + struct.pack("<Q", number) + content[at + 8 :]
     if kind == 0:
         return content[:at]
     if kind == 1:
@@ -193,8 +258,8 @@ def damage(draw: random.Random, folder: Path) -> None:
     file = draw.choice(sorted(folder.iterdir()))
     content = file.read_bytes()
     is_tensors = file.suffix == ".safetensors"
-    if draw.random() < 0.5:
-        file.write_bytes(_change_bytes(draw, content, is_tensors))
+    if draw.random() < 0.5 or file.suffix == ".gguf":
+        file.write_bytes(_change_bytes(draw, content, file.suffix))
     elif is_tensors:
         file.write_bytes(_craft_header(draw, content))
     else:
@@ -211,15 +276,14 @@ class Files(Target):
     covers = "kinds of cases"
 
     def to_cover(self) -> set[str]:
-        kinds = {*QUANTIZERS, "converted", "packed"}
-        return {f"{kind} {end}" for kind in kinds for end in ("read", "refused")}
+        return {f"{kind} {end}" for kind in KINDS for end in ("read", "refused")}
 
     def run(self, seed: int, index: int) -> Outcome:
         draw = random.Random(f"files:{seed}:{index}")
         outcome = Outcome()
         with tempfile.TemporaryDirectory() as made:
             top = Path(made)
-            kind = draw.choice([*QUANTIZERS, "converted", "packed"])
+            kind = draw.choice(KINDS)
             try:
                 self.make(draw, kind, top)
             except Exception as error:
@@ -243,6 +307,9 @@ class Files(Target):
             weight = wo.preprocess(torch.randint(-8, 8, (K, N), generator=g).to(torch.int8), bits=4)
             wo.save(top / "model" / "w.safetensors", {"w": weight, "scales": torch.ones(2, N)})
             return
+        if kind == "gguf":
+            write_gguf(top / "model", draw)
+            return
         options, tensors = QUANTIZERS[draw.choice(list(QUANTIZERS)) if kind == "converted" else kind](g)
         source = top / ("source" if kind == "converted" else "model")
         write_checkpoint(source, options, tensors, draw.randrange(1, 4))
@@ -259,7 +326,7 @@ class Files(Target):
                 if kind == "packed":
                     wo.load(folder / "w.safetensors")
                 else:
-                    checkpoint = open_checkpoint(folder)
+                    checkpoint = open_checkpoint(folder / "x.gguf" if kind == "gguf" else folder)
                     self._compare_headers({info.file for info in checkpoint.shards.tensors.values()}, outcome)
                     for _ in checkpoint.records(progress=False):
                         pass
@@ -280,6 +347,11 @@ class Files(Target):
 
     def _compare_headers(self, files: set[Path], outcome: Outcome) -> None:
         for file in files:
+            if file.suffix == ".gguf":
+                theirs = {tensor.name: tensor.data_offset for tensor in gguf.GGUFReader(file).tensors}
+                if theirs != {tensor.name: tensor.begin for tensor in read_gguf_header(file).tensors}:
+                    outcome.failures.append(f"a header was read as others do not: {file.read_bytes()[:300]!r}")
+                continue
             with contextlib.suppress(SafetensorError), safe_open(file, "pt"):
                 continue
             outcome.failures.append(f"a header was read that safetensors refuses: {file.read_bytes()[:300]!r}")

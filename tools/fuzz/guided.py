@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .files import QUANTIZERS, Files, change_json
+from .files import KINDS, Files, change_json
 from .loop import Outcome
 
 READERS = ("weightonly.formats", "weightonly.files", "weightonly.packed", "weightonly.storage")
@@ -93,7 +93,7 @@ class _Inputs:
     def __init__(self, top: Path) -> None:
         self.reader = Files(torch.device("cpu"))
         self.files: list[tuple[str, Path, bytes]] = []  # kind, path, content
-        for number, kind in enumerate([*QUANTIZERS, "converted", "packed"]):
+        for number, kind in enumerate(KINDS):
             place = top / kind
             place.mkdir()
             self.reader.make(random.Random(number), kind, place)

@@ -1,8 +1,8 @@
-"""Checkpoints of other quantizers: AWQ, GPTQ, compressed-tensors, bitsandbytes and gpt-oss, read bit-exactly.
+"""Checkpoints of other quantizers, read bit-exactly (torchao's int4 with float zeros: to the last bits of fp32).
 
-`load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, and `open_checkpoint` tells what
-is in one. A `read_*` function takes the tensors of one linear layer and returns its weight, unpacked, in the
-conventions of this library (see plain.py).
+`load_checkpoint` reads a folder layer by layer, `convert` writes a packed copy of one, `export` one in the format of
+another quantizer, and `open_checkpoint` tells what is in one. A `read_*` function takes the tensors of one linear layer
+and returns its weight, unpacked, in the conventions of this library (see plain.py).
 """
 
 from .awq import read_awq
@@ -11,8 +11,10 @@ from .checkpoint import Checkpoint, load_checkpoint, open_checkpoint
 from .compressed_tensors import read_compressed_tensors
 from .convert import convert
 from .ct_fp4 import read_compressed_fp4
+from .export import export
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
+from .hqq import read_hqq
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
@@ -24,6 +26,7 @@ __all__ = [
     "QuantizedLayer",
     "Record",
     "convert",
+    "export",
     "load_checkpoint",
     "open_checkpoint",
     "read_awq",
@@ -32,4 +35,5 @@ __all__ = [
     "read_compressed_tensors",
     "read_gpt_oss",
     "read_gptq",
+    "read_hqq",
 ]

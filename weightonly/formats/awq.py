@@ -19,7 +19,7 @@ from .groups import rows_by_count
 from .layer_settings import NO_SETTINGS, LayerSettings
 from .layers import Axis, LayerFormat, LayerShape, Tensors, check_bias
 from .plain import IntWeight
-from .words import signed_zeros, to_signed, words_as_bytes
+from .words import pack_words, signed_zeros, to_signed, words_as_bytes
 
 _COLUMNS_PER_WORD = 8
 
@@ -59,6 +59,12 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     nibbles = torch.stack((data & 15, data >> 4), dim=-1)  # (rows, word, byte, 2)
     # nibble 4h + l is column 2l + h
     return nibbles.view(rows, columns, 2, 4).transpose(2, 3).reshape(rows, columns * _COLUMNS_PER_WORD)
+
+
+def pack_awq(values: torch.Tensor) -> torch.Tensor:
+    """The inverse of `unpack_awq`: uint8 [rows, N] -> int32 [rows, N / 8]; N is a multiple of 8."""
+    nibbles = values.view(len(values), -1, 4, 2).transpose(2, 3).reshape(values.shape)
+    return pack_words(nibbles, 4, dim=1)
 
 
 def awq_format(options: Mapping[str, Any], settings: LayerSettings = NO_SETTINGS) -> LayerFormat:

@@ -13,11 +13,12 @@ import torch
 
 from ..device import check_memory
 from ..heuristics.arch import Arch
+from ..hub import model_folder
 from ..packing import target_name
-from ..require import require_path
 from .converted import digests_of
 from .expect import TensorError
 from .foreign import check_foreign, of_activations
+from .gguf import open_shards
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
 from .plain import CodeWeight, IntWeight
 from .recognize import quantization_config, recognize
@@ -177,10 +178,12 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint (AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, converted), layer by layer.
+    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, GGUF,
+    gpt-oss, or a converted one.
 
-    folder: on this machine, with safetensors files, sharded or not, and config.json, quantize_config.json or
-        quant_config.json. Without a config the names of the tensors tell the format, where they can.
+    folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
+        sharded or not, and config.json, quantize_config.json or quant_config.json. Without a
+        config the names of the tensors tell the format, where they can. Or a GGUF file.
     arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a converted
         checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
     device: where tensors are unpacked, packed and returned.
@@ -206,9 +209,9 @@ def load_checkpoint(
 def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
     """Recognize the format of a folder, or of one whose headers have been read, and check every header.
 
-    No weight is read. Raises what `load_checkpoint` raises.
+    folder: as for `load_checkpoint`. No weight is read. Raises what `load_checkpoint` raises.
     """
-    shards = folder if isinstance(folder, Shards) else Shards(require_path("folder", folder))
+    shards = folder if isinstance(folder, Shards) else open_shards(model_folder(folder))
     source, formats = recognize(shards)
     try:
         layers = find_layers(shards.tensors, formats)

@@ -11,7 +11,7 @@ import torch
 from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
 from .groups import is_in_order
-from .patterns import Name, Pattern, PatternError, Steps
+from .patterns import Budget, Pattern, PatternError
 
 PACK_QUANTIZED = "pack-quantized"
 FLOAT_GROUPS = {f"{name}-{PACK_QUANTIZED}": rows for name, rows in FORMAT_GROUPS.items()}
@@ -74,8 +74,7 @@ class Schemes:
     """The groups of a config. Raises ValueError for one that is not read."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._steps = Steps()
-        schemes = list(_schemes_of(options, self._steps))
+        schemes = list(_schemes_of(options, Budget()))
         self._by_name: dict[str, list[Scheme]] = {}
         for scheme in schemes:
             for name in scheme.names:
@@ -87,19 +86,18 @@ class Schemes:
         """Those that can mean a layer: as in compressed-tensors, its name goes before patterns, these before classes.
 
         No file tells the class of a module: without a name or a pattern, every group that may name a class may mean it.
-        Raises TensorError for patterns that take too many steps.
+        Raises TensorError for patterns that take too long.
         """
         if layer in self._by_name:
             return self._by_name[layer]
-        name = Name(layer, self._steps)
         try:
-            found = [s for s in self._with_patterns if any(pattern.matches_start(name) for pattern in s.patterns)]
+            found = [s for s in self._with_patterns if any(pattern.matches_start(layer) for pattern in s.patterns)]
             return found or self._of_classes
         except PatternError as error:
             raise TensorError("weight_packed", f"config_groups: targets: {error}") from error
 
 
-def _schemes_of(options: Mapping[str, Any], steps: Steps) -> Iterator[Scheme]:
+def _schemes_of(options: Mapping[str, Any], budget: Budget) -> Iterator[Scheme]:
     if options.get("transform_config"):  # rotations, some of which are applied to x at run time
         raise ValueError(f"transform_config: expected none, got {options['transform_config']!r:.200}")
     whole = option(options, "format", str, PACK_QUANTIZED)
@@ -118,7 +116,7 @@ def _schemes_of(options: Mapping[str, Any], steps: Steps) -> Iterator[Scheme]:
         if kind != expected.split()[0] or bits not in allowed:
             raise ValueError(f"config_groups.{name}.weights: expected {expected}, got {kind!r} of {bits}")
         try:
-            scheme = _scheme(group, weights, bits, form, steps)
+            scheme = _scheme(group, weights, bits, form, budget)
             _check_floats(scheme)
             yield scheme
         except ValueError as error:
@@ -144,7 +142,7 @@ def _check_floats(scheme: Scheme) -> None:
         raise ValueError(f"weights.actorder: expected none for {scheme.format}, got group")
 
 
-def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, form: str, steps: Steps) -> Scheme:
+def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, form: str, budget: Budget) -> Scheme:
     """Raises ValueError for targets that are no names and patterns, and for values of another kind."""
     names: set[str] = set()
     patterns: list[Pattern] = []
@@ -153,7 +151,7 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, for
             raise ValueError(f"targets: expected names and patterns, got {target!r:.200}")
         if target.startswith("re:"):
             try:
-                patterns.append(Pattern(target.removeprefix("re:"), steps))
+                patterns.append(Pattern(target.removeprefix("re:"), budget))
             except PatternError as error:
                 raise ValueError(f"targets: expected regular expressions, got {target!r:.200} ({error})") from error
         else:

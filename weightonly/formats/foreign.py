@@ -15,6 +15,13 @@ from .shards import Shards, TensorInfo
 MODELOPT_CONFIG = "hf_quant_config.json"
 """Of ModelOpt, which writes nothing to config.json."""
 
+NOT_READ = {
+    "quark": "export it again as AWQ, by custom_mode='awq' of Quark",
+    "eetq": "its bytes lie as the GPU that wrote them wants it, and it does not say which; quantize the original "
+    "model: from_pretrained(folder, quantization_config=weightonly.hf.WeightOnlyConfig(format='int8', group_size=-1))",
+}
+"""Method that is not read -> the way round."""
+
 _LOOKS_LIKE = tuple(
     (re.compile(rf"(?:^|[._])(?:{names})$"), quantizer)
     for names, quantizer in (

@@ -28,7 +28,7 @@ from .words import signed_zeros, unpack_words, words_for
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
 """`checkpoint_format` of the config -> version of the zero points."""
 
-_ONES = {4: 0x11111111, 8: 0x01010101}
+V1_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 def read_gptq(
@@ -55,7 +55,7 @@ def read_gptq(
     Groups of several sizes, such as a short last one, are cut into smaller groups of one size.
     Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits or versions.
     """
-    if bits not in _ONES:
+    if bits not in V1_ONES:
         raise ValueError(f"bits: expected 4 or 8 for GPTQ, got {bits}")
     if version not in VERSIONS.values():
         raise ValueError(f"version: expected 1 or 2, got {version}")
@@ -83,7 +83,7 @@ def gptq_format(options: Mapping[str, Any], settings: LayerSettings | None = Non
 
     def bits_of(layer: str) -> int:
         bits: int = own.option(layer, "bits", int, default_bits)
-        if bits not in _ONES:
+        if bits not in V1_ONES:
             raise TensorError("qweight", f"bits: expected 4 or 8 for GPTQ, got {bits} in the config")
         return bits
 
@@ -119,7 +119,7 @@ def gptq_format(options: Mapping[str, Any], settings: LayerSettings | None = Non
         bits = bits_of(layer)
         return signed_zeros(_zero_points(qzeros, shape.n, bits, version, bool(is_symmetric(layer))), bits)
 
-    if own.is_empty and default_bits not in _ONES:
+    if own.is_empty and default_bits not in V1_ONES:
         raise ValueError(f"bits: expected 4 or 8 for GPTQ, got {default_bits}")
     return LayerFormat(
         name="gptq",
@@ -183,4 +183,4 @@ def _zero_points(qzeros: torch.Tensor, n: int, bits: int, version: int, symmetri
         )
         return stored
     # int32 wraps. Values beyond N, which fill the last word, are its highest bits: no carry goes to a real value.
-    return unpack_words(qzeros + _ONES[bits], bits, dim=1)[:, :n]
+    return unpack_words(qzeros + V1_ONES[bits], bits, dim=1)[:, :n]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .expect import TensorError, option
-from .patterns import Name, Pattern, PatternError, Steps
+from .patterns import Budget, Pattern, PatternError
 
 Settings = Mapping[str, Any]
 
@@ -26,8 +26,8 @@ class LayerSettings:
     def option(self, layer: str, key: str, kind: type, default: Any) -> Any:
         """The setting `key` of `layer`; `default` where it has none.
 
-        Raises TensorError, which is met with the layer, for a value of another kind, for patterns that take too many
-        steps, and for a layer that is not quantized, as the config says.
+        Raises TensorError, which is met with the layer, for a value of another kind, for patterns that take too
+        long, and for a layer that is not quantized, as the config says.
         """
         try:
             found = self._find(layer)
@@ -46,12 +46,11 @@ def dynamic_settings(dynamic: Mapping[str, Any]) -> LayerSettings:
 
     "-:PATTERN" is of layers that are not quantized. Raises ValueError for a pattern that is none.
     """
-    steps = Steps()
-    rules = [(_pattern("dynamic", text, steps, 2 * text.startswith(("+:", "-:"))), text) for text in dynamic]
+    budget = Budget()
+    rules = [(_pattern("dynamic", text, budget, 2 * text.startswith(("+:", "-:"))), text) for text in dynamic]
 
     def find(layer: str) -> Settings | None:
-        name = Name(layer, steps)
-        text = next((text for pattern, text in rules if pattern.matches_start(name)), None)
+        text = next((text for pattern, text in rules if pattern.matches_start(layer)), None)
         if text is not None and text.startswith("-:"):
             return None
         found = None if text is None else dynamic[text]
@@ -66,8 +65,8 @@ def extra_settings(extra: Mapping[str, Any]) -> LayerSettings:
 
     Raises ValueError for a pattern that is none, and for settings that are no objects.
     """
-    steps = Steps()
-    patterns = {text: _pattern("extra_config", text, steps) for text in extra if _SPECIAL.intersection(text)}
+    budget = Budget()
+    patterns = {text: _pattern("extra_config", text, budget) for text in extra if _SPECIAL.intersection(text)}
     place = {text: number for number, text in enumerate(extra)}
     for text in extra:
         option(extra, text, dict)
@@ -75,19 +74,19 @@ def extra_settings(extra: Mapping[str, Any]) -> LayerSettings:
     def find(layer: str) -> Settings:
         if layer in extra:
             return extra[layer] or {}
-        name, parts = Name(layer, steps), layer.split(".")
+        parts = layer.split(".")
         ends = range(1, len(parts) + 1)
         texts = [".".join(parts[begin:end]) for end in ends for begin in range(end)]
         found = [text for text in texts if text in extra]
-        found += [text for text, pattern in patterns.items() if pattern.matches_part(name)][:1]
+        found += [text for text, pattern in patterns.items() if pattern.matches_part(layer)][:1]
         return (extra[min(found, key=place.__getitem__)] or {}) if found else {}
 
     return LayerSettings("extra_config", not extra, find)
 
 
-def _pattern(entry: str, text: str, steps: Steps, begin: int = 0) -> Pattern:
+def _pattern(entry: str, text: str, budget: Budget, begin: int = 0) -> Pattern:
     """The one that `text` is from `begin` on."""
     try:
-        return Pattern(text[begin:], steps)
+        return Pattern(text[begin:], budget)
     except PatternError as error:
         raise ValueError(f"{entry}: expected regular expressions, got {text!r:.200} ({error})") from error

@@ -60,10 +60,10 @@ class LayerFormat:
     Both raise TensorError for a tensor that does not fit.
     zeros: suffix of the tensor of zero points that `read` gets apart from the others, where `describe` does not tell
         whether any is not 0.
-    zero_points: (shape, layer, that tensor) -> int8 [groups, N]; None where all are 0.
-    axes: bits -> suffix of a tensor -> its dimensions, for reading a part of a layer (parts.py); for that of zero
-        points, those of int8 [groups, N]. A tensor that is not named there is read as a whole. None: every layer is,
-        as are codes in any case.
+    zero_points: (shape, layer, that tensor) -> int8 [groups, N], or what else `read` takes; None where all are 0.
+    axes: bits -> suffix of a tensor -> its dimensions, or the first of them, for reading a part of a layer (parts.py);
+        for that of zero points, those of int8 [groups, N]. A tensor that is not named there is read as a whole. None:
+        every layer is, as are codes in any case.
     separator: between the name of a layer and a suffix.
     """
 

@@ -110,6 +110,12 @@ def guard_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {_GUARD: {**(config.get(_GUARD) or {}), _MESSAGE: True}}
 
 
+def unguard(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what `guard_of` added to it."""
+    others = unguarded(config.get(_GUARD))
+    return {key: value for key, value in config.items() if key != _GUARD} | ({_GUARD: others} if others else {})
+
+
 def unguarded(fusions: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The fusions of a config without the guard; None where none are left."""
     return {name: value for name, value in (fusions or {}).items() if name != _MESSAGE} or None

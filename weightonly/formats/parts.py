@@ -61,7 +61,8 @@ def _wider(layer: Layer, shape: LayerShape, rows: Range, columns: Range) -> tupl
     if layer.format.axes is None or shape.format in CODE_FORMATS:
         return None
     axes = layer.format.axes(FORMATS[shape.format])
-    of = {kind: [axis.values for found in axes.values() for axis in found if axis.kind == kind] for kind in "kn"}
+    dims = [axis for inside, found in axes.items() if inside in layer.tensors for axis in found]
+    of = {kind: [axis.values for axis in dims if axis.kind == kind] for kind in "kn"}
     n_step = math.lcm(*of["n"])
     k_step = math.lcm(1 if shape.group_size == shape.k else shape.group_size, *of["k"])
     if shape.act_order or shape.k % k_step:
@@ -84,7 +85,7 @@ def _reader(layer: Layer, shape: LayerShape, rows: Range, columns: Range) -> Par
             slice(ranges[axis.kind][0] // axis.values, -(-ranges[axis.kind][1] // axis.values))
             for axis in axes.get(inside, ())
         )
-        index = index if len(index) == dims else ()
+        index = index if len(index) <= dims else ()
         if inside.endswith("g_idx") and rows[0]:
             return index, lambda tensor: torch.where(tensor < 0, tensor, tensor - ranges["g"][0])
         if inside == "weight_shape":

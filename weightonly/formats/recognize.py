@@ -13,13 +13,18 @@ from .bitsandbytes import ANCHORS, bitsandbytes_format
 from .compressed_tensors import compressed_tensors_format
 from .converted import INCOMPLETE, converted_format
 from .expect import option
-from .foreign import MODELOPT_CONFIG, check_foreign
+from .foreign import MODELOPT_CONFIG, NOT_READ, check_foreign
+from .gguf import METHOD as GGUF
+from .gguf import gguf_format
 from .gpt_oss import METHOD as GPT_OSS
 from .gpt_oss import gpt_oss_format
 from .gptq import gptq_format
+from .hqq import hqq_format
 from .layers import LayerFormat, split_name
 from .packed_config import METHOD
 from .shards import CONFIG, Shards
+from .torchao import METHOD as TORCHAO
+from .torchao import torchao_format
 
 _SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Config files of quantizers, older than the entry in config.json -> the method, if the file does not say it."""
@@ -30,12 +35,14 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     "compressed-tensors": compressed_tensors_format,
     "bitsandbytes": bitsandbytes_format,
     GPT_OSS: gpt_oss_format,
+    "hqq": hqq_format,
     **dict.fromkeys(AUTO_ROUND, auto_round_format),
     METHOD: converted_format,
+    GGUF: gguf_format,
 }
 """Method of a quantization config -> what makes the format of its layers of the options."""
 
-METHODS = tuple(_READERS)
+METHODS = (*_READERS, TORCHAO)
 
 
 def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
@@ -44,6 +51,8 @@ def quantization_config(shards: Shards) -> tuple[str, dict[str, Any]]:
     Raises ValueError, naming the file, for one that is damaged or no object.
     """
     folder = shards.folder
+    if shards.own is not None:
+        return shards.own
     if (config := shards.config(CONFIG)) is not None:
         inner = config.get("text_config")  # some multimodal models have it there
         for holder in (config, inner if isinstance(inner, dict) else {}):
@@ -81,8 +90,11 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
         return "tensor names", (_from_tensors(shards),)
     try:
         method = option(options, "quant_method", str, "")
+        if method == TORCHAO:
+            return source, (torchao_format(options, shards.metadata),)
         if method not in _READERS:
-            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+            cure = f"; {NOT_READ[method]}" if method in NOT_READ else ""
+            raise ValueError(f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}{cure}")
         return source, (_READERS[method](options),)
     except ValueError as error:
         raise ValueError(f"{folder / source}: {shown(error)}") from error
@@ -90,7 +102,7 @@ def recognize(shards: Shards) -> tuple[str, tuple[LayerFormat, ...]]:
 
 def is_dense(shards: Shards) -> bool:
     """Whether nothing says that the tensors of this folder are quantized: neither a config nor their names."""
-    anchors = (*ANCHORS, "qweight", "weight_packed")
+    anchors = (*ANCHORS, "qweight", "weight_packed", "W_q")
     if quantization_config(shards)[0]:
         return False
     return not any(split_name(name, anchors)[0] or name.endswith("_blocks") for name in shards.tensors)
@@ -105,6 +117,8 @@ def _from_tensors(shards: Shards) -> LayerFormat:
             return compressed_tensors_format({})
         if split_name(name, ["blocks"], "_")[0] and len(info.shape) == 4:
             return gpt_oss_format({})
+        if name.endswith(".W_q"):
+            return hqq_format({})
         scales = shards.tensors.get(f"{split_name(name, ['qweight'])[0]}.scales")
         if name.endswith(".qweight") and scales is not None and len(info.shape) == len(scales.shape) == 2:
             if info.shape[1] * 8 == scales.shape[1]:
@@ -116,7 +130,7 @@ def _from_tensors(shards: Shards) -> LayerFormat:
     check_foreign(shards, shards.tensors, {})
     raise ValueError(
         f"{shards.folder}: expected a checkpoint of {', '.join(METHODS)}, "
-        "got one without a quantization config and without tensors of these formats; a dense model is quantized while "
-        "it loads: from_pretrained(folder, quantization_config=weightonly.hf.WeightOnlyConfig(format='int4')), and "
-        "save_pretrained(OUT) writes it packed"
+        "got one without a quantization config and without tensors of these formats; a dense model is quantized by "
+        "`weightonly quantize`, or while it loads: from_pretrained(folder, "
+        "quantization_config=weightonly.hf.WeightOnlyConfig(format='int4')), and save_pretrained(OUT) writes it packed"
     )

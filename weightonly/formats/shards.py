@@ -2,8 +2,9 @@
 
 A file is: 8 bytes, the length of the header as a little-endian integer; the header, JSON of name -> dtype, shape and
 offsets; the bytes (https://github.com/huggingface/safetensors). The safetensors package maps whole files into memory,
-so that the process seems to grow by all that it has read. This module reads one tensor at a time instead. It accepts
-no header that the package refuses: the bytes of the tensors cover the file, once, and names are there once.
+so that the process seems to grow by all that it has read. Without that (`backend="pread"` of 0.8) it holds a tensor
+twice, and reads all of one whose part is asked for. This module reads one tensor, or a part, at a time. It accepts no
+header that the package refuses: the bytes of the tensors cover the file, once, and names are there once.
 
 Pickles (.bin, .pt) are never opened: loading one runs whatever code it contains.
 """
@@ -24,41 +25,13 @@ import torch
 
 from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
-from ..tensor_file import digest
+from ..tensor_file import DTYPES, digest
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_DTYPES: dict[str, torch.dtype] = {
-    code: getattr(torch, name)
-    for code, name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
-    }.items()
-    if hasattr(torch, name)  # the oldest PyTorch that is supported lacks some
-}
-
-_GGUF = (
-    "it is not read here: AutoModelForCausalLM.from_pretrained(folder, gguf_file={!r}) makes it dense (pip install "
-    "gguf), and quantize_model packs that"
-)
 
 _MAX_DIMS = 64
 """Of PyTorch."""
@@ -79,12 +52,14 @@ class Shards:
     """The tensors of a folder's safetensors files, or of some `files` of it.
 
     tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
-    bytes_read: of tensors, until now.
+    bytes_read: of tensors, until now. own: (what says it, the quantization config) where no file of JSON does.
 
     Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
     the tensor, for pickles, damaged or truncated files, files that contradict the index, and names of files and tensors
     that are not printable: they come to terminals and logs.
     """
+
+    own: tuple[str, dict[str, Any]] | None = None
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         check_folder(folder)
@@ -118,7 +93,11 @@ class Shards:
 
         Raises ValueError, naming file and tensor, if the file is truncated, or its bytes have another digest.
         """
-        info = self.tensors[name]
+        return self._read(name, self.tensors[name], device, sha256, part)
+
+    def _read(
+        self, name: str, info: TensorInfo, device: torch.device | str, sha256: str | None, part: Any
+    ) -> torch.Tensor:
         slices = _slices(part, info.shape) if sha256 is None else None
         rows, columns = slices or (slice(0, 1), slice(0, 1))
         if slices is None:  # as one row
@@ -158,11 +137,15 @@ class Shards:
             if pickles:
                 raise ValueError(
                     f"{self.folder}: expected safetensors files, got pickles ({shown(', '.join(pickles[:3]))}); "
-                    "a pickle runs code when it is loaded and is never opened here: save the model as safetensors first"
+                    "a pickle runs code when it is loaded and is never opened here: save the model as safetensors "
+                    "first, where you trust it: AutoModel.from_pretrained(folder, use_safetensors=False)."
+                    "save_pretrained(OUT)"
                 )
             if of_gguf := sorted(self.folder.glob(f"*{GGUF}")):
-                what = shown(_GGUF.format(of_gguf[0].name))
-                raise ValueError(f"{self.folder}: expected safetensors files, got a GGUF file; {what}")
+                raise ValueError(
+                    f"{self.folder}: expected safetensors files, got a GGUF file; give the file itself: "
+                    f"{shown(of_gguf[0])}"
+                )
             raise FileNotFoundError(f"{self.folder}: expected safetensors files, got none")
         self._add_files(files)
 
@@ -220,10 +203,9 @@ def _slices(part: Any, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
 def check_folder(folder: Path) -> None:
     """Raises NotADirectoryError for a file, FileNotFoundError for a folder that does not exist."""
     if folder.is_file():
-        kind = f"a GGUF file; {_GGUF.format(folder.name)}" if folder.suffix == GGUF else "a file"
-        raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got {shown(kind)}")
+        raise NotADirectoryError(f"{folder}: expected the folder of a checkpoint, with config.json, got a file")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none{_hub_hint(folder)}")
+        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got none")
 
 
 def _check_printable(place: Path, name: str) -> None:
@@ -279,9 +261,9 @@ def _tensor(file: Path, name: str, fields: Any, data_begin: int, total_bytes: in
     except (KeyError, TypeError, ValueError) as error:
         expected = "dtype, shape and data_offsets"
         raise ValueError(f"{file}: {name}: expected {expected}, got {fields!r:.200}") from error
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {code!r:.200}")
-    dtype = _DTYPES[code]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {code!r:.200}")
+    dtype = DTYPES[code]
     size = _bytes(shape, dtype.itemsize)
     if size is None:
         raise ValueError(f"{file}: {name}: expected a shape that PyTorch can have, got {shape!r:.200}")
@@ -306,15 +288,6 @@ def _bytes(shape: list[int], item_bytes: int) -> int | None:
         if extent >= 1 << 63:
             return None
     return total if len(shape) <= _MAX_DIMS else None
-
-
-def _hub_hint(folder: Path) -> str:
-    """What to do where a folder that does not exist may be the name of a model on the Hugging Face Hub."""
-    is_file = folder.suffix in (".safetensors", ".json", GGUF, *PICKLES)
-    if folder.is_absolute() or is_file or len(folder.parts) != 2 or folder.parts[0] == "..":
-        return ""
-    name = folder.as_posix()
-    return f"; a model of the Hugging Face Hub is downloaded first: huggingface_hub.snapshot_download({name!r})"
 
 
 def _find_index(folder: Path) -> Path | None:

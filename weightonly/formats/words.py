@@ -54,3 +54,17 @@ def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
     """The inverse of `unpack_nibbles`: uint8 [count] -> uint8 [(count + 1) // 2]; an odd count is padded by a 0."""
     padded = torch.nn.functional.pad(values, (0, values.numel() % 2)).view(-1, 2)
     return padded[:, 0] << 4 | padded[:, 1]
+
+
+def to_unsigned(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `to_signed`: int8 -> uint8."""
+    return values.contiguous().view(torch.uint8) + (1 << (bits - 1))
+
+
+def pack_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The inverse of `unpack_words`: uint8 [R, C] -> int32, the last word of each line filled up with 0."""
+    rows = values if dim == 1 else values.t()
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % (32 // bits)))
+    data = rows if bits == 8 else rows[:, ::2] | rows[:, 1::2] << 4
+    words = data.contiguous().view(torch.int32)
+    return words if dim == 1 else words.t().contiguous()

@@ -19,6 +19,7 @@ from ..formats.expect import FLOATS
 from ..formats.layers import LayerShape
 from ..formats.packed_config import METHOD, VERSION, check_runs, options_of
 from ..formats.parts import read_part
+from ..formats.shards import Shards
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
 from ..layout import CPU
@@ -156,7 +157,7 @@ class CheckpointWeights:
                 _check_scales(layer, shards.read(scales), dtype, shape.format)
 
     def _add_plain(self, tensor: str) -> None:
-        self.tensors[tensor] = _Lazy(self, None, tensor, self.checkpoint.shards.tensors[tensor].dtype)
+        self.tensors[tensor] = PlainLazy(self.checkpoint.shards, tensor)
 
     def _add(self, layer: str, name: str, shape: LayerShape, has_bias: bool) -> None:
         self._names[layer] = name
@@ -247,18 +248,35 @@ def _check_scales(layer: str, scales: torch.Tensor, dtype: torch.dtype, format: 
         raise ValueError(f"{layer}: {error}") from error
 
 
-class _Lazy:
-    """A tensor that is read when it is indexed, as those of safetensors' `get_slice` are."""
+class PlainLazy:
+    """A tensor of files that is read when it is indexed, as those of safetensors' `get_slice` are."""
 
-    def __init__(self, weights: CheckpointWeights, layer: str | None, tensor: str, dtype: torch.dtype) -> None:
+    def __init__(self, shards: Shards, name: str) -> None:
+        self._shards = shards
+        self._name = name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._shards.read(self._name, part=index)
+
+    def get_shape(self) -> list[int]:
+        """transformers asks for it to read a part."""
+        return list(self._shards.tensors[self._name].shape)
+
+    def is_floating_point(self) -> bool:
+        """Whether transformers may cast it to the dtype of the model."""
+        return self._shards.tensors[self._name].dtype.is_floating_point
+
+
+class _Lazy:
+    """The same of a layer's tensor, once it is packed, or dequantized."""
+
+    def __init__(self, weights: CheckpointWeights, layer: str, tensor: str, dtype: torch.dtype) -> None:
         self._weights = weights
         self._layer = layer
         self._tensor = tensor
         self._dtype = dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if self._layer is None:
-            return self._weights.checkpoint.shards.read(self._tensor, part=index)
         value = self._weights.read(self._layer, self._tensor)
         shape, dtype = self._weights.shapes.get(self._layer), self._weights.dtype
         if self._tensor == "scales" and shape is not None and dtype is not None:
@@ -266,10 +284,7 @@ class _Lazy:
         return value[index]
 
     def get_shape(self) -> list[int]:
-        """Of a tensor that belongs to no packed layer: transformers asks for it to read a part."""
-        if self._layer is not None:
-            return list(self[...].shape)
-        return list(self._weights.checkpoint.shards.tensors[self._tensor].shape)
+        return list(self[...].shape)
 
     def is_floating_point(self) -> bool:
         """Whether transformers may cast it to the dtype of the model."""

@@ -17,11 +17,13 @@ from ..formats.packed_config import METHOD, VERSION, check_version
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS
+from ..nn.choice import check_own
 from ..nn.recipe import Recipe
 from ..packing import format_of, layout_for_arch, record_code_layout, target_name
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointWeights
+    from .dense_folder import DenseFolder
 
 
 @register_quantization_config(METHOD)
@@ -40,6 +42,10 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         kernels for codes.
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
         and tied layers always stay dense.
+    layers: what some layers have otherwise: a pattern of their names -> their format, group_size or symmetric, as in
+        {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file name, or the end of
+        one, after a dot; of several that match, the last is taken. Where one of both formats is a
+        codebook, the group size is the usual one of the layer's format.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
@@ -54,11 +60,12 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         symmetric: bool | None = None,
         arch: Arch | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
+        layers: Mapping[str, Mapping[str, Any]] | None = None,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
         arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
-        arguments["modules_to_not_convert"] = modules_to_not_convert
+        arguments |= {"modules_to_not_convert": modules_to_not_convert, "layers": layers or None}
         self.given = {name: value for name, value in arguments.items() if value is not None}
         """The arguments of this call."""
         self.asked: dict[str, Any] = {}
@@ -77,7 +84,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.act_order: bool = layer_options.pop("act_order", False)
         self.layout: str | None = layer_options.pop("layout", None)
-        self.layers: dict[str, dict[str, Any]] = layer_options.pop("layers", {})
+        self.layers: Any = {} if layers is None else layers
         self.source: dict[str, Any] | None = layer_options.pop("source", None)
         if layer_options:
             raise ValueError(f"quantization_config: unknown entries {', '.join(map(repr, sorted(layer_options)))}")
@@ -85,6 +92,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         """The layers of the folder, where its headers have been read."""
         self.folder: dict[str, Any] | None = None
         """The quantization config of the folder, as transformers read it from config.json."""
+        self.dense: DenseFolder | None = None
+        """The folder of a dense model that `quantize_folder` reads and writes."""
         self._check()
 
     def _check(self) -> None:
@@ -93,10 +102,13 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         recipe = self.recipe(None)
         if self.group_size != -1:
             recipe.check_k(self.group_size * 2)  # some K that it divides, and is not K itself
+        check_own(self.layers, recipe)
 
-    def recipe(self, dtype: torch.dtype | None) -> Recipe:
-        """How a dense weight is quantized, with scales in `dtype`."""
-        return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch)
+    def recipe(self, dtype: torch.dtype | None, shape: LayerShape | None = None) -> Recipe:
+        """How a dense weight is quantized, with scales in `dtype`. shape: of the layer, where it has been planned."""
+        if shape is None:
+            return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch)
+        return Recipe(shape.format, shape.group_size, shape.symmetric is not False, dtype, self.arch)
 
     def check_asked(self, folder: Path, shapes: Mapping[str, LayerShape]) -> None:
         """Raises ValueError, naming the argument, where a caller asked for what the layers of the folder have not."""
@@ -108,6 +120,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
                 "group_size": rows if rows == -1 and shape.group_size == shape.k else shape.group_size,
                 "symmetric": asked.get("symmetric") if shape.symmetric is None else shape.symmetric,
                 "modules_to_not_convert": None,
+                "layers": None,
             }
             if shape.layout is not None and "arch" in asked:
                 find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
@@ -125,7 +138,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = ("given", "asked", "weights", "folder", *(("source",) if self.source is None else ()))
+        hidden = ("given", "asked", "weights", "folder", "dense", *(("source",) if self.source is None else ()))
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def get(self, name: str, default: Any = None) -> Any:

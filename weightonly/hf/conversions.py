@@ -13,6 +13,7 @@ from ..formats.converted import tensors_of
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
 from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
+from ..nn.recipe import Recipe
 from ..packed import PackedWeight
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
@@ -142,10 +143,18 @@ class Quantize(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         if len(input_dict) > 1:
             return input_dict  # `QuantizeParts` made them
+        try:
+            return self._quantized(input_dict, full_layer_name, model)
+        except (TypeError, ValueError) as error:
+            if (dense := self.hf_quantizer.quantization_config.dense) is not None:
+                dense.problems.append(error)
+            raise
+
+    def _quantized(self, input_dict: dict[str, Any], full_layer_name: str, model: Any) -> dict[str, torch.Tensor]:
         weight, plan = _only(input_dict), self.hf_quantizer.plan
         name = full_layer_name.removesuffix(".qweight")
         target = model.get_submodule(name)
-        recipe = self.hf_quantizer.quantization_config.recipe(target.scales.dtype)
+        recipe = self._recipe(name, target.scales.dtype)
         if name in plan.stacks:
             stack = plan.stacks[name]
             experts: Experts = model.get_submodule(name.rpartition(".")[0])
@@ -154,6 +163,8 @@ class Quantize(ConversionOps):
             expected = (stack.experts, stack.shape.k, stack.shape.n)
             if weight.shape != expected:
                 raise ValueError(f"{name}: expected [E, K, N] = {list(expected)}, got {list(weight.shape)}")
+            if weight.is_meta:
+                return _without_data(name, target)
             columns = gates_first if in_turns_in_files(model, name) else None
             return after_packing(_tensors(name, quantize_stack(weight, recipe, name, columns=columns)))
         shape = plan.layers[name]
@@ -162,6 +173,8 @@ class Quantize(ConversionOps):
         k, n = (target.in_features, target.out_features) if is_cut else (shape.k, shape.n)
         if weight.shape != (n, k):
             raise ValueError(f"{name}.weight: expected [{n}, {k}], got {list(weight.shape)}")
+        if weight.is_meta:
+            return _without_data(name, target)
         if not weight.numel():  # this rank has no part of it
             return {f"{name}.{tensor}": value for tensor, value in _empty(target).items()}
         try:
@@ -173,6 +186,13 @@ class Quantize(ConversionOps):
         if isinstance(target, ParallelLinear) and not is_cut:
             inside = {tensor: None if value is None else target.cut(tensor, value) for tensor, value in inside.items()}
         return after_packing({f"{name}.{tensor}": value for tensor, value in inside.items() if value is not None})
+
+    def _recipe(self, name: str, dtype: torch.dtype) -> Recipe:
+        """How a layer is quantized, as the plan says."""
+        config, plan = self.hf_quantizer.quantization_config, self.hf_quantizer.plan
+        shape = plan.layers[name] if name in plan.layers else plan.stacks[name].shape
+        recipe = config.recipe(dtype, shape)
+        return recipe if config.dense is None else config.dense.measured(name, recipe)
 
 
 class QuantizeParts(ConversionOps):
@@ -409,6 +429,11 @@ class _Split(ConversionOps):
 
 def _tensors(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{name}.{tensor}": value for tensor, value in layer.state_dict().items()}
+
+
+def _without_data(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a dense weight on meta becomes: the tensors of its packed layer, there, too."""
+    return {key: tensor for key, tensor in _tensors(name, layer).items() if not key.endswith(".bias")}
 
 
 def _only(input_dict: dict[str, Any]) -> torch.Tensor:

@@ -116,14 +116,18 @@ def has_bias(module: Any, layer: str, checkpoint: Checkpoint) -> bool:
     return is_wanted
 
 
-def check_dense(model: PreTrainedModel, plan: Plan, files: Sequence[str] | None) -> None:
-    """Raises ValueError unless the files of a folder have a dense weight for each layer of `plan`, to be packed.
-
-    Pickles, and the tensors of a state dict, are not looked at.
-    """
+def dense_shards(files: Sequence[str] | None) -> Shards | None:
+    """The headers of the files of a folder. None of pickles, and of a state dict, which are not looked at."""
     if not files or not all(file.endswith(".safetensors") for file in files):
-        return
-    shards = Shards(Path(files[0]).parent, [Path(file) for file in files])
+        return None
+    return Shards(Path(files[0]).parent, [Path(file) for file in files])
+
+
+def check_dense(model: PreTrainedModel, plan: Plan, shards: Shards) -> set[str]:
+    """The names in the model of the tensors of a folder. `plan`: what is to be packed.
+
+    Raises ValueError unless there is a dense weight for each layer of it.
+    """
     source, options = quantization_config(shards)
     if source:
         raise ValueError(
@@ -138,6 +142,7 @@ def check_dense(model: PreTrainedModel, plan: Plan, files: Sequence[str] | None)
         is_head = hasattr(model, prefix) and not name.startswith(f"{prefix}.")
         if name not in found and not is_head:
             raise ValueError(f"{shards.folder}: expected {name}, as the model has this layer, got none")
+    return found
 
 
 def open_files(files: Sequence[str] | None, options: Mapping[str, Any] | None) -> Checkpoint:

@@ -13,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
+from ..formats.gguf import GgufShards, open_shards
 from ..formats.recognize import is_dense, quantization_config
-from ..formats.shards import CONFIG, Shards
+from ..formats.shards import CONFIG
 from ..heuristics.arch import Arch
+from ..hub import model_folder
 from ..packing import target_name
 from ..shown import shown
-from .checkpoint import CheckpointWeights
+from .checkpoint import CheckpointWeights, PlainLazy
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
 from .names import Names
@@ -29,16 +31,20 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device_map: Any = None,
     arch: Arch | None = None,
+    revision: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, gpt-oss, `convert`, `save_pretrained` or a dense model:
-        safetensors files and config.json, on this machine.
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a
+        dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub,
+        which is downloaded; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
-        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized.
+        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
+        file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
+    revision: a branch, tag or commit of a model of the hub; None: the newest files.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
         trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -52,33 +58,38 @@ def load_model(
     computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
     folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
     """
-    folder = Path(folder)
+    folder = model_folder(folder, revision)
     if device_map is not None:
         require_package("accelerate")
     if arch is not None:
         target_name(arch)
-    shards = Shards(folder)
-    if not (folder / "config.json").is_file():
+    shards = open_shards(folder, dtype)
+    is_gguf = isinstance(shards, GgufShards)
+    if not is_gguf and not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: expected config.json, which says what the model is, got none")
     code = kwargs.setdefault("trust_remote_code", False)  # None asks on a terminal
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
-    cls = _model_class(config, kwargs)
+    if is_gguf:
+        config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        shards.configs[CONFIG] = entries(config)
+    cls = model_class(config, kwargs)
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
-    shards.configs[CONFIG] = _entries(config)
     if is_dense(shards):
         unused = of_activations(shards, {})
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
-        model, info = cls.from_pretrained(folder, config=config, **arguments)
+        source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
+        model, info = cls.from_pretrained(None if is_gguf else folder, config=config, **source, **arguments)
         check_used(model, Names(model), shards, plain)
-        return _complete(model, info, folder)
+        return complete(model, info, folder)
     weights = CheckpointWeights(open_checkpoint(shards), arch)
     if weights.pack_arch is None:
         _describe(config, weights, quantization_config(shards)[1])
         try:
             model, info = cls.from_pretrained(folder, config=config, **arguments)
-            return _complete(model, info, folder)
+            return complete(model, info, folder)
         except PartsError:
             pass  # they are made dense below
     _describe(config, weights, weights.options)
@@ -88,10 +99,10 @@ def load_model(
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights.tensors, **arguments)
     model.name_or_path = model.config._name_or_path = str(folder)
-    return _complete(model, info, folder)
+    return complete(model, info, folder)
 
 
-def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
+def model_class(config: Any, kwargs: dict[str, Any]) -> Any:
     """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
@@ -99,7 +110,7 @@ def _model_class(config: Any, kwargs: dict[str, Any]) -> Any:
     return AutoModelForCausalLM
 
 
-def _entries(config: Any) -> dict[str, Any]:
+def entries(config: Any) -> dict[str, Any]:
     """config.json as transformers read it: the entries that may say how the folder is quantized."""
     text = getattr(config, "text_config", None)
     return vars(config) | {"text_config": None if text is None else vars(text)}
@@ -112,7 +123,7 @@ def _describe(config: Any, weights: CheckpointWeights, options: dict[str, Any]) 
     config.quantization_config.weights = weights
 
 
-def _complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> PreTrainedModel:
+def complete(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> PreTrainedModel:
     """`model`. Raises ValueError where the folder lacks some of its tensors: transformers left them random."""
     missing = sorted(info["missing_keys"])
     if missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,49 +88,72 @@ def linear_shape(module: Any) -> tuple[int, int] | None:
     return None
 
 
-def plan_quantization(model: PreTrainedModel, skip: Sequence[str], recipe: Recipe, layout: str) -> Plan:
+def quantizable(model: torch.nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
+    """Linear layers and experts of a dense model -> the names of their weights' layers, and (K, N) of each.
+
+    Of a linear layer that is its own name, of experts one for each product; {} where there are none that are packed.
+    """
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, module in model.named_modules():
+        if (shape := linear_shape(module)) is not None:
+            found[name] = {name: shape}
+        elif isinstance(module, torch.nn.Linear):
+            found[name] = {}
+        elif any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False)):
+            shapes = expert_shapes(module) if why_not_experts(module) is None else {}
+            found[name] = {f"{name}.{product}": (k, n) for product, (_, k, n) in shapes.items()}
+    return found
+
+
+def plan_quantization(
+    model: PreTrainedModel,
+    skip: Sequence[str],
+    recipe_of: Callable[[Iterable[str]], Recipe],
+    layout_of: Callable[[str], str],
+    left: Mapping[str, str],
+) -> Plan:
     """Which layers of a dense model become packed ones.
 
-    skip: names and patterns of those that stay dense, as transformers matches them.
+    skip: names and patterns of those that stay dense, as transformers matches them. recipe_of: names of a layer -> how
+    it is quantized. layout_of: format -> layout. left: layers that stay dense -> why.
     """
     plan, kept = Plan(), kept_in_fp32(model)
-    for name, module in model.named_modules():
-        shapes: dict[str, tuple[int, int]] = {}
-        shape = linear_shape(module)
-        if shape is not None:
-            shapes[name] = shape
-        elif isinstance(module, torch.nn.Linear):
-            plan.dense[name] = f"its owner may use the weight of a {type(module).__name__}"
-        elif any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False)):
-            if (reason := why_not_experts(module)) is not None:
-                plan.dense[name] = f"weights of three dimensions, and {reason}"
-            else:
-                shapes = {f"{name}.{product}": (k, n) for product, (_, k, n) in expert_shapes(module).items()}
+    for name, shapes in quantizable(model).items():
+        module = model.get_submodule(name)
+        recipes = {inside: recipe_of((inside, name)) for inside in shapes}
         if not shapes:
-            continue
-        if not all(should_convert_module(inside, list(skip)) for inside in (name, *shapes)):
+            reason = why_not_experts(module)
+            plan.dense[name] = (
+                f"its owner may use the weight of a {type(module).__name__}"
+                if isinstance(module, torch.nn.Linear)
+                else f"weights of three dimensions, and {reason}"
+            )
+        elif name in left:
+            plan.dense[name] = left[name]
+        elif not all(should_convert_module(inside, list(skip)) for inside in (name, *shapes)):
             plan.dense[name] = "an output embedding, tied, or in modules_to_not_convert"
         elif name in kept:
             plan.dense[name] = f"{kept[name]} keeps it in fp32"
-        elif shape is not None and shape[1] == 1:
+        elif shapes.get(name, (0, 0))[1] == 1:
             plan.dense[name] = "N = 1: a gate"
-        elif (unfit := _why_unfit(recipe, [k for k, _ in shapes.values()])) is not None:
+        elif (unfit := _why_unfit(recipes, shapes)) is not None:
             plan.dense[name] = unfit
         else:
             for inside, (k, n) in shapes.items():
+                recipe = recipes[inside]
                 rows = resolve_group_size(recipe.group_size, k)
-                packed = LayerShape(recipe.format, k, n, rows, recipe.symmetric, False, layout)
-                if shape is not None:
+                packed = LayerShape(recipe.format, k, n, rows, recipe.symmetric, False, layout_of(recipe.format))
+                if inside == name:
                     plan.layers[inside] = packed
                 else:
                     plan.stacks[inside] = Stack(count_experts(module), packed)
     return plan
 
 
-def _why_unfit(recipe: Recipe, rows: Sequence[int]) -> str | None:
+def _why_unfit(recipes: Mapping[str, Recipe], shapes: Mapping[str, tuple[int, int]]) -> str | None:
     try:
-        for k in rows:
-            recipe.check_k(k)
+        for inside, (k, _) in shapes.items():
+            recipes[inside].check_k(k)
     except ValueError as error:
         return str(error)
     return None

@@ -30,7 +30,7 @@ class LoraLinear(lora_layer.Linear):
 
     `merge` quantizes the sum of weight and adapters again, in the format of the layer, as PEFT does with bitsandbytes'
     4-bit layers: the result differs from base and adapter side by side by the rounding of the format. `unmerge` brings
-    back the bits from before.
+    back the bits from before; until then `update_` of the base layer is an error, as it would be undone.
 
     Raises ValueError for DoRA and other variants, for initializations that need the dense weight, and for a layer with
     an activation.
@@ -76,8 +76,8 @@ class LoraLinear(lora_layer.Linear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight and quantizes it again. safe_merge: look for NaN and Inf first.
 
-        Raises ValueError for a sum that is not finite, and for a codebook of the caller's ("code4"), to which nothing
-        is quantized. Raises NotImplementedError for aLoRA.
+        Raises ValueError for a sum that is not finite, and what `Linear.requantize` raises. Raises NotImplementedError
+        for aLoRA.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
@@ -95,8 +95,10 @@ class LoraLinear(lora_layer.Linear):
         tensors = [w] if bias is None else [w, bias]
         if safe_merge and not all(torch.isfinite(tensor).all() for tensor in tensors):
             raise ValueError(f"adapters: expected finite merged weights, got NaN or Inf with {', '.join(names)}")
-        self._unmerged = self._unmerged or copy.deepcopy(base.state_dict())
+        unmerged = self._unmerged or copy.deepcopy(base.state_dict())
         base.requantize(w)
+        self._unmerged = unmerged
+        base.locked = f"expected a layer without merged adapters, got one with {', '.join(names)}; call unmerge first"
         if base.bias is not None and bias is not None:
             base.bias.copy_(bias)
         warnings.warn(f"adapters are merged into {base.format}: results differ by its rounding", stacklevel=2)
@@ -107,9 +109,20 @@ class LoraLinear(lora_layer.Linear):
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        _inside(self).load_state_dict(self._unmerged)
+        base = _inside(self)
+        base.load_state_dict(self._unmerged)
+        base.locked = None
         self._unmerged = {}
         self.merged_adapters.clear()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> torch.nn.Module:
+        """What PEFT puts in the place of this layer: the base layer, whose weight is its own from now on."""
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        _inside(self).locked = None
+        return self.get_base_layer()
 
 
 def _inside(layer: torch.nn.Module) -> Linear:

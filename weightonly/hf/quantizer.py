@@ -26,6 +26,7 @@ from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
 from ..kernels import check_kernels
 from ..layout import CPU
+from ..nn.choice import recipe_of
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
@@ -33,7 +34,8 @@ from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
 from .checkpoint import CheckpointWeights, arch_or_visible
 from .config import WeightOnlyConfig, forget_quantizers
 from .conversions import Beside, DenseWeights, Quantize, Read, ReadLayers, Targets, beside_packed
-from .files import check_dense, check_whole, open_files
+from .dense_folder import names_of
+from .files import check_dense, check_whole, dense_shards, open_files
 from .modules import (
     Plan,
     check_layers,
@@ -41,6 +43,7 @@ from .modules import (
     dense_layers,
     plan_of_model,
     plan_quantization,
+    quantizable,
     replace_layers,
     untie,
 )
@@ -81,6 +84,8 @@ class WeightOnlyQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raises ValueError for devices that no kernel runs on, RuntimeError for a GPU that the build leaves out."""
+        if self.quantization_config.dense is not None:  # on meta
+            return
         for device in set(device_map.values() if isinstance(device_map, dict) else [device_map]):
             if device is None or device in ("disk", "auto", "balanced", "balanced_low_0", "sequential"):
                 continue
@@ -118,13 +123,22 @@ class WeightOnlyQuantizer(HfQuantizer):
                 if all(should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
                     logger.warning(f"modules_to_not_convert: {pattern!r} matches no layer of {type(model).__name__}")
             dense = self.get_modules_to_not_convert(model, given, add_default_skips=True)
-            self.plan = plan_quantization(model, dense, config.recipe(dtype), self._layout())
+            layers = quantizable(model)
+            recipes = recipe_of(config.recipe(dtype), config.layers, names_of(layers))
+            left = {} if config.dense is None else config.dense.left(layers)
+            self.plan = plan_quantization(model, dense, recipes, self._layout, left)
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
+            if config.dense is not None:
+                config.dense.check_chosen(self.plan.dense)
             if not self.plan.layers and not self.plan.stacks:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.plan.dense.items())[:3])
                 raise ValueError(f"{type(model).__name__}: expected a linear layer to quantize, got none ({reasons})")
-            check_dense(model, self.plan, checkpoint_files)
+            shards = dense_shards(checkpoint_files) if config.dense is None else config.dense.shards
+            if shards is not None:
+                found = check_dense(model, self.plan, shards)
+                if config.dense is not None:
+                    config.dense.found = found
         else:
             self._plan_folder(model, checkpoint_files, stacks)
         check_layers(model, self.plan)
@@ -159,10 +173,9 @@ class WeightOnlyQuantizer(HfQuantizer):
             self.quantization_config = WeightOnlyConfig(**weights.options)
             forget_quantizers(model.config)
 
-    def _layout(self) -> str:
+    def _layout(self, format: str) -> str:
         """The layout to pack for. Raises ValueError for codes on a visible GPU that does not read them."""
-        config = self.quantization_config
-        return resolve_layout(config.format, arch_or_visible(config.arch))
+        return resolve_layout(format, arch_or_visible(self.quantization_config.arch))
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""

@@ -9,24 +9,23 @@ import resource
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from ..device import check_visible
 from ..explain import explain
 from ..formats.describe import readable
-from ..formats.shards import check_folder
+from ..formats.shards import GGUF, check_folder
+from ..hub import model_folder
 from ..kernels import cuda_built
 from ..nn.base import PackedLayer
 from ..nn.summary import module_bytes
 from ..shown import counted, shown
 from .loader import load_model
+from .tokenizer import load_tokenizer
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 """What accelerate makes of several devices."""
 
@@ -91,15 +90,16 @@ def run(options: argparse.Namespace) -> None:
     """
     sampling = _sampling(options)
     _show_messages()
-    folder = Path(options.folder)
-    check_folder(folder)
+    folder = model_folder(options.folder)
+    if folder.suffix != GGUF or not folder.is_file():
+        check_folder(folder)
     tokenizer = None
     if options.tokens is not None:
         numbers = _numbers(options.tokens)
     else:
-        if not any((folder / name).is_file() for name in _TOKENIZERS):
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
             raise ValueError(f"{folder}: expected a tokenizer for --prompt, got none; --tokens 1,2,3 gives numbers")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         numbers = _in_template(tokenizer, options.prompt) if options.chat else tokenizer(options.prompt)["input_ids"]
     device = options.device or ("cuda" if torch.cuda.is_available() and cuda_built() else "cpu")
     if device not in _SPREAD and check_visible(device).type not in ("cpu", "cuda"):

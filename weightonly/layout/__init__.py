@@ -13,7 +13,7 @@ Each pass is a few strided copies on the device of its input. It needs no index 
 never more than two int8 copies of the weight are alive.
 """
 
-from .cut import Blocks, Range, blocks_of, can_cut, cut_bytes
+from .cut import Blocks, Range, blocks_of, can_cut, cut_bytes, put_columns
 from .pack import pack_bytes, unpack_bytes
 from .shapes import (
     CODE_LAYOUTS,
@@ -62,6 +62,7 @@ __all__ = [
     "matrix_shape",
     "pack_bytes",
     "padded_shape",
+    "put_columns",
     "stored_shape",
     "unpack_bytes",
 ]

@@ -73,3 +73,14 @@ def cut_bytes(
         begin, end = first // blocks.columns, -(-last // align) * align // blocks.columns
         parts.append(view.narrow(1 + blocks.column_dim, begin, end - begin))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1 + blocks.column_dim)).reshape(-1)
+
+
+def put_columns(data: torch.Tensor, k: int, n: int, bits: int, layout: str, begin: int, part: torch.Tensor) -> None:
+    """Writes packed columns, from `begin` on, into the bytes of one weight of the padded shape [k, n].
+
+    begin: a multiple of `column_align`. part: what `pack_bytes` returns of these columns, [k, columns].
+    """
+    blocks = blocks_of(k, n, bits, layout)
+    columns = part.numel() * 8 // bits // k
+    place = data.view(blocks.shape).narrow(blocks.column_dim, begin // blocks.columns, columns // blocks.columns)
+    place.copy_(part.view(place.shape))

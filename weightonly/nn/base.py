@@ -18,6 +18,7 @@ from ..packed import PackedWeight, format_bits
 from ..packing import repack, resolve_layout
 from ..quantize_codes import check_scales_as
 from ..require import require_bool, require_dtype, require_int
+from ..update import Update, check_dense, checked
 from ..weight import LooseWeight, QuantizedWeight
 from .weight_view import WeightView, refusal
 
@@ -38,6 +39,8 @@ class PackedLayer(torch.nn.Module):
     codebook: torch.Tensor | None
     is_conv1d = False
     """Whether it is in the place of a Conv1D of transformers, whose `weight` is [K, N]."""
+    locked: str | None = None
+    """Why the weight must not be replaced now, or None."""
     reads: str | None = None
     """Of a layer that transformers is loading, for `weightonly.parallel`: which of its tensors are cut."""
     _is_hf_initialized = True  # transformers has nothing to fill
@@ -120,7 +123,7 @@ class PackedLayer(torch.nn.Module):
 
         For code that looks at its dtype, device and shape, which costs nothing. What reads its numbers gets them
         dequantized, each time anew, and no gradient. Writing to it is a RuntimeError, but for `mul_` and `div_` by a
-        number, which change the scales; `Linear.requantize` takes another weight. It is no Parameter and in no state
+        number, which change the scales; `update_` takes another weight. It is no Parameter and in no state
         dict. Under torch.compile it is the dequantized weight, a tensor of its own.
         """
         is_traced = is_compiling()
@@ -168,6 +171,79 @@ class PackedLayer(torch.nn.Module):
         if weight is not self.packed:
             self._hold(weight)
         return self
+
+    @torch.no_grad()
+    def update_(self: Layer, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layer:
+        """Quantizes another weight into the memory of this one; see `QuantizedWeight.update_`.
+
+        weight: dense, of the shape that the attribute `weight` has: [N, K] as torch.nn.Linear, of experts [E, N, K]; in
+            the place of a Conv1D [K, N]. On any device.
+        bias: [N], of experts [E, N]; None: the bias stays as it is.
+
+        Returns this layer. Errors begin with its name. Raises what `QuantizedWeight.update_` raises, ValueError for a
+        bias of another shape, with NaN or Inf, or of a layer without one, and RuntimeError for a layer with merged
+        adapters of PEFT.
+        """
+        for write in self.checked_update(weight, bias):
+            write()
+        return self
+
+    def checked_update(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        name: str = "weight",
+        *,
+        is_transposed: bool | None = None,
+        in_turns: bool = False,
+    ) -> list[Callable[[], object]]:
+        """What `update_` then calls; nothing is written yet.
+
+        name: of `weight` in errors. is_transposed: whether it is [K, N]; None: as the attribute `weight` is. in_turns:
+        whether its even columns, and those of the bias, are the first half of those of this layer.
+        """
+        is_transposed = self.is_conv1d if is_transposed is None else is_transposed
+        try:
+            if self.locked is not None:
+                raise RuntimeError(f"{name}: {self.locked}")
+            check_dense(name, weight)
+            *lead, k, n = self._dense_shape
+            shape = [*lead, *((k, n) if is_transposed else (n, k))]
+            if list(weight.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {list(weight.shape)}")
+            w = weight.detach() if is_transposed else weight.detach().mT
+            writes: list[Callable[[], object]] = [update.write for update in self._updates(name, w, in_turns)]
+            return writes if bias is None else [*writes, self._bias_update(bias, in_turns)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) not in (TypeError, ValueError, RuntimeError):
+                raise
+            raise type(error)(f"{self._title()}: {error}") from error
+
+    def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
+        """w: [K, N] or [E, K, N], of the whole layer."""
+        return checked(name, self.operand, w, self._dtype(), in_turns)
+
+    def _bias_update(self, bias: torch.Tensor, in_turns: bool = False) -> Callable[[], object]:
+        mine = self.bias
+        if mine is None:
+            raise ValueError("bias: expected None for a layer without a bias, got a tensor")
+        check_dense("bias", bias)
+        if bias.shape != mine.shape:
+            raise ValueError(f"bias: expected shape {list(mine.shape)}, got {list(bias.shape)}")
+        new = bias.detach().to(self._dtype())
+        new = torch.cat([new[..., ::2], new[..., 1::2]], -1) if in_turns else new
+        if not bool(new.isfinite().all()):
+            raise ValueError(f"bias: expected finite values in {new.dtype}, got NaN or Inf")
+        return lambda: mine.copy_(new)
+
+    @property
+    def _dense_shape(self) -> list[int]:
+        """[K, N] or [E, K, N] of the whole layer."""
+        return [*([] if self._experts is None else [self._experts]), self.in_features, self.out_features]
+
+    def _dtype(self) -> torch.dtype:
+        """What the product computes in."""
+        return self.scales.dtype
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -137,6 +137,36 @@ class Experts(torch.nn.Module):
         return run_experts(x, ids, weights, self.num_experts, first.multiply, between, self.down_proj.multiply)
 
     @torch.no_grad()
+    def update_(
+        self,
+        first: torch.Tensor,
+        down: torch.Tensor,
+        first_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> Experts:
+        """Quantizes other weights into the memory of these; see `QuantizedWeight.update_`.
+
+        first, down: dense, [E, N, K] as torch.nn.Linear of each expert has it, gates first; for experts that were made
+            from a module as its gate_up_proj (or up_proj) and down_proj are: gpt-oss has [E, K, N], and gate and up in
+            turns. On any device.
+        first_bias, down_bias: [E, N], as the module has them; None: they stay as they are.
+
+        Returns this module. Nothing is written unless all fits. Raises what `Linear.update_` raises; errors name the
+        argument and the expert.
+        """
+        module = self.between.module if isinstance(self.between, ModuleGate) else None
+        is_transposed = module is not None and module.is_transposed
+        layer = self.gate_up_proj if self.between.has_gate else self.up_proj
+        in_turns = module is not None and alternates(module, "gate_up_proj")
+        writes = [
+            *layer.checked_update(first, first_bias, "first", is_transposed=is_transposed, in_turns=in_turns),
+            *self.down_proj.checked_update(down, down_bias, "down", is_transposed=is_transposed),
+        ]
+        for write in writes:
+            write()
+        return self
+
+    @torch.no_grad()
     def to_dense(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """Dense experts with the dequantized weights, of the class of the module that these were made from.
 

@@ -10,13 +10,13 @@ from torch.compiler import is_compiling
 
 from ..activations import check_activation
 from ..args import check_single
-from ..dense import check_weight
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool
 from ..storage import parse_json
+from ..update import checked
 from ..weight import QuantizedWeight, check_packed, weight_of
 from .base import PackedLayer, check_bias, codebook_bits, frozen, zero_weight
 from .recipe import Recipe
@@ -217,20 +217,9 @@ class Linear(PackedLayer):
 
     @torch.no_grad()
     def requantize(self, w: torch.Tensor) -> None:
-        """Quantizes another weight w [K, N], its rows in the order of x, into this layer.
-
-        Format, groups, zero points, order of the rows, layout and dtype stay as they are. Raises ValueError for another
-        shape, what `quantize` refuses, and a layer of a codebook of the caller's ("code4").
-        """
-        check_weight(w, self._dtype())
-        if w.shape != (self.in_features, self.out_features):
-            raise ValueError(f"w: expected shape {[self.in_features, self.out_features]}, got {list(w.shape)}")
-        recipe = Recipe(self.format, self.group_size, self.symmetric, self._dtype(), layout=self.layout)
-        new = recipe.quantize(w.to(self.qweight.device), self.perm)
-        self.qweight.copy_(new.packed.data.view(self.qweight.shape))
-        self.scales.copy_(new.scales)
-        if self.zeros is not None and new.zeros is not None:
-            self.zeros.copy_(new.zeros)
+        """`update_` of w [K, N], which of a layer that is cut among ranks is this rank's part."""
+        for update in checked("w", self.operand, w, self._dtype()):
+            update.write()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

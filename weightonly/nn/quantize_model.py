@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..heuristics.arch import Arch
 from .base import PackedLayer
+from .choice import check_own, named, recipe_of
 from .experts import Experts
 from .handlers import PACKED, Handler, handler_of
 from .kept import kept_in_fp32
@@ -39,6 +39,7 @@ def quantize_model(
     format: str | None = None,
     only: Choice | None = None,
     search: bool = True,
+    layers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> torch.nn.Module:
     """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
 
@@ -52,9 +53,13 @@ def quantize_model(
         table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
     symmetric: False adds zero points to integers.
     search: as for `quantize`: False takes scales by the largest value of a group.
-    skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, or a
-        function of (name, module) that returns True for those.
+    skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, and the
+        ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
+        returns True for those.
     only: the layers to quantize, in the same words; None: all but those that are left by default.
+    layers: what some layers have otherwise: pattern of `skip` -> their format, group_size or symmetric; of several that
+        match, the last is taken. Where one of both formats is a codebook, the group size is the usual one of the
+        layer's format.
     dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
     arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
 
@@ -85,6 +90,8 @@ def quantize_model(
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
     recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search)
+    layers = {} if layers is None else layers
+    check_own(layers, recipe)
     _check_no_adapters(module)
     # Names, not modules: each original can be freed as soon as it is replaced.
     names_of: dict[int, list[str]] = {}
@@ -94,6 +101,7 @@ def quantize_model(
             names_of.setdefault(id(child), []).append(name)
             handlers[id(child)] = handler
     names = [name for shared in names_of.values() for name in shared]
+    recipes = recipe_of(recipe, layers, names)
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
     by_default = {
@@ -105,7 +113,7 @@ def quantize_model(
     unfit = []
     for key, shared in names_of.items():
         child, handler = module.get_submodule(shared[0]), handlers[key]
-        reason = handler.why_left(child, recipe)
+        reason = handler.why_left(child, recipes(shared))
         if any(is_skipped(name, child) for name in shared):
             reasons[key] = _SKIP
         elif is_named is not None and not any(is_named(name, child) for name in shared):
@@ -119,21 +127,21 @@ def quantize_model(
     if None not in reasons.values():
         chosen = {key: reason for key, reason in reasons.items() if reason not in _BY_CALLER}
         packed = {key: module.get_submodule(names_of[key][0]) for key in chosen if handlers[key] is PACKED}
-        fits = [PACKED.fits(layer, recipe) for layer in packed.values()]
+        fits = [PACKED.fits(layer, recipes(names_of[key])) for key, layer in packed.items()]
         if unfit or not all(fits) or not (fits or len(chosen) < len(reasons)):
             why = [f"layer {names_of[key][0]!r}: {reason}" for key, reason in (chosen if fits else reasons).items()]
             found = "; ".join((unfit or why)[:3]) or f"{type(module).__name__} has no linear layers"
             raise ValueError(f"module: expected layers that can be quantized, got none: {found}")
 
     bytes_before = module_bytes(module)
-    layers = []
+    summaries = []
     for key, shared in names_of.items():
         old, handler, reason = module.get_submodule(shared[0]), handlers[key], reasons[key]
         before, shape = module_bytes(old), handler.shape(old)
         after = before
         if reason is None:
             try:
-                new = handler.quantize(old, recipe)
+                new = handler.quantize(old, recipes(shared))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layer {shared[0]!r}: {error}") from error
             if isinstance(new, Linear | Experts):
@@ -145,8 +153,10 @@ def quantize_model(
                 parent, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(parent), attribute, new)
         del old
-        layers.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason))
-    summary = Summary(recipe.format, recipe.group_size, tuple(layers), bytes_before, module_bytes(module))
+        own = recipes(shared)
+        kind = (own.format, own.group_size) if reason is None else (None, None)
+        summaries.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason, *kind))
+    summary = Summary(recipe.format, recipe.group_size, tuple(summaries), bytes_before, module_bytes(module))
     module.weightonly_summary = summary  # type: ignore[assignment]
     _log.info("%s", summary)
     if None in reasons.values():
@@ -170,19 +180,10 @@ def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None
 
 def _predicate(argument: str, choice: Choice, names: list[str]) -> Callable[[str, torch.nn.Module], bool]:
     """`skip` or `only` as a function. Raises TypeError for a str, ValueError for a pattern that matches no name."""
-    if isinstance(choice, str):
-        raise TypeError(f"{argument}: expected a collection of names, got the str {choice!r}")
     if callable(choice):
         return choice
-    if not isinstance(choice, Iterable):
-        raise TypeError(f"{argument}: expected names or a function, got {type(choice).__name__}")
-    patterns = list(choice)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{argument}: expected names, got {type(pattern).__name__}")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{argument}: expected names of layers, got {pattern!r}, which matches none")
-    return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+    chosen = set().union(*named(argument, choice, names).values())
+    return lambda name, _: name in chosen
 
 
 def _shared_weights(module: torch.nn.Module) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,6 @@ class Recipe:
     symmetric: False adds zero points, which codes do not have.
     dtype: of scales, zeros, bias and x; None: that of the weight.
     arch: the GPU to pack for; None: see `preprocess`.
-    layout: the byte order, instead of an arch.
     search: as for `quantize`.
     """
 
@@ -36,7 +35,6 @@ class Recipe:
     symmetric: bool = True
     dtype: torch.dtype | None = None
     arch: Arch | None = None
-    layout: str | None = None
     search: bool = True
 
     def __post_init__(self) -> None:
@@ -68,6 +66,21 @@ class Recipe:
         size = default_group_size(format) if group_size is None else group_size
         return cls(format, size, symmetric, dtype, arch, search=search)
 
+    def with_own(
+        self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
+    ) -> Recipe:
+        """The recipe of layers that have some things otherwise.
+
+        Where one of both formats is a codebook, the group size is the usual one of the new format.
+        """
+        format = self.format if format is None else format
+        if group_size is None:
+            is_near = format == self.format or not (self.is_code or format in CODE_FORMATS)
+            group_size = self.group_size if is_near else default_group_size(format)
+        if symmetric is None:
+            symmetric = self.symmetric or format in CODE_FORMATS
+        return replace(self, format=format, group_size=group_size, symmetric=symmetric)
+
     @property
     def is_code(self) -> bool:
         return self.format in CODE_FORMATS
@@ -89,13 +102,11 @@ class Recipe:
         else:
             (check_kernel_group_size if on_gpu else check_group_size)(rows, k)
 
-    def quantize(self, w: torch.Tensor, perm: torch.Tensor | None = None) -> QuantizedWeight:
-        """A weight [K, N] of floats, quantized and packed.
+    def quantize(self, w: torch.Tensor) -> QuantizedWeight:
+        """A weight [K, N] of floats, quantized and packed: what `weightonly.quantize` makes.
 
-        What `weightonly.quantize` makes. perm: the order of the rows to quantize, w[perm]; see `gemm`. Raises what that
-        and `preprocess` raise.
+        Raises what that and `preprocess` raise.
         """
-        w = w if perm is None else w[perm.long()]
         self.check_k(w.shape[0], w.is_cuda)
         dtype = w.dtype if self.dtype is None else self.dtype
         q, scales, zeros = quantize_for(w, dtype, self.format, self.group_size, self.symmetric, self.search)
@@ -103,10 +114,9 @@ class Recipe:
             q,
             self.bits,
             arch=self.arch,
-            layout=self.layout,
             format=self.format,
             group_size=self.group_size,
             zeros=not self.symmetric,
-            perm=perm is not None,
+            perm=False,
         )
-        return QuantizedWeight(packed, scales, zeros, perm)
+        return QuantizedWeight(packed, scales, zeros)

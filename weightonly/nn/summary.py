@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ class LayerSummary:
     shape: (K, N), or that of stacked weights.
     bytes_before, bytes_after: of its Parameters and buffers; equal for one that was left.
     left: why it was left, or None.
+    format, group_size: of one that was quantized.
     """
 
     names: tuple[str, ...]
@@ -26,13 +29,15 @@ class LayerSummary:
     bytes_before: int
     bytes_after: int
     left: str | None = None
+    format: str | None = None
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
     """What became of a model: `print` shows it.
 
-    format, group_size: of the layers that were quantized.
+    format, group_size: of the layers that were quantized, but for those that `layers` names.
     layers: each layer that could have been quantized, in the order of the model.
     bytes_before, bytes_after: of the whole model, shared tensors once.
     """
@@ -52,19 +57,38 @@ class Summary:
         return tuple(layer for layer in self.layers if layer.left is not None)
 
     def __str__(self) -> str:
-        groups = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        counts: Counter[tuple[str | None, int | None]] = Counter(
+            (layer.format, layer.group_size) for layer in self.quantized
+        )
+        kinds = counts or Counter({(self.format, self.group_size): 0})
         lines = [
-            f"{self.format}, {groups}: {counted(len(self.quantized), 'layer')} quantized, {len(self.left)} left; "
-            f"{_megabytes(self.bytes_before)} before, {_megabytes(self.bytes_after)} after"
+            "; ".join(f"{in_words(*kind)}: {counted(count, 'layer')} quantized" for kind, count in kinds.items())
+            + f", {len(self.left)} left; {megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
-        reasons: dict[str, list[LayerSummary]] = {}
-        for layer in self.left:
-            reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
-        for reason, layers in reasons.items():
-            names = [name for layer in layers for name in layer.names]
-            first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(shown(f"  left {_megabytes(sum(layer.bytes_after for layer in layers))}: {first} ({reason})"))
-        return "\n".join(lines)
+        return "\n".join([*lines, *describe_left(self.left)])
+
+
+def in_words(format: str | None, group_size: int | None) -> str:
+    """What layers are packed as; -1: all rows share a scale."""
+    return f"{format}, {'per channel' if group_size == -1 else f'groups of {group_size}'}"
+
+
+def describe_left(left: Iterable[LayerSummary]) -> list[str]:
+    """A line for each reason why layers were left."""
+    reasons: dict[str, list[LayerSummary]] = {}
+    for layer in left:
+        reasons.setdefault(f"{layer.kind}: {layer.left}", []).append(layer)
+    lines = []
+    for reason, layers in reasons.items():
+        names = [name for layer in layers for name in layer.names]
+        size = megabytes(sum(layer.bytes_after for layer in layers))
+        lines.append(shown(f"  left {size}: {some_of(names)} ({reason})"))
+    return lines
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def module_bytes(module: torch.nn.Module) -> int:
@@ -72,5 +96,6 @@ def module_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
+    """ "12.3 MB"."""
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -156,7 +156,7 @@ class WeightView(torch.Tensor):
 
 def refusal(format: str) -> str:
     """What errors say is expected instead of writing to a weight."""
-    return f"expected a packed {format} weight to be read alone, or another one for layer.requantize(w [K, N])"
+    return f"expected a packed {format} weight to be read alone, or another one for layer.update_(dense)"
 
 
 def _dense(value: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..args import check_one_device
-from ..device import device_arch
+from ..device import check_one_device, device_arch
 from ..formats.awq import awq_shape, read_awq
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..plain import aligned, are_plain

@@ -21,10 +21,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..args import check_one_device
 from ..codebooks import BLOCK_FORMATS, CODEBOOKS, codebook_values
 from ..dense import WEIGHT_DTYPES, check_weight_dtype, finite_range
-from ..device import device_arch
+from ..device import check_one_device, device_arch
 from ..formats.words import pack_nibbles, unpack_nibbles
 from ..kernels import _C, FLOAT_TYPES, check_kernels
 from ..plain import aligned, are_plain

@@ -15,6 +15,7 @@ from ..nn.experts import Experts
 from ..nn.grouped import GroupedLinear
 from ..packed import PackedWeight
 from ..slicing import cut_columns, cut_rows
+from ..update import check_dense
 from ..weight import LooseWeight
 from .exchange import Exchange
 from .linear import product_of
@@ -34,6 +35,32 @@ class ParallelExperts(Experts):
     full_num_experts: int
     hidden: int
     is_empty: bool
+    is_cut_inside: bool
+    """Whether this rank has a part of each expert."""
+
+    def update_(
+        self,
+        first: torch.Tensor,
+        down: torch.Tensor,
+        first_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> ParallelExperts:
+        """As `Experts.update_`, with tensors of all experts of all ranks.
+
+        Raises ValueError for experts of which this rank has parts (`ExpertTensorParallel`).
+        """
+        if self.is_cut_inside:
+            raise ValueError("first: expected whole experts on each rank (ExpertParallel), got parts of each of them")
+        mine = slice(self.first_expert, self.first_expert + self.num_experts)
+        named = {"first": first, "down": down, "first_bias": first_bias, "down_bias": down_bias}
+        for name, tensor in named.items():
+            if tensor is not None:
+                check_dense(name, tensor)
+                if tensor.dim() == 0 or len(tensor) != self.full_num_experts:
+                    raise ValueError(f"{name}: expected {self.full_num_experts} experts, got {list(tensor.shape)}")
+        if not self.is_empty:
+            super().update_(*(None if tensor is None else tensor[mine] for tensor in named.values()))  # type: ignore
+        return self
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -93,7 +120,7 @@ class ExpertParallel(ParallelStyle):
         experts.__class__ = ParallelExperts
         experts.hidden = module.down_proj.out_features
         experts.full_num_experts, experts.first_expert = module.num_experts, self._first(module, ranks, rank)
-        experts.is_empty = cut is None
+        experts.is_empty, experts.is_cut_inside = cut is None, isinstance(self, ExpertTensorParallel)
         experts.exchange = Exchange(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
         for name in layers:
             if cut is None:

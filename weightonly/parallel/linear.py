@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..nn.linear import METADATA, Linear
 from ..packed import PackedWeight, format_bits
 from ..packing import preprocess, unpack
 from ..slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
+from ..update import Update, check_dense, check_target, largest_of
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
 
@@ -61,6 +62,28 @@ class ParallelLinear(Linear):
         if self.is_empty:
             return self.scales.new_zeros(self.in_features, self.out_features, dtype=dtype)
         return super().dequantize(dtype)
+
+    @property
+    def _dense_shape(self) -> list[int]:
+        return [self.full_in_features, self.full_out_features]
+
+    def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
+        """w: whole, on every rank."""
+        largest = largest_of(name, w, self._dtype())
+        if self.is_empty:
+            return []
+        check_target(self.operand)
+        return [self._update(w, largest)]
+
+    def _update(self, w: torch.Tensor, largest: float) -> Update:
+        """This rank's part of a dense weight [K, N] that was checked."""
+        raise NotImplementedError
+
+    def _bias_update(self, bias: torch.Tensor, in_turns: bool = False) -> Callable[[], object]:
+        check_dense("bias", bias)
+        if bias.shape != self.full_shape("bias"):
+            raise ValueError(f"bias: expected shape {list(self.full_shape('bias'))}, got {list(bias.shape)}")
+        return super()._bias_update(self.cut("bias", bias))
 
     def repack(self, arch: Arch | None = None) -> ParallelLinear:
         """See `Linear.repack`; it brings this rank's part alone into another order."""
@@ -293,6 +316,10 @@ class ColwiseLinear(ParallelLinear):
     def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
         return cut_weight(weight, columns=self.ranges)
 
+    def _update(self, w: torch.Tensor, largest: float) -> Update:
+        parts = [w[:, begin:end] for begin, end in self.ranges]
+        return Update(self.operand, parts, self._dtype(), largest, self.full_group_size, self.perm)
+
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = parts[0].new_empty(*parts[0].shape[:-1], self.full_out_features)
         for rank, part in enumerate(parts):
@@ -397,6 +424,15 @@ class RowwiseLinear(ParallelLinear):
 
     def _cut_weight(self, weight: PackedWeight) -> PackedWeight:
         return cut_weight(weight, rows=self.rows)
+
+    def _update(self, w: torch.Tensor, largest: float) -> Update:
+        """Raises ValueError for groups in act-order that the cut splits: their other rows are known to other ranks."""
+        (begin, end), group = self.rows, self.full_group_size
+        first, last = begin // group * group, -(-end // group) * group
+        if self.perm is not None and (first, last) != (begin, end):
+            raise ValueError(f"rows: expected whole groups of {group} in act-order, got {begin} .. {end} of this rank")
+        w = w[first:last] if self.perm is None else w
+        return Update(self.operand, [w], self._dtype(), largest, group, self.perm, begin - first)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         if name not in ("scales", "zeros"):

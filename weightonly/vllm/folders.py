@@ -27,6 +27,7 @@ from ..formats.converted import METHOD
 from ..formats.layers import LayerShape
 from ..formats.plain import unsort_rows
 from ..heuristics.problem import CODE_FORMATS, FORMATS
+from ..hub import model_folder
 from ..packing import unpack
 from .blocks import in_blocks
 from .linear_method import WeightOnlyLinearMethod
@@ -84,7 +85,7 @@ class WeightOnlyConfig(QuantizationConfig):
 
         Raises what `load_checkpoint` raises at once, and ValueError for a quantized head that vLLM would not read.
         """
-        self._checkpoint = open_checkpoint(model_name)
+        self._checkpoint = open_checkpoint(model_folder(model_name, revision))
         self.shapes = self._checkpoint.shapes
         if getattr(hf_config, "tie_word_embeddings", False):
             for head in (name for name in self.shapes if name.rpartition(".")[2] == "lm_head"):
