@@ -1,9 +1,11 @@
 """The scale, and the zero point, of each group of a weight with the least square error that a few trials find.
 
-A trial rounds the weights to the levels of a scale and a zero point. It then keeps the levels, finds by least squares
-the scale and zero point that fit them best, and knows what error these have at most: rounding anew only lowers it. So
-each trial is worth two. All of it is elementwise operators and sums over the rows of a group, for all groups at once,
-in fp32 and units of the scale: no magnitude overflows, and sums of what rounding changes keep their digits.
+A trial rounds the weights to the levels of a scale and a zero point, and finds by least squares what fits these levels
+best: rounding anew then only lowers the error. The first trials clip the ends of the range, the last ones begin at the
+best so far.
+
+The same weights give the same bits in blocks of any size, with any number of threads and on each device: all of it is
+elementwise operators, and sums are trees of additions whose order the rows of a group decide.
 """
 
 from __future__ import annotations
@@ -13,115 +15,92 @@ from dataclasses import dataclass, field
 
 import torch
 
-_GAIN = 1e-5
-"""By what part the error has to be smaller to replace what there is: more than the sums in fp32 are off."""
+Store = Callable[[torch.Tensor], torch.Tensor]
+"""fp64 (G, n) -> the nearest numbers that the format can hold, fp64 (G, n)."""
 
-_OUTLIER = 3.0
-"""Times the root mean square of a group: a weight of this size and up counts more."""
 
-_NOISE = 2.0**-20
-"""Of the largest weight of a group: an error so small is none."""
-
-Nearest = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(block / scale (G, g, n), scale (G, n), zero (G, n)) -> the nearest levels less zero, a new tensor (G, g, n)."""
+def fold(t: torch.Tensor) -> torch.Tensor:
+    """The sum over dim 0, fp64 (G, n), in an order that its size alone decides. t: fp32 (g, G, n), overwritten."""
+    rows = len(t)
+    while rows > 1:
+        half = rows // 2
+        t[:half].add_(t[rows - half : rows])
+        rows -= half
+    return t[0].double()
 
 
 @dataclass
 class Search:
-    """The best scales and zero points so far.
+    """The best scale and zero point so far.
 
-    block: the weights, fp32 (G, g, n).
-    nearest: rounds to levels.
-    store: rounds scales, fp64 (G, n), to what the format can hold, fp32.
-    scale, zero: fp32 (G, n), what the search starts from; zero None: there are no zero points.
-    store_zero: `store` for zero points.
+    block: the weights, fp32 (g, G, n).
+    lowest, largest: the ends of the range of q.
+    store_zero: what zero points can be; None: there are none.
     """
 
     block: torch.Tensor
-    nearest: Nearest
-    store: Callable[[torch.Tensor], torch.Tensor]
-    scale: torch.Tensor
-    zero: torch.Tensor | None = None
-    store_zero: Callable[[torch.Tensor], torch.Tensor] | None = None
-    error: torch.Tensor = field(init=False)
-    """The weighted sum of squares at most, fp64 (G, n)."""
+    lowest: int
+    largest: int
+    store_zero: Store | None
+    scale: torch.Tensor = field(init=False)
+    zero: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.importance = _importance(self.block)
-        self.count = self.importance.sum(dim=1).double()
-        self.error = torch.full_like(self.scale, torch.inf, dtype=torch.float64)
-        self.start = self.scale, self.zero
-        self.try_(self.scale, self.zero, gain=0.0)
+        self.level, self.product = torch.empty_like(self.block), torch.empty_like(self.block)
+        self.scale = torch.ones_like(self.block[0], dtype=torch.float64)
+        self.zero = torch.zeros_like(self.scale)
+        self.gain = torch.full_like(self.scale, -1.0)
+        """By how much the sum of squares is less than that of the weights."""
+        if self.store_zero is not None:
+            self.total = fold(self.product.copy_(self.block))
 
-    def try_(self, scale: torch.Tensor, zero: torch.Tensor | None, *, gain: float = _GAIN) -> None:
-        """Tries a scale and zero point that the format can hold, fp32 (G, n), and what fits their levels best."""
-        ratio = self.block / scale.unsqueeze(1)
-        level = self.nearest(ratio, scale, zero)
-        off = torch.sub(level, ratio, out=ratio)
-        weighted = off * self.importance
-        product = weighted * off
-        off_off = _sum(product)
-        off_level = _sum(torch.mul(weighted, level, out=product))
-        off_sum = _sum(weighted)
-        torch.mul(level, self.importance, out=weighted)
-        level_level = _sum(torch.mul(weighted, level, out=product))
-        exact = scale.double()
-        self._take(scale, zero, exact * exact * off_off, gain)
-        # block / scale = level - off = (1 + change) * (level - move) + what remains
-        if zero is not None and self.store_zero is not None:
-            level_sum, count = _sum(weighted), self.count
-            slope = (off_level - off_sum * level_sum / count) / (level_level - level_sum * level_sum / count)
-            new_zero = self.store_zero(zero + (off_sum - slope * level_sum) / (count * (1 - slope)))
-            move = new_zero.double() - zero.double()
-            off_off = off_off - move * (2 * off_sum - count * move)
-            off_level = off_level - move * (off_sum + level_sum - count * move)
-            level_level = level_level - move * (2 * level_sum - count * move)
-            zero = new_zero
-        new_scale = self.store(exact * (1 - off_level / level_level))
-        change = new_scale.double() / exact - 1
-        error = exact * exact * (off_off + change * (2 * off_level + change * level_level))
-        self._take(new_scale, zero, torch.where(new_scale == 0, torch.inf, error), gain)
-
-    def _take(self, scale: torch.Tensor, zero: torch.Tensor | None, error: torch.Tensor, gain: float) -> None:
-        better = error < self.error * (1 - gain)  # NaN never is
-        self.scale = torch.where(better, scale, self.scale)
-        self.error = torch.where(better, error, self.error)
-        if zero is not None and self.zero is not None:
-            self.zero = torch.where(better, zero, self.zero)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The best scale and zero point; what the search started from, where their plain sum of squares is no
-        smaller."""
-        scale, zero = self.start
-        before = self._squares(scale, zero)
-        better = self._squares(self.scale, self.zero) < before * (1 - _GAIN)
-        # What fp32 rounds in block / scale is no error that could be made smaller.
-        size = self.block.abs().amax(dim=1).double()
-        better &= before > self.block.shape[1] * (_NOISE * size).square()
-        if zero is not None and self.zero is not None:
-            zero = torch.where(better, self.zero, zero)
-        return torch.where(better, self.scale, scale), zero
-
-    def _squares(self, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        """The sum of squares of what rounding changes, fp64 (G, n)."""
-        ratio = self.block / scale.unsqueeze(1)
-        off = self.nearest(ratio, scale, zero).sub_(ratio)
-        exact = scale.double()
-        return exact * exact * _sum(off.square_())
+    def try_(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
+        """Takes what fits the levels of scale and zero best, fp64 (G, n), where it is better than the best so far."""
+        level = torch.mul(self.block, scale.reciprocal().float(), out=self.level)
+        if self.store_zero is not None:
+            zero = self.store_zero(zero)
+            level.add_(zero.float())
+        level.round_().clamp_(self.lowest, self.largest)
+        dot = fold(torch.mul(self.block, level, out=self.product))
+        squares = fold(torch.mul(level, level, out=self.product))
+        if self.store_zero is not None:
+            count, levels, total = len(level), fold(level), self.total
+            spread = squares * count - levels * levels
+            fitted = (levels - total * spread / (dot * count - total * levels)) / count
+            zero = self.store_zero(torch.where(fitted.isfinite(), fitted, zero))
+            dot = dot - zero * total
+            squares = squares - zero * (2 * levels - count * zero)
+        gain = dot * dot / squares
+        better = gain > self.gain  # NaN never is
+        self.gain = torch.where(better, gain, self.gain)
+        self.scale = torch.where(better, dot / squares, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
 
 
-def _sum(t: torch.Tensor) -> torch.Tensor:
-    return t.sum(dim=1).double()
+_REFINED = 2
+"""Trials that begin at the best so far."""
+
+_CLIPS = (0.92, 0.98, 0.86, 0.82, 1.02, 0.95, 0.89)
+"""Parts of the larger end of the range to try without zero points."""
+
+_ENDS = ((0.92, 0.92), (0.88, 0.96), (0.96, 0.88), (0.96, 0.96), (0.92, 1.0), (1.0, 0.92))
+"""Parts of both ends of the range to try with zero points."""
 
 
-def _importance(block: torch.Tensor) -> torch.Tensor:
-    """What the square of each weight's error counts: 1, or more for outliers; fp32 (G, g, n).
-
-    The few weights of several times the others' size meet large activations, as measured on MiniLM: to clip them for
-    the sake of the others costs outputs more than it saves.
-    """
-    size = block.abs()
-    peak = size.amax(dim=1, keepdim=True)
-    size /= torch.where(peak == 0, 1.0, peak)
-    typical = size.square().mean(dim=1, keepdim=True).sqrt_()
-    return size.div_(_OUTLIER * torch.where(peak == 0, 1.0, typical)).clamp_(min=1).square_()
+def least_squares(
+    block: torch.Tensor, low: torch.Tensor, high: torch.Tensor, lowest: int, largest: int, store_zero: Store | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero), fp64 (G, n); see `Search`. low, high: the ends of each group's range, fp64 (G, n)."""
+    search = Search(block, lowest, largest, store_zero)
+    if store_zero is None:
+        peak = torch.where(high > -low, high, low)
+        for clip in _CLIPS:  # there is one level more below 0 than above
+            search.try_(peak * (clip / lowest), search.zero)
+    else:
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        for below, above in _ENDS:
+            scale = (high * above - low * below) / (largest - lowest)
+            search.try_(scale, lowest - low * below / scale)
+    for _ in range(_REFINED):
+        search.try_(search.scale, search.zero)
+    return search.scale, search.zero

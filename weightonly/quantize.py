@@ -13,7 +13,7 @@ import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .least_squares import Search
+from .least_squares import fold, least_squares
 from .packing import HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .require import require_bool
@@ -104,17 +104,18 @@ def quantize_for(
     zeros = None if symmetric else torch.empty_like(scales)
     for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        block = w[rows, columns].to(torch.float32).contiguous().unflatten(0, (-1, group))  # (G, g, n)
-        low, high = block.amin(dim=1), block.amax(dim=1)  # (G, n)
-        scale, zero = _by_range(low.double(), high.double(), bits, symmetric, dtype)
+        # The rows of a group first: sums over them are elementwise, see `fold`.
+        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
+        low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
+        scale, zero = _by_range(low, high, bits, symmetric, dtype)
         if search:
-            scale, zero = _by_search(block, low, high, scale.float(), zero, bits, dtype)
+            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype)
         scales[groups, columns] = scale
-        level = _nearest(block / scale.float().unsqueeze(1), scale.float(), zero, bits, dtype)
+        level = _nearest(block / scale.float(), scale.float(), zero, bits, dtype)
         if zeros is not None and zero is not None:
             zeros[groups, columns] = zero
-            level = level.add_(zero.unsqueeze(1)).round_()  # a fraction was taken off
-        q[rows, columns] = level.flatten(0, 1)
+            level = level.add_(zero).round_()  # a fraction was taken off
+        q[rows, columns] = level.transpose(0, 1).flatten(0, 1)
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
@@ -201,14 +202,11 @@ def _by_range(
     return scale, zero.float()
 
 
-_CLIPS = (1.03, 0.98, 0.94, 0.9, 0.86, 0.82, 0.78)
-"""Parts of the range to try without zero points."""
+_GAIN = 1e-5
+"""By what part the error has to be smaller to replace what there is: more than the sums in fp32 are off."""
 
-_MOVES = (
-    *((1.0, 0.0), (1.0, 0.3), (1.0, -0.3), (0.96, 0.0), (1.04, 0.0), (1.0, 0.15), (1.0, -0.15)),
-    *((1.0, 0.1), (1.0, -0.1), (1.0, 0.0)),
-)
-"""What to multiply the scale by and to add to the zero point, from the best so far, one after another."""
+_NOISE = 2.0**-20
+"""Of the largest weight of a group: an error so small is none."""
 
 
 def _by_search(
@@ -220,58 +218,49 @@ def _by_search(
     bits: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scale, zero), fp32 (G, n), with a smaller square error than those given, or these."""
-
+    """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these."""
+    size = torch.maximum(high, -low)
     lowest, largest = _smallest(bits), _largest(bits)
-
-    def nearest(ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        return _nearest(ratio, scale, zero, bits, dtype)
-
-    def store(scale: torch.Tensor) -> torch.Tensor:
-        return scale.to(dtype).float()
-
     # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
-    whole = None if zero is None else (block == 0).any(dim=1) | (bits == 8)
+    whole = torch.ones_like(size, dtype=torch.bool) if bits == 8 else block.abs().amin(dim=0) == 0
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
-        assert whole is not None
         zero = zero.clamp(lowest, largest)
-        return torch.where(whole, zero.round(), zero.to(dtype)).float()
+        return torch.where(whole, zero.round(), zero.float().to(dtype).double())
 
-    search = Search(block, nearest, store, scale, zero, store_zero)
-    if zero is None:
-        peak = torch.where(high > -low, high, low).double() / lowest  # there is one level more below 0 than above
-        for clip in _CLIPS:
-            search.try_(_not_zero(store(peak * clip), scale), None)
-        search.try_(search.scale, None)
-    else:
-        begin = lowest - low.clamp(max=0).double() / scale
-        search.try_(_not_zero(store(scale.double() * 0.93), scale), store_zero(begin))
-        for factor, shift in _MOVES:
-            assert search.zero is not None
-            moved = store(search.scale.double() * factor)
-            search.try_(_not_zero(moved, scale), store_zero(search.zero.double() + shift))
-    best_scale, best_zero = search.result()
-    # Near the largest number of the dtype few levels are finite, and subnormal numbers of fp32 divide to few digits:
-    # there the range decides.
-    size = torch.maximum(high, -low)
-    far = (size > torch.finfo(dtype).max / 4) | (size < torch.finfo(torch.float32).tiny * 2**16)
-    return torch.where(far, scale, best_scale), None if zero is None else torch.where(far, zero, best_zero)
+    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero)
+    new_scale, new_zero = fitted.float().to(dtype), None if zero is None else found.float()
+    before = _squares(block, scale.float(), zero, bits, dtype)
+    better = _squares(block, new_scale.float(), new_zero, bits, dtype) < before * (1 - _GAIN)  # NaN never is
+    # What fp32 rounds in block / scale is no error that could be made smaller.
+    better &= (before > len(block) * (_NOISE * size).square()) & (new_scale != 0)
+    # Near the largest number of the dtype few levels are finite, sums overflow near that of fp32, and its subnormal
+    # numbers divide to few digits: there the range decides.
+    single = torch.finfo(torch.float32)
+    better &= (size < min(torch.finfo(dtype).max / 4, single.max * 2.0**-40)) & (size > single.tiny * 2.0**16)
+    if zero is not None and new_zero is not None:
+        zero = torch.where(better, new_zero, zero)
+    return torch.where(better, new_scale, scale), zero
 
 
-def _not_zero(scale: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.where(scale == 0, other, scale)
+def _squares(
+    block: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum of squares of what rounding changes, fp64 (G, n)."""
+    ratio = block / scale
+    off = _nearest(ratio, scale, zero, bits, dtype).sub_(ratio)
+    exact = scale.double()
+    return exact * exact * fold(torch.mul(off, off, out=off))
 
 
 def _nearest(
     ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The levels next to block / scale, fp32 (G, g, n), less the zero point; scale * level is finite in `dtype`."""
+    """The levels next to block / scale, fp32 (g, G, n), less the zero point; scale * level is finite in `dtype`."""
     reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
     if zero is None:
-        low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))
-        return ratio.round().clamp_(low.unsqueeze(1), high.unsqueeze(1))
+        return ratio.round().clamp_((-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits)))
     # Apart, so that the half of a number is rounded as without zero points.
-    fraction = (zero - zero.round()).unsqueeze(1)
+    fraction = zero - zero.round()
     low, high = torch.maximum(-reach, _smallest(bits) - zero), torch.minimum(reach, _largest(bits) - zero)
-    return (ratio + fraction).round_().sub_(fraction).clamp_(low.unsqueeze(1), high.unsqueeze(1))
+    return (ratio + fraction).round_().sub_(fraction).clamp_(low, high)
