@@ -36,17 +36,19 @@ class Search:
     block: the weights, fp32 (g, G, n).
     lowest, largest: the ends of the range of q.
     store_zero: what zero points can be; None: there are none.
+    scratch: fp32 (2, g, G, n), overwritten.
     """
 
     block: torch.Tensor
     lowest: int
     largest: int
     store_zero: Store | None
+    scratch: torch.Tensor
     scale: torch.Tensor = field(init=False)
     zero: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level, self.product = torch.empty_like(self.block), torch.empty_like(self.block)
+        self.level, self.product = self.scratch
         self.scale = torch.ones_like(self.block[0], dtype=torch.float64)
         self.zero = torch.zeros_like(self.scale)
         self.gain = torch.full_like(self.scale, -1.0)
@@ -88,10 +90,16 @@ _ENDS = ((0.92, 0.92), (0.88, 0.96), (0.96, 0.88), (0.96, 0.96), (0.92, 1.0), (1
 
 
 def least_squares(
-    block: torch.Tensor, low: torch.Tensor, high: torch.Tensor, lowest: int, largest: int, store_zero: Store | None
+    block: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    lowest: int,
+    largest: int,
+    store_zero: Store | None,
+    scratch: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero), fp64 (G, n); see `Search`. low, high: the ends of each group's range, fp64 (G, n)."""
-    search = Search(block, lowest, largest, store_zero)
+    search = Search(block, lowest, largest, store_zero, scratch)
     if store_zero is None:
         peak = torch.where(high > -low, high, low)
         for clip in _CLIPS:  # there is one level more below 0 than above

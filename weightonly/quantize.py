@@ -102,19 +102,22 @@ def quantize_for(
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
     zeros = None if symmetric else torch.empty_like(scales)
+    scratch: torch.Tensor | None = None
     for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
         # The rows of a group first: sums over them are elementwise, see `fold`.
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
+        if scratch is None or scratch[0].shape != block.shape:
+            scratch = torch.empty(2, *block.shape, device=w.device)
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
         scale, zero = _by_range(low, high, bits, symmetric, dtype)
         if search:
-            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype)
+            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, scratch)
         scales[groups, columns] = scale
-        level = _nearest(block / scale.float(), scale.float(), zero, bits, dtype)
+        level = _nearest(torch.div(block, scale.float(), out=scratch[0]), scale.float(), zero, bits, dtype, scratch[1])
         if zeros is not None and zero is not None:
             zeros[groups, columns] = zero
-            level = level.add_(zero).round_()  # a fraction was taken off
+            level.add_(zero).round_()  # a fraction was taken off
         q[rows, columns] = level.transpose(0, 1).flatten(0, 1)
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
@@ -217,21 +220,27 @@ def _by_search(
     zero: torch.Tensor | None,
     bits: int,
     dtype: torch.dtype,
+    scratch: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these."""
+    """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these.
+
+    scratch: fp32 (2, g, G, n), overwritten.
+    """
     size = torch.maximum(high, -low)
     lowest, largest = _smallest(bits), _largest(bits)
     # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
-    whole = torch.ones_like(size, dtype=torch.bool) if bits == 8 else block.abs().amin(dim=0) == 0
+    whole = torch.ones_like(size, dtype=torch.bool)
+    if bits == 4 and zero is not None:
+        whole = torch.abs(block, out=scratch[0]).amin(dim=0) == 0
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
         zero = zero.clamp(lowest, largest)
         return torch.where(whole, zero.round(), zero.float().to(dtype).double())
 
-    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero)
+    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero, scratch)
     new_scale, new_zero = fitted.float().to(dtype), None if zero is None else found.float()
-    before = _squares(block, scale.float(), zero, bits, dtype)
-    better = _squares(block, new_scale.float(), new_zero, bits, dtype) < before * (1 - _GAIN)  # NaN never is
+    before = _squares(block, scale.float(), zero, bits, dtype, scratch)
+    better = _squares(block, new_scale.float(), new_zero, bits, dtype, scratch) < before * (1 - _GAIN)  # NaN never is
     # What fp32 rounds in block / scale is no error that could be made smaller.
     better &= (before > len(block) * (_NOISE * size).square()) & (new_scale != 0)
     # Near the largest number of the dtype few levels are finite, sums overflow near that of fp32, and its subnormal
@@ -244,23 +253,34 @@ def _by_search(
 
 
 def _squares(
-    block: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
     """The sum of squares of what rounding changes, fp64 (G, n)."""
-    ratio = block / scale
-    off = _nearest(ratio, scale, zero, bits, dtype).sub_(ratio)
+    ratio = torch.div(block, scale, out=scratch[0])
+    off = _nearest(ratio, scale, zero, bits, dtype, scratch[1]).sub_(ratio)
     exact = scale.double()
-    return exact * exact * fold(torch.mul(off, off, out=off))
+    return exact * exact * fold(off.mul_(off))
 
 
 def _nearest(
-    ratio: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
+    ratio: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """The levels next to block / scale, fp32 (g, G, n), less the zero point; scale * level is finite in `dtype`."""
     reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
     if zero is None:
-        return ratio.round().clamp_((-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits)))
+        low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))
+        return torch.round(ratio, out=out).clamp_(low, high)
     # Apart, so that the half of a number is rounded as without zero points.
     fraction = zero - zero.round()
     low, high = torch.maximum(-reach, _smallest(bits) - zero), torch.minimum(reach, _largest(bits) - zero)
-    return (ratio + fraction).round_().sub_(fraction).clamp_(low, high)
+    return torch.add(ratio, fraction, out=out).round_().sub_(fraction).clamp_(low, high)
