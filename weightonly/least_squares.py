@@ -1,7 +1,7 @@
 """The scale, and the zero point, of each group of a weight with the least square error that a few trials find.
 
 A trial rounds the weights to the levels of a scale and a zero point, and finds by least squares what fits these levels
-best: rounding anew then only lowers the error. The first trials clip the ends of the range, the last ones begin at the
+best: rounding anew then only lowers the error. The first trials clip the ends of the range, the last one begins at the
 best so far.
 
 The same weights give the same bits in blocks of any size, with any number of threads and on each device: all of it is
@@ -79,13 +79,10 @@ class Search:
         self.zero = torch.where(better, zero, self.zero)
 
 
-_REFINED = 2
-"""Trials that begin at the best so far."""
-
-_CLIPS = (0.92, 0.98, 0.86, 0.82, 1.02, 0.95, 0.89)
+_CLIPS = (0.92, 0.98, 0.86, 0.82, 1.02)
 """Parts of the larger end of the range to try without zero points."""
 
-_ENDS = ((0.92, 0.92), (0.88, 0.96), (0.96, 0.88), (0.96, 0.96), (0.92, 1.0), (1.0, 0.92))
+_ENDS = ((0.92, 0.92), (0.88, 0.97), (0.97, 0.88), (0.97, 0.94), (0.94, 0.97))
 """Parts of both ends of the range to try with zero points."""
 
 
@@ -109,6 +106,5 @@ def least_squares(
         for below, above in _ENDS:
             scale = (high * above - low * below) / (largest - lowest)
             search.try_(scale, lowest - low * below / scale)
-    for _ in range(_REFINED):
-        search.try_(search.scale, search.zero)
+    search.try_(search.scale, search.zero)
     return search.scale, search.zero

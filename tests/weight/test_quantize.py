@@ -188,9 +188,9 @@ def test_blocks_do_not_change_the_result(
     symmetric: bool, block_elems: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = torch.randn(96, 23, generator=generator)
-    expected = wo.quantize(w, group_size=32, symmetric=symmetric, search=False)
+    expected = wo.quantize(w, group_size=32, symmetric=symmetric)
     monkeypatch.setitem(sys.modules["weightonly.dense"]._BLOCK_ELEMS, "cpu", block_elems)
-    assert_same(wo.quantize(w, group_size=32, symmetric=symmetric, search=False), expected)
+    assert_same(wo.quantize(w, group_size=32, symmetric=symmetric), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,9 +248,9 @@ def test_gpu_agrees_with_cpu(
     dtype: torch.dtype, symmetric: bool, cuda_device: torch.device, generator: torch.Generator
 ) -> None:
     w = torch.randn(256, 96, generator=generator).to(dtype)
-    got = wo.quantize(w.to(cuda_device), symmetric=symmetric, search=False)
+    got = wo.quantize(w.to(cuda_device), symmetric=symmetric)
     assert all(tensor is None or tensor.device == cuda_device for tensor in got)
-    assert_same(got, wo.quantize(w, symmetric=symmetric, search=False))
+    assert_same(got, wo.quantize(w, symmetric=symmetric))
 
 
 def test_slack_keeps_the_nearest_scale() -> None:

@@ -6,8 +6,12 @@ import hashlib
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import weightonly as wo
+from weightonly import dense
+from weightonly.least_squares import fold
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 kinds = pytest.mark.parametrize("bits", [4, 8])
@@ -68,12 +72,28 @@ def test_search_is_worth_it_in_each_dtype(symmetric: bool, generator: torch.Gene
         assert error < 0.85 * squares(w, wo.quantize(w, 4, 128, symmetric, search=False)).sum()
 
 
-def test_large_weights_are_kept(generator: torch.Generator) -> None:
-    """A weight of 8 times the others' size: the least square alone would take 20% of it."""
-    w = torch.randn(128, 200, generator=generator)
-    w[7] = 8.0
-    q, scales, _ = wo.quantize(w)
-    assert ((q[7].float() * scales[0] - 8).abs() < 0.8).all()
+@kinds
+@symmetries
+@pytest.mark.parametrize("group", [1, 24, 37, 128, -1])
+def test_blocks_do_not_change_a_bit(
+    bits: int, symmetric: bool, group: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = torch.randn(24 * 37 if group in (24, 37) else 512, 37, generator=generator)
+    whole = wo.quantize(w, bits, group, symmetric)
+    for elems in (1, 5000):
+        monkeypatch.setitem(dense._BLOCK_ELEMS, "cpu", elems)
+        for a, b in zip(whole, wo.quantize(w, bits, group, symmetric), strict=True):
+            assert a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 300), seed=st.integers(0, 2**31))
+def test_a_sum_is_the_same_beside_other_columns(rows: int, seed: int) -> None:
+    w = torch.randn(rows, 3, 7, generator=torch.Generator().manual_seed(seed))
+    found = fold(w.clone())
+    torch.testing.assert_close(found, w.double().sum(0), rtol=0, atol=1e-4)
+    for column in range(7):
+        assert torch.equal(fold(w[:, :1, column : column + 1].clone()), found[:1, column : column + 1])
 
 
 def test_threads_do_not_change_a_bit(generator: torch.Generator) -> None:
