@@ -11,14 +11,16 @@ from .arch import parse_arch
 class WeightFormat(NamedTuple):
     """A weight format.
 
-    bits        of a weight
-    is_code     whether weights are codes, which stand for the numbers of a codebook
-    group_size  rows that share a scale, where the format says so
+    bits         of a weight
+    is_code      whether weights are codes of numbers, in a codebook or as floats: there are no zero points
+    group_size   rows that share a scale, where the format says so
+    has_kernels  whether kernels of GPUs multiply by it; else slices are dequantized
     """
 
     bits: int
     is_code: bool = False
     group_size: int | None = None
+    has_kernels: bool = True
 
 
 _FORMATS = {
@@ -29,13 +31,17 @@ _FORMATS = {
     "mxfp4": WeightFormat(4, is_code=True, group_size=32),
     "nvfp4": WeightFormat(4, is_code=True, group_size=16),
     "code4": WeightFormat(4, is_code=True),
+    "fp8": WeightFormat(8, is_code=True, has_kernels=False),
 }
 
 FORMATS: dict[str, int] = {name: format.bits for name, format in _FORMATS.items()}
 """Weight formats and their bits."""
 
 CODE_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if format.is_code)
-"""Formats of codes. A kernel is given the codebook: all are "code4" to it."""
+"""Formats of codes. A kernel is given the codebook: all that have kernels are "code4" to it."""
+
+DEQUANTIZED_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if not format.has_kernels)
+"""Formats that no kernel of a GPU multiplies by."""
 
 INTEGER_FORMATS: tuple[str, ...] = tuple(name for name in FORMATS if name not in CODE_FORMATS)
 
@@ -79,8 +85,9 @@ class Problem:
     `format` is one of FORMATS; CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per channel.
     `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is the
     packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
-    unknown format, arch or layout, a group size that K is no multiple of, that `gemm` takes nowhere or that is not the
-    format's, or codes in a layout that has none or with zeros; TypeError for a size that is no int.
+    unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that `gemm`
+    takes nowhere or that is not the format's, or codes in a layout that has none or with zeros; TypeError for a size
+    that is no int.
     """
 
     m: int
@@ -102,6 +109,8 @@ class Problem:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not isinstance(self.format, str) or self.format not in FORMATS:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
+        if self.format in DEQUANTIZED_FORMATS:
+            raise ValueError(f"format must be one that kernels multiply by, got {self.format!r}, which is dequantized")
         object.__setattr__(self, "arch", parse_arch(self.arch))
         is_code = self.format in CODE_FORMATS
         if not self.layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,13 @@ def no_plans() -> None:
     from weightonly.plan import cache
 
     cache.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """Each test may compile a function as often as PyTorch allows."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -52,11 +52,6 @@ CASES: dict[str, Case] = {
     "fp8-e5m2": Case({"weight": _f(N, K).to(E5M2)}, "FP8"),
     "fp8-e8m0": Case({"weight": _f(N, K).to(torch.float8_e8m0fnu)}, "FP8"),
     "fp8-scale": Case({"weight": _F8, "weight_scale": _f(1)}, "FP8"),
-    "fp8-modelopt": Case(
-        {"weight": _F8, "weight_scale": _f(1), "input_scale": _f(1)},
-        "(modelopt|ModelOpt)",
-        files={"hf_quant_config.json": MODELOPT},
-    ),
     "fp8-scale-beside-the-weight's-name": Case({"weight": _F8, "scale": _f(1)}, "FP8"),
     "fp8-block": Case({"weight": _F8, "weight_scale_inv": _f(1, 2)}, "block"),
     "fp8-block-that-was-cast": Case({"weight": _W16, "weight_scale_inv": _f(1, 2)}, "block"),

@@ -337,7 +337,12 @@ def layer_table(routing: str) -> str:
 
 def serve_table() -> str:
     """vLLM's engine with our kernels and with its own: tokens/s of all prompts, ms to the first token."""
-    models = {"H200": "h200_serve.csv", "16 layers, H100": "h100_serve.csv"}
+    models = {
+        "H200": "h200_serve.csv",
+        "20 layers, H200": "h200_serve_70b.csv",
+        "16 layers, H200": "h200_serve_mixtral.csv",
+        "16 layers, H100": "h100_serve.csv",
+    }
     frame = pd.concat(pd.read_csv(MEASUREMENTS / file, comment="#").assign(on=on) for on, file in models.items())
     units = {"decode": "tokens/s, {} prompts", "ttft": "ms to the first token of {}"}
     lines = ["| model | | weightonly | vLLM's | times as fast |", "|---|---|---|---|---|"]

@@ -11,7 +11,7 @@ from .require import require_dtype, require_int, require_numbers
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-DEFAULT_GROUP_SIZE = {"int4": 128, "int8": 128, "nf4": 64, "fp4": 64, "mxfp4": 32, "nvfp4": 16}
+DEFAULT_GROUP_SIZE = {"int4": 128, "int8": 128, "nf4": 64, "fp4": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 128}
 """Format that a weight can be quantized to -> rows that share a scale, unless the caller says."""
 
 _BLOCK_ELEMS = {"cpu": 1 << 18, "gpu": 1 << 24}

@@ -38,7 +38,8 @@ def gemm(
     """y = act(x[..., perm] @ w + bias) with w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
 
     Where q are the codes of a codebook ("nf4", "fp4", "mxfp4", "nvfp4", "code4"),
-    w[k, n] = scales[k // g, n] * codebook[q[k, n]].
+    w[k, n] = scales[k // g, n] * codebook[q[k, n]]. Of "fp8", for which GPUs have no kernels yet, q are the numbers:
+    there slices of w are dequantized to the dtype of x, and cuBLAS multiplies by them.
 
     x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
                 not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).

@@ -27,11 +27,11 @@ class PackedWeight:
         after another.
     k, n: the shape of the weight before padding.
     format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
-        a number in a codebook of 16.
+        a number in a codebook of 16; "fp8" for floats of 8 bits (E4M3).
     layout: the order of the bytes, "row_major", "interleaved" or "tiled" for GPUs, "cpu" for CPUs; their number and
         shape cannot tell. Codes are "interleaved", "tiled" or "cpu".
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
-        holds 16 floats, rounded to fp32, for every code format, and None for integers.
+        holds 16 floats, rounded to fp32, for every format of 4-bit codes, and None for others.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
         them), whether there are zero points, and whether its rows are in act-order. None: nobody said. Where they are
         set, `gemm` and `dequantize` refuse scales, zeros and perm that do not fit. The groups of "mxfp4" (32) and
@@ -57,6 +57,7 @@ class PackedWeight:
         "group_size",
         "has_perm",
         "has_zeros",
+        "is_code",
         "k",
         "k_padded",
         "layout",
@@ -80,7 +81,8 @@ class PackedWeight:
     ) -> None:
         bits = format_bits(format)
         check_layout(layout)
-        if format in CODE_FORMATS:
+        self.is_code = format in CODE_FORMATS
+        if self.is_code:
             check_code_layout(bits, layout)
         codebook = codebook_of(format, code)
         for name, size in (("k", k), ("n", n), ("experts", 1 if experts is None else experts)):
@@ -90,7 +92,7 @@ class PackedWeight:
             group_size = -1 if resolve_group_size(group_size, k) == k else group_size
         require_bool("has_zeros", has_zeros, or_none=True)
         require_bool("has_perm", has_perm, or_none=True)
-        if has_zeros and codebook is not None:
+        if has_zeros and self.is_code:
             raise ValueError(f"has_zeros: expected False or None for {format}, whose codes have no zeros, got True")
         k_padded, n_padded = padded_shape(k, n, bits, layout)
         require_dtype("data", data, (torch.uint8,), in_memory=False)

@@ -24,7 +24,10 @@ from .layout import (
     unpack_bytes,
 )
 from .packed import PackedWeight, format_bits, format_groups
-from .require import require_bool, require_device, require_memory, require_numbers, require_tensor
+from .require import require_bool, require_device, require_dtype, require_memory, require_numbers, require_tensor
+
+FLOAT_DTYPES = {"fp8": torch.float8_e4m3fn}
+"""Format of floats -> the dtype of q."""
 
 HAS_ZEROS = "_weightonly_has_zeros"
 """An attribute that `quantize` gives a q with zero points, by which `preprocess` knows. Copies of q do not have it."""
@@ -49,7 +52,7 @@ def target_name(arch: Arch) -> str:
 
 def preprocess(
     q: torch.Tensor,
-    bits: int = 4,
+    bits: int | None = None,
     arch: Arch | None = None,
     layout: str | None = None,
     *,
@@ -62,15 +65,16 @@ def preprocess(
     """Bring a quantized weight into the byte order of a GPU's kernels, or of a CPU's: once, before deployment.
 
     q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
-        formats the codes 0..15, int8 or uint8. K is padded to a multiple of 64; N to one of 64, or of 32 for int8 that
-        for GPUs before sm90. The padding is 0. As code 0 it is a finite number: padded rows meet zeros of x, and padded
-        columns are dropped.
+        formats the codes 0..15, int8 or uint8; for "fp8" the numbers, float8_e4m3fn. K is padded to a multiple of 64; N
+        to one of 64, or of 32 for int8 that for GPUs before sm90. The padding is 0. As code 0 it is a finite number:
+        padded rows meet zeros of x, and padded columns are dropped.
+    bits: 4 or 8; None: those of `format`, or 4.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
     layout: the layout itself, instead of an arch. With neither: the layout of the GPU that `q` is on; for a CPU tensor
         of the visible GPU, else "cpu".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
-        codes of `code`.
+        codes of `code`, "fp8" for 8-bit floats.
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
     group_size, zeros, perm: what the weight is to be multiplied with: the rows that share a scale (-1: all of K),
         whether there are zero points, and an act-order permutation. `gemm` then refuses what does not fit: scales of
@@ -81,21 +85,26 @@ def preprocess(
     Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
 
     Raises TypeError for a `q` or `code` of another type or dtype. Raises ValueError for a wrong rank, an empty `q`,
-    values out of range, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict each
-    other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and zeros
-    of codes.
+    values out of range, NaN, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict
+    each other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and
+    zeros of codes.
     """
     require_tensor("q", q)
     require_numbers("q", q)
     zeros = getattr(q, HAS_ZEROS, None) if zeros is None else zeros
-    is_code = format in CODE_FORMATS
-    if is_code and q.dtype == torch.uint8:
+    format = format_of(bits, format)
+    bits, is_code = format_bits(format), format in CODE_FORMATS
+    if (dtype := FLOAT_DTYPES.get(format)) is not None:
+        require_dtype("q", q, (dtype,))
+        if bool(q.isnan().any()):
+            raise ValueError(f"q: expected numbers for {format}, got NaN")
+        q = q.view(torch.int8)
+    elif is_code and q.dtype == torch.uint8:
         q = q.view(torch.int8)  # 128 and above become negative: the check of the range refuses them
     is_stack = q.dim() == 3
     if is_stack and len(q) == 0:
         raise ValueError(f"q: expected shape [E, K, N] with E >= 1, got {list(q.shape)}")
     k, n = matrix_shape(q[0] if is_stack else q, bits)
-    format = format_of(bits, format)
     layout = resolve_layout(format, arch, layout, q.device)
     codebook_of(format, code)  # raises for a wrong code now, before any work
     require_bool("zeros", zeros, or_none=True)
@@ -146,8 +155,8 @@ def relayout(w: PackedWeight, layout: str) -> PackedWeight:
 
 
 def padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torch.Tensor:
-    """`pack_bytes` of int8 [K, N], padded with zeros to what the layout needs."""
-    k, n = q.shape
+    """`pack_bytes` of [K, N] in bytes, padded with zeros to what the layout needs."""
+    q, (k, n) = q.view(torch.int8), q.shape
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     if (k_padded, n_padded) != (k, n):
         q = torch.nn.functional.pad(q, (0, n_padded - n, 0, k_padded - k))
@@ -157,7 +166,7 @@ def padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torc
 def unpack(qweight: PackedWeight) -> torch.Tensor:
     """The inverse of `preprocess`: int8 [K, N] without padding, on the device of `qweight`; codes are 0..15.
 
-    Of stacked experts int8 [E, K, N].
+    Of "fp8" float8_e4m3fn. Of stacked experts [E, K, N].
 
     Raises TypeError for anything but a PackedWeight.
     """
@@ -165,7 +174,8 @@ def unpack(qweight: PackedWeight) -> torch.Tensor:
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
     require_memory("qweight", qweight.data)
     if qweight.experts is not None:
-        q = torch.empty(qweight.experts, qweight.k, qweight.n, dtype=torch.int8, device=qweight.device)
+        dtype = FLOAT_DTYPES.get(qweight.format, torch.int8)
+        q = torch.empty(qweight.experts, qweight.k, qweight.n, dtype=dtype, device=qweight.device)
         for expert, weight in enumerate(qweight):
             q[expert] = unpack_columns(weight, 0, weight.n)
         return q
@@ -173,12 +183,12 @@ def unpack(qweight: PackedWeight) -> torch.Tensor:
 
 
 def unpack_columns(qweight: PackedWeight, begin: int, end: int) -> torch.Tensor:
-    """Columns begin..end of the unpacked weight, int8 [K, end - begin]; begin: a multiple of `column_step`."""
+    """Columns begin..end of what `unpack` returns, [K, end - begin]; begin: a multiple of `column_step`."""
     step = column_step(qweight.bits, qweight.layout)
     padded_end = -(-end // step) * step  # at most the padded N, which is a multiple of step
     w = qweight
-    q = unpack_bytes(w.data, w.k_padded, w.n_padded, w.bits, w.layout, (begin, padded_end), codes=w.code is not None)
-    return q[: w.k, : end - begin]
+    q = unpack_bytes(w.data, w.k_padded, w.n_padded, w.bits, w.layout, (begin, padded_end), codes=w.is_code)
+    return q.view(FLOAT_DTYPES.get(w.format, torch.int8))[: w.k, : end - begin]
 
 
 def format_of(bits: int | None, format: str | None) -> str:
@@ -212,7 +222,7 @@ def resolve_layout(
         return record_code_layout(arch, device) if is_code else default_layout(device, arch)
     check_layout(layout)
     if is_code:
-        check_code_layout(4, layout)
+        check_code_layout(format_bits(format), layout)
     if arch is not None and layout_for_arch(arch) != layout:
         raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
     return layout

@@ -14,8 +14,9 @@ import torch
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
 from .least_squares import fold, least_squares
-from .packing import HAS_ZEROS, format_of
+from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
+from .quantize_fp8 import quantize_fp8
 from .require import require_bool
 
 
@@ -31,17 +32,17 @@ def quantize(
     """Quantize a weight by each group of rows in each column.
 
     w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
-    bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
+    bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
         which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
     symmetric: True: no zero points. False: with zero points; integers alone.
-    search: True: scales, and zero points, of the least square error that a search finds, where weights of more than 3
-        times the root mean square of their group count more. No group has a larger error than with False, and what
-        that represents exactly stays exact. Codes have no search yet. False: by the range. Without zero points scale =
-        absmax / (2^(bits-1) - 1), with them the 2^bits levels span the range of the group and 0.
+    search: True: scales, and zero points, of integers with the least square error that a few trials find. No group has
+        a larger error than with False, and what that represents exactly stays exact. Of no effect on other formats.
+        False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the 2^bits levels span the
+        range of the group and 0.
 
     Returns (q, scales, zeros):
-        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15
+        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8 float8_e4m3fn
         scales  [K / g, N] in the dtype of w. The search makes some of them negative: there is a level more below 0.
         zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
                 fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
@@ -54,7 +55,7 @@ def quantize(
     Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
     the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
     E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
-    back exactly.
+    back exactly. Scales of fp8 are the largest magnitude over 448, and each weight is the nearest 8-bit float (E4M3).
 
     Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
     it, other `bits`, an unknown format, zero points of codes, and a group size that does not divide K or is none of the
@@ -92,6 +93,8 @@ def quantize_for(
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
+        if format in FLOAT_DTYPES:
+            return *quantize_fp8(w, dtype, resolve_group_size(group_size, w.shape[0])), None
         return *quantize_codes(w, dtype, format, group_size, code, largest), None
     bits = FORMATS[format]
     k, n = w.shape

@@ -38,7 +38,7 @@ def check_code_groups(format: str, group_size: int, has_code: bool = False) -> N
         raise ValueError(f"format: expected one of {', '.join(DEFAULT_GROUP_SIZE)} to quantize to, got {format!r}")
     if format in FORMAT_GROUPS:
         check_format_groups(format, group_size, group_size)
-    elif group_size not in BLOCKSIZES:
+    elif format in BLOCK_FORMATS and group_size not in BLOCKSIZES:
         sizes = ", ".join(map(str, BLOCKSIZES))
         raise ValueError(f"group_size: expected one of {sizes} for {format}, got {group_size}")
 

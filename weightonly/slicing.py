@@ -98,7 +98,7 @@ def cut_weight(
 
 
 def _unpacked(weight: PackedWeight, begin: int, end: int) -> torch.Tensor:
-    """int8 [K, end - begin], or [E, K, end - begin]."""
+    """Columns of what `unpack` returns, [K, end - begin], or [E, K, end - begin]."""
     if weight.experts is not None:
         return unpack(weight)[..., begin:end]
     step = column_step(weight.bits, weight.layout)

@@ -59,7 +59,7 @@ class Update:
         """Bytes, scales and zeros, as `quantize` and `preprocess` make them of all columns at once."""
         w, packed = self.w, self.w.packed
         size = packed.k_padded, packed.n_padded, packed.bits, packed.layout
-        is_code = packed.code is not None
+        is_code = packed.is_code
         order = None if self.order is None else self.order.long()
         groups = (torch.arange(w.groups, device=packed.device) * w.group_rows + self.first) // self.group_rows
         step = columns_at_once(len(self.parts[0]), column_align(packed.bits, packed.layout))

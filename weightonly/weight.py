@@ -150,7 +150,7 @@ class QuantizedWeight:
             check_dtype("scales", scales, x.dtype, "x has")
         self._check_rows("scales", scales, of, like)
         if zeros is not None:
-            if packed.code is not None:
+            if packed.is_code:
                 raise ValueError(
                     f"zeros: expected None for a weight of format {packed.format}, got {type(zeros).__name__}"
                 )
@@ -304,6 +304,8 @@ def weight_of(
 
 def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
     """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]); for codes scales[k // g, n] * codebook[q[k, n]].
+
+    Of "fp8" q are the numbers.
 
     qweight: a packed [K, N] weight, or E of them, stacked.
     scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32; g is any divisor of K.

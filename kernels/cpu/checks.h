@@ -61,7 +61,7 @@ inline bool check_blocks(GemmParams const& p) {
 inline bool check_params(GemmParams const& p, int highest) {
   if (!check_choice(p)) return false;
   if (p.level > highest) return refuse("level", "one that this CPU has", p.level);
-  if (p.format < kInt4 || p.format > kCode4) return refuse("format", "0 to 2", p.format);
+  if (p.format < kInt4 || p.format > kFp8) return refuse("format", "0 to 3", p.format);
   if (p.activation < 0 || p.activation >= int(Activation::kCount)) {
     char numbers[32];
     std::snprintf(numbers, sizeof(numbers), "0 to %d", int(Activation::kCount) - 1);
@@ -104,7 +104,9 @@ inline bool check_params(GemmParams const& p, int highest) {
       return refuse(name, bytes == 4 ? "a 4-byte aligned address" : "a 2-byte aligned address", (long long)value);
     }
   }
-  if (has_codes && p.zeros != nullptr) return refuse("zeros", "null, as codes have none", (long long)p.zeros);
+  if (!is_integer(p.format) && p.zeros != nullptr) {
+    return refuse("zeros", "null, as codes have none", (long long)p.zeros);
+  }
   return p.block_order == nullptr || check_blocks(p);
 }
 

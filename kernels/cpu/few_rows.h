@@ -26,7 +26,7 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
   int const steps = int(p.group_size / kSteps);
   ZeroPoints<kFormat> zero_points;
   for (int64_t g = 0; g < p.groups; ++g) {
-    if (kFormat != kCode4 && zeros != nullptr) zero_points.load_group(zeros + g * kPanel);
+    if (is_integer(kFormat) && zeros != nullptr) zero_points.load_group(zeros + g * kPanel);
     Floats part[kSums][kRows][2];
     for (auto& some : part) {
       for (auto& row : some) row[0] = row[1] = zero();
@@ -53,7 +53,7 @@ void few_rows_panel(GemmParams const& p, uint32_t const* words, float const* x, 
       for (int m = 0; m < kRows; ++m) {
         Floats sum = part[0][m][half];
         for (int i = 1; i < kSums; ++i) sum = add(sum, part[i][m][half]);
-        if (kFormat != kCode4 && zeros != nullptr)
+        if (is_integer(kFormat) && zeros != nullptr)
           sum = fnma(zero_points.rest[half], broadcast(x_sums[g * kRows + m]), sum);
         total[m][half] = fma(scale, sum, total[m][half]);
       }
@@ -77,6 +77,7 @@ FewRowsPanel few_rows_of(int rows, std::integer_sequence<int, kRows...>) {
 inline FewRowsPanel few_rows_of(int format, int rows) {
   constexpr std::make_integer_sequence<int, kMaxTileRows> kAll;
   if (format == kInt4) return few_rows_of<kInt4>(rows, kAll);
+  if (format == kFp8) return few_rows_of<kFp8>(rows, kAll);
   return format == kInt8 ? few_rows_of<kInt8>(rows, kAll) : few_rows_of<kCode4>(rows, kAll);
 }
 

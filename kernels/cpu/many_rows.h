@@ -72,6 +72,7 @@ using MultiplyTile = void (*)(float const*, float const*, int, bool, float*);
 inline DequantizeBlock dequantize_block_of(int format) {
   return format == kInt4   ? dequantize_block<kInt4>
          : format == kInt8 ? dequantize_block<kInt8>
+         : format == kFp8  ? dequantize_block<kFp8>
                            : dequantize_block<kCode4>;
 }
 

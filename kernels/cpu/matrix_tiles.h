@@ -1,6 +1,6 @@
 // Rows of x by matrix tiles (AMX): bf16 operands, fp32 sums, and no rounding before the sum.
 //
-// An integer weight q is a bf16 number as it is. A number of x is a sum of bf16 numbers: one for bf16, two for fp16, three
+// An integer weight q, or an 8-bit float, is a bf16 number as it is. A number of x is a sum of bf16 numbers: one for bf16, two for fp16, three
 // for fp32, each with the next eight bits. So every product is exact. A number of a codebook is such a sum, too. The sums
 // of a group are of unscaled weights and leave the tiles when the group ends; then its scales are applied in fp32.
 //
@@ -71,11 +71,11 @@ inline void make_tables(GemmParams const& p, __m512i* tables, int parts) {
   }
 }
 
-/// Two rows of int8: byte kByte of each half of a word, as pairs of bf16 numbers.
-template <int kByte>
-inline __m512i int8_pairs(Words w, Offsets<kInt8> const& offsets) {
-  __m512i const even = _mm512_castps_si512(integers_of_step<kInt8, 2 * kByte>(w, offsets).v);
-  __m512i const odd = _mm512_castps_si512(integers_of_step<kInt8, 2 * kByte + 1>(w, offsets).v);  // lower half: zeros
+/// Two rows of int8 or fp8: byte kByte of each half of a word, as pairs of bf16 numbers.
+template <int kFormat, int kByte>
+inline __m512i pairs_of_bytes(Words w, Offsets<kFormat> const& offsets) {
+  __m512i const even = _mm512_castps_si512(row_of_step<kFormat, 2 * kByte>(w, Table{}, offsets).v);
+  __m512i const odd = _mm512_castps_si512(row_of_step<kFormat, 2 * kByte + 1>(w, Table{}, offsets).v);  // lower half: zeros
   return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
 }
 
@@ -99,7 +99,7 @@ void load_weight_tiles(GemmParams const& p, uint32_t const* words, float const* 
   __m512i bytes[2] = {_mm512_set1_epi8(8), _mm512_set1_epi8(8)};
   int64_t group = begin / p.group_size, group_end = begin;
   for (int64_t k = begin; k < end; k += kTileDepth) {
-    if (kFormat != kCode4 && zeros != nullptr && k == group_end) {
+    if (is_integer(kFormat) && zeros != nullptr && k == group_end) {
       for (int half = 0; half < 2; ++half) {
         Floats const whole = whole_part(kFormat, load(zeros + group * kPanel + half * kLanes));
         offsets[half] = Offsets<kFormat>(whole);
@@ -112,9 +112,9 @@ void load_weight_tiles(GemmParams const& p, uint32_t const* words, float const* 
       for (int half = 0; half < 2; ++half) {
         Words const w = load_words(words + half * kLanes);
         uint16_t* to = out + half * kTileElems + step * kPairs * kTileDepth;
-        if constexpr (kFormat == kInt8) {
-          _mm512_store_si512(to, int8_pairs<0>(w, offsets[half]));
-          _mm512_store_si512(to + kTileDepth, int8_pairs<1>(w, offsets[half]));
+        if constexpr (bits_of(kFormat) == 8) {
+          _mm512_store_si512(to, pairs_of_bytes<kFormat, 0>(w, offsets[half]));
+          _mm512_store_si512(to + kTileDepth, pairs_of_bytes<kFormat, 1>(w, offsets[half]));
         } else if (kFormat == kInt4) {
           __m512i pairs[kPairs];
           int4_pairs(w, bytes[half], pairs);
@@ -240,6 +240,7 @@ Parts integer_parts(int type) {
 inline Parts parts_of(GemmParams const& p) {
   if (p.format == kInt4) return integer_parts<kInt4>(p.type);
   if (p.format == kInt8) return integer_parts<kInt8>(p.type);
+  if (p.format == kFp8) return integer_parts<kFp8>(p.type);
   return p.type == kBf16   ? parts_for<kCode4, 1, 3>()
          : p.type == kFp16 ? parts_for<kCode4, 2, 3>()
                            : parts_for<kCode4, 3, 3>();

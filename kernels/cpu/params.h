@@ -7,8 +7,8 @@ namespace weightonly::cpu {
 
 enum FloatType : int { kFp16 = 0, kBf16 = 1, kFp32 = 2 };
 
-/// How stored bits become numbers: u - 8, u - 128, codebook[u].
-enum Format : int { kInt4 = 0, kInt8 = 1, kCode4 = 2 };
+/// How stored bits become numbers: u - 8, u - 128, codebook[u], and the float of 8 bits that u is (E4M3).
+enum Format : int { kInt4 = 0, kInt8 = 1, kCode4 = 2, kFp8 = 3 };
 
 /// The instructions that a variant of the kernels is made of; each has those before it.
 enum Level : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
@@ -49,7 +49,11 @@ constexpr int kPanel = 32;  // columns of a panel of layout "cpu"
 constexpr int kMaxRows = 512;  // rows of x that are packed at a time
 
 static constexpr int bits_of(int format) {
-  return format == kInt8 ? 8 : 4;
+  return format == kInt8 || format == kFp8 ? 8 : 4;
+}
+
+static constexpr bool is_integer(int format) {
+  return format == kInt4 || format == kInt8;
 }
 
 /// Rows of the weight that scales belong to: all but some of those that pad K.

@@ -100,6 +100,17 @@ inline Floats lookup(Words w, Table t) {
 inline Words upper_half(Words w) {
   return {_mm512_srli_epi32(w.v, 16)};
 }
+/// The E4M3 numbers in the bytes from bit kShift on. Exponent 0 means m / 8 * 2^-6, here 2 * (1 + m / 8) * 2^-7 - 2^-6:
+/// nothing on the way is a subnormal number, which a process may have flushed.
+template <int kShift>
+inline Floats floats_of_bytes(Words w) {
+  __m512i const top = _mm512_slli_epi32(w.v, 24 - kShift), sign = _mm512_set1_epi32(int(0x80000000));
+  __m512i const size = _mm512_and_si512(_mm512_srli_epi32(top, 4), _mm512_set1_epi32(0x07f00000));
+  __m512 const normal = _mm512_castsi512_ps(_mm512_add_epi32(size, _mm512_set1_epi32(120 << 23)));
+  __mmask16 const is_small = _mm512_testn_epi32_mask(size, _mm512_set1_epi32(0x07800000));
+  __m512 const a = _mm512_mask_fmsub_ps(normal, is_small, _mm512_set1_ps(2.f), _mm512_set1_ps(0x1p-6f));
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(top, sign, _mm512_castps_si512(a), 0xea))};  // top & sign | a
+}
 /// 2^23 + (w & kMask)
 template <int kMask>
 inline Floats as_mantissa(Words w) {
@@ -223,6 +234,22 @@ inline __m256 lookup(__m256i w, Table t) {
 template <int kShift>
 inline Floats lookup(Words w, Table t) {
   return {lookup<kShift>(w.a, t), lookup<kShift>(w.b, t)};
+}
+/// The E4M3 numbers in the bytes from bit kShift on. Exponent 0 means m / 8 * 2^-6, here 2 * (1 + m / 8) * 2^-7 - 2^-6:
+/// nothing on the way is a subnormal number, which a process may have flushed.
+template <int kShift>
+inline __m256 floats_of_bytes(__m256i w) {
+  __m256i const top = _mm256_slli_epi32(w, 24 - kShift);
+  __m256i const size = _mm256_and_si256(_mm256_srli_epi32(top, 4), _mm256_set1_epi32(0x07f00000));
+  __m256 const normal = _mm256_castsi256_ps(_mm256_add_epi32(size, _mm256_set1_epi32(120 << 23)));
+  __m256 const is_small = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(1 << 23), size));
+  __m256 const small = _mm256_fmsub_ps(normal, _mm256_set1_ps(2.f), _mm256_set1_ps(0x1p-6f));
+  __m256 const sign = _mm256_and_ps(_mm256_castsi256_ps(top), _mm256_set1_ps(-0.f));
+  return _mm256_or_ps(_mm256_blendv_ps(normal, small, is_small), sign);
+}
+template <int kShift>
+inline Floats floats_of_bytes(Words w) {
+  return {floats_of_bytes<kShift>(w.a), floats_of_bytes<kShift>(w.b)};
 }
 inline Words upper_half(Words w) {
   return {_mm256_srli_epi32(w.a, 16), _mm256_srli_epi32(w.b, 16)};
@@ -351,6 +378,17 @@ template <int kShift>
 inline Floats lookup(Words w, Table const& t) {
   WEIGHTONLY_EACH_LANE(t.v[w.v[i] >> kShift & 15]);
 }
+/// The E4M3 number in a byte.
+inline float float_of_byte(uint32_t byte) {
+  uint32_t const exponent = byte >> 3 & 15, mantissa = byte & 7;
+  float const size = exponent == 0 ? float(mantissa) * 0x1p-9f
+                                   : __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
+  return byte & 128 ? -size : size;
+}
+template <int kShift>
+inline Floats floats_of_bytes(Words w) {
+  WEIGHTONLY_EACH_LANE(float_of_byte(w.v[i] >> kShift));
+}
 inline Words upper_half(Words w) {
   for (auto& word : w.v) word >>= 16;
   return w;
@@ -419,7 +457,7 @@ inline Floats exp_of_negative(Floats x) {
 /// What is subtracted from the integers of a column, for each place that they have in a half of a word.
 template <int kFormat>
 struct Offsets {
-  static constexpr int kBits = bits_of(kFormat), kPlaces = kFormat == kCode4 ? 0 : 16 / kBits;
+  static constexpr int kBits = bits_of(kFormat), kPlaces = is_integer(kFormat) ? 16 / kBits : 0;
 
   /// For u - 2^(kBits - 1) - zero_point. zero_point: an integer up to 2^20.
   explicit Offsets(Floats zero_point) {
@@ -446,6 +484,8 @@ template <int kFormat, int e>
 inline Floats row_of_step(Words w, Table const& table, Offsets<kFormat> const& offsets) {
   if constexpr (kFormat == kCode4) {
     return lookup<4 * (e / 2) + 16 * (e % 2)>(w, table);
+  } else if constexpr (kFormat == kFp8) {
+    return floats_of_bytes<8 * (e / 2) + 16 * (e % 2)>(w);
   } else {
     return integers_of_step<kFormat, e>(w, offsets);
   }

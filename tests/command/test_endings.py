@@ -125,7 +125,7 @@ def test_errors_of_any_class_are_one_line(
     def fail(*_: object) -> None:
         raise KeyError("strange\x1b[2J")
 
-    monkeypatch.setattr(command, "open_checkpoint", fail)
+    monkeypatch.setattr("weightonly.commands.open_checkpoint", fail)
     assert command.main(["inspect", str(folder)]) == 1
     line = r"error: KeyError: 'strange\x1b[2J' (WEIGHTONLY_TRACEBACK=1 shows where)" + "\n"
     assert capsys.readouterr().err == line

@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, int | None, str]] = [
     *((name, 95, "at least the columns of a row") for name in ("ldx", "ldy", "ld_scales", "ld_zeros")),
     *((name, LARGE, "such that all rows are within 2^56 elements") for name in ("ldx", "ldy", "ld_scales", "ld_zeros")),
     *(("type", value, "0 to 2") for value in (-1, 3, 9)),
-    *(("format", value, "0 to 2") for value in (-1, 3)),
+    *(("format", value, "0 to 3") for value in (-1, 4)),
     *(("activation", value, "0 to 3") for value in (-1, 4)),
     *(("level", value, "0 to 3") for value in (-1, 4)),
     *(("threads", value, "1 to 65536") for value in (0, -1, 65537, (1 << 31) - 1)),

@@ -92,7 +92,7 @@ def test_weight_is_that_of_the_package(
     first = torch.arange(n) * k + group_size * torch.arange(k // group_size)[:, None]  # (groups, N), of [N, K]
     assert weight.scales.dtype == torch.float32
     assert torch.equal(weight.scales, absmax_of(state)[first // blocksize])
-    assert torch.equal(weight.table, state.code)
+    assert weight.table is not None and torch.equal(weight.table, state.code)
     assert torch.equal(weight.dequantize(torch.float32), dense(data, state, torch.float32))
     assert torch.equal(weight.dequantize(), dense(data, state, dtype))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightonly.formats import IntWeight, read_compressed_tensors
-from weightonly.formats.compressed_tensors import compressed_tensors_format
+from weightonly.formats.compressed_tensors import compressed_tensors_formats
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
@@ -184,10 +184,10 @@ def test_words_of_which_the_config_tells_the_bits() -> None:
         "weight_shape": torch.tensor([8, 4]),
     }
     with pytest.raises(ValueError, match=r"weight_packed: expected int32 \[N, 1 \(4 bit\) or 1 \(8 bit\)\] for K = 4"):
-        compressed_tensors_format({}).describe("a", tensors)
+        compressed_tensors_formats({})[0].describe("a", tensors)
     for bits in (4, 8):
         options = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": bits}}}}
-        assert compressed_tensors_format(options).describe("a", tensors).format == f"int{bits}"
+        assert compressed_tensors_formats(options)[0].describe("a", tensors).format == f"int{bits}"
 
 
 def test_other_bits() -> None:

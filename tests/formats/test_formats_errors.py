@@ -79,7 +79,7 @@ def test_config_without_its_tensors(tmp_path: Path) -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"quant_method": "fp8"}, "quant_method: expected one of awq, gptq, .*got 'fp8'"),
+    "method": ({"quant_method": "aqlm"}, "quant_method: expected one of awq, gptq, .*got 'aqlm'"),
     "no method": ({"bits": 4}, "quant_method: expected one of awq, .*got ''"),
     "kind of method": ({"quant_method": 4}, "quant_method: expected str, got 4"),
     "awq bits": (AWQ | {"bits": 3}, "bits: expected 4 for AWQ, got 3"),
@@ -94,12 +94,12 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format: expected false, got true"),
     "pattern": (GPTQ | {"dynamic": {"+:(": {}}}, r"dynamic: expected regular expressions, got '\+:\('"),
     "ct format": (
-        CT | {"format": "float-quantized", "config_groups": {}},
-        "format: expected 'pack-quantized', .* or 'nvfp4-pack-quantized', got 'float",
+        CT | {"format": "marlin-24", "config_groups": {}},
+        "format: expected 'pack-quantized', .* or 'mxfp8-quantized', got 'marlin",
     ),
     "ct group": (
-        CT | {"config_groups": {"g": {"format": "mxfp8-quantized"}}},
-        "config_groups.g.format: expected 'pack-quantized', .* or 'nvfp4-pack-quantized', got 'mxfp8-quantized'",
+        CT | {"config_groups": {"g": {"format": "marlin-24"}}},
+        "config_groups.g.format: expected 'pack-quantized', .* or 'mxfp8-quantized', got 'marlin-24'",
     ),
     "ct bits": (
         CT | {"config_groups": {"g": {"weights": {"num_bits": 3}}}},

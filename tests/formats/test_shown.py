@@ -134,7 +134,7 @@ def test_a_fault_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     def fail(folder: str) -> None:
         raise TypeError(EVIL)
 
-    monkeypatch.setattr(command, "open_checkpoint", fail)
+    monkeypatch.setattr("weightonly.commands.open_checkpoint", fail)
     assert command.main(["inspect", "folder"]) == 1
     assert f"TypeError: {ESCAPED} (" in capsys.readouterr().err
 

@@ -55,9 +55,9 @@ def test_a_method_that_is_not_read(tmp_path: Path, generator: torch.Generator) -
     folder = write_model(tmp_path / "model", "awq", generator)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
+    config["quantization_config"] = {"quant_method": "aqlm"}
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quant_method: expected one of awq, gptq, .*got 'fp8'"):
+    with pytest.raises(ValueError, match=r"quant_method: expected one of awq, gptq, .*got 'aqlm'"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig())
 
 

@@ -61,7 +61,7 @@ MUTATIONS = [
             ("other scales than the weight was packed for", "QuantizedWeight.check_groups", "!= packed", "> packed"),
             ("forgotten zeros", "QuantizedWeight.check_groups", "!= (", "< ("),
             ("a forgotten permutation", "QuantizedWeight.check", "!=", "<"),
-            ("zeros of codes", "QuantizedWeight.check_groups", "code is not None", "code == ()"),
+            ("zeros of codes", "QuantizedWeight.check_groups", "packed.is_code", "False"),
             (
                 "a permutation of floats",
                 "check_perm",
@@ -188,7 +188,7 @@ MUTATIONS = [
             ("a byte less", "PackedWeight.__init__", "numel() !=", "numel() >"),
             ("bytes with strides", "PackedWeight.__init__", " or not data.is_contiguous()", ""),
             ("experts are not counted", "PackedWeight.__init__", "(experts or 1) * ", ""),
-            ("zeros of codes", "PackedWeight.__init__", "codebook is not None:", "codebook == ():"),
+            ("zeros of codes", "PackedWeight.__init__", "and self.is_code", "and False"),
             (
                 "all of K is a group",
                 "PackedWeight.__init__",

@@ -62,7 +62,7 @@ MUTATIONS = [
                 "// 8, row_bytes, n * bits // 8, TILE, row_bytes",
                 "// 8, row_bytes, row_bytes, TILE, row_bytes",
             ),
-            ("codes are integers", "blocks_of", "w.code is not None", "False"),
+            ("codes are integers", "blocks_of", "w.is_code", "False"),
         ],
     ),
     *of(
@@ -83,7 +83,7 @@ MUTATIONS = [
             ("an unknown type", "check_choice", "kFp32", "9"),
             ("groups that no step fits", "check_choice", "% 16", "% 8"),
             ("a level above the CPU's", "check_params", "> highest", "> kAmx"),
-            ("an unknown format", "check_params", "> kCode4", "> 9"),
+            ("an unknown format", "check_params", "> kFp8", "> 9"),
             ("an unknown activation", "check_params", ">= int(Activation::kCount)", "> 9"),
             ("no threads", "check_params", "threads < 1", "threads < 0"),
             ("columns beyond 32 bits", "check_params", "n > most", "n > 2 * most"),

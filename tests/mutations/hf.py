@@ -364,11 +364,15 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/hf/tokenizer.py",
+        "hf_load_model",
+        [("code of a tokenizer", "load_tokenizer", "path, trust_remote_code=False", "path")],
+    ),
+    *of(
         "weightonly/hf/run.py",
         "hf_load_model",
         [
             ("no new tokens", "_sampling", "max_new_tokens < 1", "max_new_tokens < 0"),
-            ("code of a tokenizer", "run", "folder, trust_remote_code=False", "folder"),
             (
                 "text as it is",
                 "_Printer._print",

@@ -58,7 +58,7 @@ MUTATIONS = [
             ("names of tensors", "_tensor", "_check_printable(file, name)\n", ""),
             ("names of tensors in an index", "_weight_map", "_check_printable(index, name)\n", ""),
             ("names of files in an index", "_weight_map", "_check_printable(index, shard)\n", ""),
-            ("digests are not compared", "Shards.read", "is not None and digest(data) != sha256", '== ""'),
+            ("digests are not compared", "Shards._read", "is not None and digest(data) != sha256", '== ""'),
         ],
     ),
     *of(
@@ -157,13 +157,35 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/formats/fp8.py",
+        "formats_fp8",
+        [
+            ("NaN among weights", "read_fp8", "weight.isnan().any()", "False"),
+            ("blocks along N", "read_fp8", "repeat_interleave(columns, 0)", "repeat_interleave(rows, 0)"),
+            ("scales of 0", "_numbers", "numbers > 0", "numbers >= 0"),
+            ("scales beyond fp32", "_numbers", "numbers <= _LARGEST_SCALE", "numbers < torch.inf"),
+            ("blocks that nothing says", "fp8_shape", "scale.numel() != 1 and", "False and"),
+            ("two scales", "fp8_layers.parts", "if others", "if False"),
+        ],
+    ),
+    *of(
+        "weightonly/formats/modelopt.py",
+        "formats_fp8",
+        [
+            ("excluded layers", "modelopt_format.algorithm_of", "if pattern is not None", "if False"),
+            ("the layer before its module", "modelopt_format.algorithm_of", "range(len(parts), 0, -1)", "range(1, 2)"),
+            ("another algorithm", "modelopt_format.describe", "format != expected", "False"),
+            ("tensors that change x", "modelopt_format.describe", "name in tensors", "False"),
+        ],
+    ),
+    *of(
         "weightonly/formats/compressed_tensors.py",
         "formats_compressed_tensors group_sizes strange_configs formats_errors",
         [
             ("g_idx that is partly set", "_grouping", "all", "any"),
-            ("two widths fit", "compressed_tensors_format.bits_of", "!=", "<"),
-            ("any group of the config", "compressed_tensors_format.describe", "problems:", "problems[:1]:"),
-            ("zero points of a symmetric layer", "compressed_tensors_format.read", "True", "None"),
+            ("two widths fit", "_packed_format.bits_of", "!=", "<"),
+            ("any group of the config", "_packed_format.describe", "problems:", "problems[:1]:"),
+            ("zero points of a symmetric layer", "_packed_format.read", "True", "None"),
             ("sizes of 0", "_sizes", "< 1", "< 0"),
             (
                 "the group size of the config",
@@ -171,7 +193,7 @@ MUTATIONS = [
                 "even_groups(k, groups, group_size,",
                 "even_groups(k, groups, None,",
             ),
-            ("two group sizes of one count", "compressed_tensors_format.describe", "len(sizes) > 1", "len(sizes) > 2"),
+            ("two group sizes of one count", "_packed_format.describe", "len(sizes) > 1", "len(sizes) > 2"),
         ],
     ),
     *of(

@@ -148,7 +148,7 @@ _RIGHT = {
     *(f"quantize_4bit-w-{kind}" for kind in ("a scalar", "five dimensions", "no rows", "no columns")),
     "dequantize_4bit-packed-five dimensions",
     *(f"{name}-group_size-None" for name in ("preprocess", "PackedWeight", "quantize", "Linear")),
-    *(f"{name}-bits-None" for name in ("quantize", "Linear")),
+    *(f"{name}-bits-None" for name in ("quantize", "Linear", "preprocess", "preprocess code4")),
 }
 """What is no mistake of this argument."""
 

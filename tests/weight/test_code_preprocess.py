@@ -142,7 +142,12 @@ BAD_PREPROCESS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "layout": (CODES, {"format": "fp4", "layout": "row_major"}, ValueError, "layout: expected 'interleaved' .*got 'r"),
     "unknown layout": (CODES, {"format": "fp4", "layout": "t"}, ValueError, "layout: expected one of .*got 't'"),
     "bits": (CODES, {"format": "nf4", "bits": 8}, ValueError, "bits: expected 4 for nf4, got 8"),
-    "bits of int8": (CODES.to(torch.int8), {"format": "int8"}, ValueError, "bits: expected 8 for int8, got 4"),
+    "bits of int8": (
+        CODES.to(torch.int8),
+        {"format": "int8", "bits": 4},
+        ValueError,
+        "bits: expected 8 for int8, got 4",
+    ),
     "format": (CODES.to(torch.int8), {"format": "nf5"}, ValueError, "format: expected one of int4, .*got 'nf5'"),
     "large": (CODES + 16, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got 16\.\.16"),
     "larger": (CODES + 200, {"format": "nf4"}, ValueError, r"q: expected codes in 0\.\.15, got -56"),

@@ -307,9 +307,9 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         "layout: expected 'interleaved' or 'tiled' or 'cpu' for codes of a codebook, got 'row_major'",
     ),
     "bits of codes": (
-        lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 8, "tiled", codes=True),
+        lambda q: layout.unpack_bytes(q.view(torch.uint8), 64, 64, 2, "tiled", codes=True),
         ValueError,
-        "bits: expected 4 for codes of a codebook, got 8",
+        "bits: expected 4 or 8, got 2",
     ),
     "bytes of codes": (words.unpack_codes, ValueError, r"data: expected uint8 \[rows, bytes\], got torch.int8"),
     "too large": (

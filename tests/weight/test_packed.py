@@ -77,7 +77,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "format": (
         {"format": "int3"},
         ValueError,
-        "format: expected one of int4, int8, nf4, fp4, mxfp4, nvfp4, code4, got 'int3'",
+        "format: expected one of int4, int8, nf4, fp4, mxfp4, nvfp4, code4, fp8, got 'int3'",
     ),
     "layout": (
         {"layout": "tiles"},

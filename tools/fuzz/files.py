@@ -102,6 +102,36 @@ def _nvfp4(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return options, tensors | {"weight_scale": scale, "weight_global_scale": torch.tensor([2000.0])}
 
 
+def _fp8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    options = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, GROUP]}
+    weight = torch.randn(N, K, generator=g).to(torch.float8_e4m3fn)
+    return options, {"weight": weight, "weight_scale_inv": torch.rand(1, K // GROUP, generator=g)}
+
+
+def _fbgemm(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    _, tensors = _fp8(g)
+    beside = {"weight_scale": torch.rand(N, 1, generator=g), "input_scale_ub": torch.ones(1)}
+    return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, {"weight": tensors["weight"]} | beside
+
+
+def _float_quantized(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, GROUP]}
+    options = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    _, tensors = _fp8(g)
+    tensors = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}
+    return options | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}, tensors
+
+
+def _modelopt(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    tensors = {
+        "weight": torch.randint(0, 256, (N, K // 2), generator=g).to(torch.uint8),
+        "weight_scale": torch.rand(N, K // 16, generator=g).mul(448).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.001),
+        "input_scale": torch.tensor(0.01),
+    }
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.gate"]}, tensors
+
+
 def _gpt_oss(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     """Two experts; the names of its tensors have an underscore where others have a dot."""
     blocks = torch.randint(0, 256, (2, N, K // 32, 16), generator=g).to(torch.uint8)
@@ -146,6 +176,10 @@ QUANTIZERS = {
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
     "gpt-oss": _gpt_oss,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "float-quantized": _float_quantized,
+    "modelopt": _modelopt,
     "hqq": _hqq,
     "torchao": _torchao,
 }

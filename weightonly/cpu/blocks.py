@@ -16,7 +16,7 @@ FIELDS = ("block_order", "block_stride_k", "block_stride_n", "segment_stride", "
 def blocks_of(w: PackedWeight) -> tuple[int, ...]:
     """FIELDS of a weight in another layout than "cpu", with a padded N that is a multiple of 64."""
     bits, k, n = w.bits, w.k_padded, w.n_padded
-    order = order_of(bits, w.layout, w.code is not None).data_ptr()
+    order = order_of(bits, w.layout, w.is_code).data_ptr()
     if w.layout == TILED:  # a block is contiguous
         size = block_bytes(bits)
         return order, size, k // TILE * size, 0, 1, size

@@ -14,7 +14,7 @@ from .blocks import FIELDS, blocks_of
 from .library import REFUSED, TYPES, Backend, Params
 
 _TYPES = {torch.float16: TYPES["fp16"], torch.bfloat16: TYPES["bf16"], torch.float32: TYPES["fp32"]}
-_FORMATS = {"int4": 0, "int8": 1}  # the others are codes
+_FORMATS = {"int4": 0, "int8": 1, "fp8": 3}  # the others are codes of a codebook
 _CODES = 2
 
 _SMALL = 1 << 18

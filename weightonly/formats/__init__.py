@@ -12,9 +12,11 @@ from .compressed_tensors import read_compressed_tensors
 from .convert import convert
 from .ct_fp4 import read_compressed_fp4
 from .export import export
+from .fp8 import read_fp8
 from .gpt_oss import read_gpt_oss
 from .gptq import read_gptq
 from .hqq import read_hqq
+from .modelopt import read_modelopt_fp4
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
 
@@ -33,7 +35,9 @@ __all__ = [
     "read_bitsandbytes",
     "read_compressed_fp4",
     "read_compressed_tensors",
+    "read_fp8",
     "read_gpt_oss",
     "read_gptq",
     "read_hqq",
+    "read_modelopt_fp4",
 ]

@@ -1,4 +1,4 @@
-"""compressed-tensors' "pack-quantized" checkpoints (llm-compressor), 4 and 8 bit; for 4-bit floats see ct_fp4.py.
+"""compressed-tensors' "pack-quantized" checkpoints (llm-compressor), 4 and 8 bit; for floats see ct_fp4.py and fp8.py.
 
 weight_packed      int32 [N, ceil(K * bits / 32)]: q + 2^(bits-1), packed along K, lowest bits first
 weight_scale       float [N, groups]; [N, 1]: per channel; [1]: one for all
@@ -18,12 +18,15 @@ import torch
 
 from ..heuristics.problem import FORMAT_GROUPS, FORMATS
 from .ct_fp4 import fp4_shape, read_compressed_fp4
-from .ct_schemes import BITS, PACK_QUANTIZED, Scheme, Schemes
+from .ct_schemes import BITS, FLOAT_QUANTIZED, PACK_QUANTIZED, Scheme, Schemes
 from .expect import FLOATS, INTEGERS, TensorError, expect
+from .fp8 import Block, fp8_layers
 from .groups import Grouping, even_groups, group_rows
 from .layers import Axis, LayerFormat, LayerShape, MissingTensorError, Tensors, check_bias
 from .plain import CodeWeight, IntWeight
 from .words import signed_zeros, unpack_words, words_for
+
+METHOD = "compressed-tensors"
 
 
 def read_compressed_tensors(
@@ -65,13 +68,33 @@ def _weight(
     return by.weight(u, bits, scale.expand(n, -1).t().contiguous(), zeros)
 
 
-def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
-    """The format that a quantization config describes. Where it is empty, the shapes of the tensors tell the bits.
+def compressed_tensors_formats(options: Mapping[str, Any]) -> tuple[LayerFormat, ...]:
+    """The formats that a quantization config describes. Where it is empty, the shapes of the tensors tell the bits.
 
     A layer has to be as some group of the config says that can mean it (see ct_schemes.py). Raises ValueError for a
-    format other than pack-quantized and those of 4-bit floats, and for groups of other bits than 4 and 8.
+    format other than pack-quantized and those of floats, and for groups of other bits than 4 and 8.
     """
     schemes = Schemes(options)
+    packed = _packed_format(schemes)
+    return (packed, _float_format(schemes)) if FLOAT_QUANTIZED in schemes.formats else (packed,)
+
+
+def _float_format(schemes: Schemes) -> LayerFormat:
+    """Layers of 8-bit floats."""
+
+    def block_of(layer: str) -> Block | None:
+        targets = schemes.targeting(layer)
+        blocks = {scheme.block for scheme in targets if scheme.format == FLOAT_QUANTIZED}
+        if len(blocks) != 1:
+            got = "none" if not blocks else str(sorted(map(str, blocks)))
+            raise TensorError("weight", f"expected one strategy of 8-bit floats for it in the config, got {got}")
+        return blocks.pop()
+
+    unused = ("input_scale", "input_zero_point", "output_scale", "weight_zero_point")
+    return fp8_layers(METHOD, block_of, ("weight_scale",), unused)
+
+
+def _packed_format(schemes: Schemes) -> LayerFormat:
     group_sizes: dict[str, int | None] = {}
     """Layer, once it is described -> its group size, as the config says."""
 
@@ -155,7 +178,7 @@ def compressed_tensors_format(options: Mapping[str, Any]) -> LayerFormat:
         return _weight(tensors["weight_packed"], scale, zeros, bits, size, grouping)
 
     return LayerFormat(
-        name="compressed-tensors",
+        name=METHOD,
         anchors=("weight_packed",),
         required=("weight_scale",),
         optional=(

@@ -13,15 +13,30 @@ https://github.com/vllm-project/compressed-tensors has the packing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..codebooks import codebook
 from ..heuristics.problem import FORMAT_GROUPS
-from .e2m1 import e8m0_scales, unpack_codes
+from .e2m1 import E8M0_DTYPES, e8m0_scales, unpack_codes
 from .expect import TensorError, expect
 from .plain import CodeWeight
 
-E8M0_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name))
+
+@dataclass(frozen=True)
+class Fp4Names:
+    """What a quantizer calls the tensors of a layer. shape: of nvfp4's factor; divides: whether it is a divisor."""
+
+    packed: str
+    scale: str
+    factor: str
+    shape: tuple[int, ...]
+    divides: bool
+
+
+COMPRESSED_FP4 = Fp4Names("weight_packed", "weight_scale", "weight_global_scale", (1,), divides=True)
+MODELOPT_FP4 = Fp4Names("weight", "weight_scale", "weight_scale_2", (), divides=False)
 
 
 def read_compressed_fp4(
@@ -34,48 +49,53 @@ def read_compressed_fp4(
     Raises TensorError (a ValueError) for tensors that do not fit together, scales that are NaN or, with their codes,
     beyond fp32, and a weight_global_scale that is not a positive number.
     """
-    format, _, _ = fp4_shape(weight_packed, weight_scale, weight_global_scale)
+    return read_fp4(weight_packed, weight_scale, weight_global_scale, COMPRESSED_FP4)
+
+
+def read_fp4(packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, names: Fp4Names) -> CodeWeight:
+    """`read_compressed_fp4` of tensors that have these names."""
+    format, _, _ = fp4_shape(packed, scale, factor, names)
     if format == "mxfp4":
-        scales = e8m0_scales("weight_scale", weight_scale)
+        scales = e8m0_scales(names.scale, scale)
     else:
-        assert weight_global_scale is not None
-        scales = _e4m3_scales(weight_scale, weight_global_scale)
-    codes = unpack_codes(weight_packed).t().contiguous()
-    table = codebook(format, weight_packed.device)
+        assert factor is not None
+        scales = _e4m3_scales(scale, factor, names)
+    codes = unpack_codes(packed).t().contiguous()
+    table = codebook(format, packed.device)
     return CodeWeight(codes, table, scales.t().contiguous(), format, torch.bfloat16)
 
 
 def fp4_shape(
-    weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_global_scale: torch.Tensor | None
+    packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, names: Fp4Names = COMPRESSED_FP4
 ) -> tuple[str, int, int]:
     """(format, K, N). Raises TensorError for tensors that do not fit together; looks at no data."""
-    expect("weight_packed", weight_packed, torch.uint8, ["N", "K / 2"])
-    n, k = weight_packed.shape[0], weight_packed.shape[1] * 2
-    format = "nvfp4" if weight_scale.dtype == torch.float8_e4m3fn else "mxfp4"
+    expect(names.packed, packed, torch.uint8, ["N", "K / 2"])
+    n, k = packed.shape[0], packed.shape[1] * 2
+    format = "nvfp4" if scale.dtype == torch.float8_e4m3fn else "mxfp4"
     rows = FORMAT_GROUPS[format]
     if k % rows:
-        raise TensorError("weight_packed", f"expected K to be a multiple of {rows} for {format}, got {k}")
+        raise TensorError(names.packed, f"expected K to be a multiple of {rows} for {format}, got {k}")
     dtypes = (torch.float8_e4m3fn, *E8M0_DTYPES)
-    expect("weight_scale", weight_scale, dtypes, [n, k // rows])
+    expect(names.scale, scale, dtypes, [n, k // rows])
     if format == "nvfp4":
-        if weight_global_scale is None:
-            raise TensorError("weight_packed", "expected a weight_global_scale beside it for nvfp4, got none")
-        expect("weight_global_scale", weight_global_scale, torch.float32, [1])
-    elif weight_global_scale is not None:
-        raise TensorError("weight_global_scale", "expected none for mxfp4, got one")
+        if factor is None:
+            raise TensorError(names.packed, f"expected a {names.factor} beside it for nvfp4, got none")
+        expect(names.factor, factor, torch.float32, [1] if list(factor.shape) == [1] else names.shape)
+    elif factor is not None:
+        raise TensorError(names.factor, "expected none for mxfp4, got one")
     return format, k, n
 
 
-def _e4m3_scales(weight_scale: torch.Tensor, weight_global_scale: torch.Tensor) -> torch.Tensor:
-    """fp32, of the shape of weight_scale. Some host syncs."""
-    divisor = weight_global_scale.item()
-    if not 0 < divisor < float("inf"):  # NaN is not, either
-        raise TensorError("weight_global_scale", f"expected a positive number, got {divisor}")
-    scales = weight_scale.float()
+def _e4m3_scales(scale: torch.Tensor, factor: torch.Tensor, names: Fp4Names) -> torch.Tensor:
+    """fp32, of the shape of scale. Some host syncs."""
+    number = factor.item()
+    if not 0 < number < float("inf"):  # NaN is not, either
+        raise TensorError(names.factor, f"expected a positive number, got {number}")
+    scales = scale.float()
     if bool(scales.isnan().any()):
-        raise TensorError("weight_scale", "expected numbers, got NaN")
-    scales = scales / weight_global_scale
+        raise TensorError(names.scale, "expected numbers, got NaN")
+    scales = scales / factor if names.divides else scales * factor
     limit = torch.finfo(torch.float32).max / 6
     if float(scales.abs().max()) > limit:
-        raise TensorError("weight_global_scale", f"expected one that keeps weights within fp32, got {divisor:g}")
+        raise TensorError(names.factor, f"expected one that keeps weights within fp32, got {number:g}")
     return scales

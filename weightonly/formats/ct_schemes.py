@@ -10,6 +10,7 @@ import torch
 
 from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
+from .fp8 import CHANNEL, TENSOR, Block, block_option
 from .groups import is_in_order
 from .patterns import Budget, Pattern, PatternError
 
@@ -17,7 +18,11 @@ PACK_QUANTIZED = "pack-quantized"
 FLOAT_GROUPS = {f"{name}-{PACK_QUANTIZED}": rows for name, rows in FORMAT_GROUPS.items()}
 """Format of 4-bit floats -> its group size."""
 
-_FORMATS = (PACK_QUANTIZED, *FLOAT_GROUPS)
+FLOAT_QUANTIZED = "float-quantized"
+_FLOATS_OF_8_BITS = (FLOAT_QUANTIZED, "naive-quantized", "mxfp8-quantized")
+"""Formats of fp8.py's layers: one to a scheme."""
+
+_FORMATS = (PACK_QUANTIZED, *FLOAT_GROUPS, *_FLOATS_OF_8_BITS)
 _CURE = "; quantize the original model again, to int4 or int8 with groups (W4A16, W8A16), or to nf4"
 BITS = (4, 8)
 _MAX_GROUPS = 100
@@ -27,11 +32,12 @@ _MAX_GROUPS = 100
 class Scheme:
     """What a group of the config says. None: it does not say.
 
-    format: "pack-quantized", or one of FLOAT_GROUPS.
+    format: "pack-quantized", one of FLOAT_GROUPS, or "float-quantized" for all of 8-bit floats.
     names: of layers and classes of modules. patterns: of names of layers.
     symmetric: whether there are no zero points. act_order: whether each row of K has a group of its own in g_idx.
     rows: of a group of K; -1: all of K, and one scale for each column or for all.
     scale_dtype: "torch.uint8", for one; of 4-bit floats alone.
+    block: of 8-bit floats; see fp8.py.
     """
 
     names: frozenset[str]
@@ -42,6 +48,7 @@ class Scheme:
     act_order: bool | None
     format: str = PACK_QUANTIZED
     scale_dtype: str | None = None
+    block: Block | None = None
 
     @property
     def may_name_a_class(self) -> bool:
@@ -79,6 +86,7 @@ class Schemes:
         for scheme in schemes:
             for name in scheme.names:
                 self._by_name.setdefault(name, []).append(scheme)
+        self.formats = {scheme.format for scheme in schemes}
         self._with_patterns = [scheme for scheme in schemes if scheme.patterns]
         self._of_classes = [scheme for scheme in schemes if scheme.may_name_a_class] or schemes
 
@@ -113,6 +121,8 @@ def _schemes_of(options: Mapping[str, Any], budget: Budget) -> Iterator[Scheme]:
         weights = option(group, "weights", dict, {})
         kind, bits = option(weights, "type", str, "int"), option(weights, "num_bits", int)
         allowed, expected = (BITS, "int of 4 or 8 bits") if form == PACK_QUANTIZED else ((4,), "float of 4 bits")
+        if form in _FLOATS_OF_8_BITS:
+            form, allowed, expected = FLOAT_QUANTIZED, (8,), "float of 8 bits"
         if kind != expected.split()[0] or bits not in allowed:
             raise ValueError(f"config_groups.{name}.weights: expected {expected}, got {kind!r} of {bits}")
         try:
@@ -130,11 +140,11 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _check_floats(scheme: Scheme) -> None:
-    """Raises ValueError for 4-bit floats with other groups than the format has, zero points, or act-order."""
+    """Raises ValueError for floats with other groups than the format has, zero points, or act-order."""
     rows = FLOAT_GROUPS.get(scheme.format)
-    if rows is None:
+    if rows is None and scheme.format != FLOAT_QUANTIZED:
         return
-    if scheme.rows not in (None, rows):
+    if rows is not None and scheme.rows not in (None, rows):
         raise ValueError(f"weights.group_size: expected {rows} for {scheme.format}, got {scheme.rows}")
     if scheme.symmetric is False:
         raise ValueError(f"weights.symmetric: expected true for {scheme.format}, got false")
@@ -166,4 +176,19 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, for
         act_order = act_order.lower() in ("group", "dynamic")
     symmetric = option(weights, "symmetric", bool)
     scale_dtype = None if form == PACK_QUANTIZED else option(weights, "scale_dtype", str)
-    return Scheme(frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype)
+    block = _block(weights) if form == FLOAT_QUANTIZED else None
+    return Scheme(frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype, block)
+
+
+def _block(weights: Mapping[str, Any]) -> Block | None:
+    """The blocks of 8-bit floats. Raises ValueError for strategies that are not read."""
+    strategy, rows = option(weights, "strategy", str), option(weights, "group_size", int)
+    known = {None: None, "tensor": TENSOR, "channel": CHANNEL, "group": (1, rows or -1)}
+    if strategy == "block":
+        block = block_option(weights, "block_structure")
+        if block is None:
+            raise ValueError("weights.block_structure: expected two sizes for strategy 'block', got none")
+        return block
+    if strategy not in known:
+        raise ValueError(f"weights.strategy: expected tensor, channel, block or group, got {strategy!r}")
+    return known[strategy]

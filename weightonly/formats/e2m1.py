@@ -9,6 +9,8 @@ import torch
 
 from .expect import TensorError
 
+E8M0_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name))
+
 LARGEST_EXPONENT = 252
 """2^125: times the largest code, 6, it is the last one within fp32. 255 is NaN."""
 

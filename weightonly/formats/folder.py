@@ -15,6 +15,7 @@ from ..shown import shown
 from ..storage import publish, staged
 from ..tensor_file import TensorWriter
 from .converted import INCOMPLETE
+from .foreign import MODELOPT_CONFIG
 from .shards import CONFIG, INDEX
 
 SHARD_BYTES = 2 << 30
@@ -99,6 +100,7 @@ def companions_of(source: Path) -> list[Path]:
             CONFIG,
             "quantize_config.json",
             "quant_config.json",
+            MODELOPT_CONFIG,
         )
         if file.suffix not in _COMPANIONS or describes_weights or not file.is_file():
             continue

@@ -1,4 +1,7 @@
-"""Tensors of quantizers that are not read, by their names and dtypes: as dense ones they would be other numbers."""
+"""Tensors of quantizers that are not read, or that no config declares, by their names and dtypes.
+
+As dense ones they would be other numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .layers import Layer
 from .shards import Shards, TensorInfo
 
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""Of ModelOpt, which writes nothing to config.json."""
+"""Of ModelOpt, which earlier wrote nothing to config.json."""
 
 NOT_READ = {
     "quark": "export it again as AWQ, by custom_mode='awq' of Quark",
@@ -108,7 +111,7 @@ def looks_like(name: str, tensors: Mapping[str, TensorInfo]) -> str:
             return f"it looks like {quantizer}, and the folder is not read as such"
     dtypes = {tensors[other].dtype for other in names}
     if any(map(is_small_float, dtypes)):
-        return "it looks like FP8 of ModelOpt, compressed-tensors or FBGEMM, which is not read"
+        return "it looks like FP8 of ModelOpt, compressed-tensors or FBGEMM, and the folder is not read as such"
     if any(not dtype.is_floating_point for dtype in dtypes):
         return "it looks like integers of compressed-tensors, Quark or another quantizer, which are not read"
     if _OF_KV_CACHE.search(name) or _OF_ACTIVATIONS.search(name):

@@ -109,7 +109,7 @@ def find_layers(names: Collection[str], formats: Iterable[LayerFormat]) -> dict[
     for form in formats:
         for name in names:
             layer, anchor = split_name(name, form.anchors, form.separator)
-            if anchor:
+            if anchor and layer not in layers:
                 layers[layer] = _collect(layer, anchor, form, known)
         for name in names:
             layer, owned = split_name(name, form.owned, form.separator)

@@ -30,25 +30,25 @@ class IntWeight:
 
 @dataclass(frozen=True, eq=False)
 class CodeWeight:
-    """w[k, n] = scales[k // g, n] * table[codes[k, n]]
+    """w[k, n] = scales[k // g, n] * table[codes[k, n]]; without a table scales[k // g, n] * codes[k, n]
 
-    codes: uint8 [K, N], values 0..15; of stacked experts [E, K, N].
-    table: fp32 [16], the codebook.
-    scales: fp32, or bfloat16 where they are exact in it, [groups, N] or [E, groups, N]; g = K / groups.
+    codes: uint8 [K, N], values 0..15; of "fp8" float8_e4m3fn, the numbers; of stacked experts [E, K, N].
+    table: fp32 [16], the codebook; None for "fp8".
+    scales: fp32, or a 16-bit dtype where they are exact in it, [groups, N] or [E, groups, N]; g = K / groups.
     format: one of CODE_FORMATS; "code4" for a codebook that has no name.
     dtype: of the weight before it was quantized, as far as that is known; `dequantize` returns it unless asked for
         another.
     """
 
     codes: torch.Tensor
-    table: torch.Tensor
+    table: torch.Tensor | None
     scales: torch.Tensor
     format: str
     dtype: torch.dtype
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """w [K, N], or [E, K, N]: computed in fp32 and rounded once."""
-        w = scale_rows(self.table[self.codes.int()], self.scales, None)
+        w = scale_rows(self.codes if self.table is None else self.table[self.codes.int()], self.scales, None)
         return w.to(self.dtype if dtype is None else dtype)
 
 

@@ -134,6 +134,6 @@ def repack(weight: PackedWeight, arch: Arch | None) -> PackedWeight:
     """`weight` in the layout of `arch`, for codes as `pack` has them. Returns `weight` where that is its layout."""
     if arch is None:
         return weight
-    if weight.code is None:
+    if not weight.is_code:
         return packing.repack(weight, arch)
     return packing.relayout(weight, packing.record_code_layout(arch))

@@ -34,7 +34,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     `arch`, as `load_model` packs them. So does a packed folder, which keeps its layout, too. Other arguments have to be
     left out, or to say what the folder has.
 
-    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4" or "nvfp4".
+    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4" or "fp8".
     group_size: rows of K that share a scale: 16, 32, a multiple of 64, or -1 for all of K. A layer with a K
         that it does not divide stays dense. None: as `quantize_model` has it.
     symmetric: whether there are no zero points: True, which is the default, for all but int4 and int8.

@@ -107,7 +107,7 @@ def _ignore(w: torch.Tensor, quantized: QuantizedWeight) -> None:
 class _Measured(Recipe):
     add: Callable[[torch.Tensor, QuantizedWeight], None] = _ignore
 
-    def quantize(self, w: torch.Tensor, perm: torch.Tensor | None = None) -> QuantizedWeight:
-        quantized = super().quantize(w, perm)
+    def quantize(self, w: torch.Tensor) -> QuantizedWeight:
+        quantized = super().quantize(w)
         self.add(w, quantized)
         return quantized

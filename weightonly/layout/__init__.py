@@ -6,7 +6,7 @@ the last one also packs them. A layout is a composition of passes (pack.py):
     row_major     add_bias_and_interleave                      words run along N, rows of K follow each other
     interleaved   permute_rows -> transpose -> interleave_columns -> add_bias_and_interleave    (interleaved.py)
     tiled         tile_fragments -> add_bias_and_interleave    64 x 64 blocks in the order of MMA fragments (tiled.py)
-    ..., codes    ... -> pack_codes                            the same for the codes of NF4, FP4 and other codebooks
+    ..., codes    ... -> pack_codes                            the same for the codes of NF4, FP4, other codebooks, FP8
     cpu           pack_panels                                  panels of 32 columns, words along K (cpu.py)
 
 Each pass is a few strided copies on the device of its input. It needs no index tensor and no loop over elements, and

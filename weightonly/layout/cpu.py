@@ -25,7 +25,7 @@ from .shapes import PANEL, check_multiple
 
 
 def pack_panels(q: torch.Tensor, bits: int, bias: int) -> torch.Tensor:
-    """int8 [K, N], values with `bias` added unsigned -> uint8 [N / 32, K * 32 * bits / 8], a panel in each row."""
+    """int8 or uint8 [K, N], values with `bias` added unsigned -> uint8 [N / 32, K * 4 * bits], a panel in each row."""
     k, n = q.shape
     count = 32 // bits
     steps, panels = k // check_multiple("rows of q", k, count), n // check_multiple("columns of q", n, PANEL)

@@ -38,7 +38,7 @@ from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterl
 def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
     """int8 [K, N] of a padded shape (see `padded_shape`) -> its bytes in `layout`, uint8 [K * N * bits / 8].
 
-    codes: the values are the 4-bit codes of a codebook, 0..15; for one of CODE_LAYOUTS.
+    codes: the values are codes of numbers: of 4 bits 0..15, of 8 bits any; for one of CODE_LAYOUTS.
     Raises ValueError for an unknown layout, a shape that is not padded, or values out of the range of `bits`.
     """
     check_layout(layout)
@@ -49,10 +49,11 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
         align = column_align(bits, layout)
         raise ValueError(f"q: expected K a multiple of {K_ALIGN} and N of {align}, got [{k}, {n}]")
     if layout == CPU:
-        check_codes(q) if codes else check_range(q, bits)
+        check_codes(q, bits) if codes else check_range(q, bits)
+        q = q.view(torch.uint8) if codes else q
         return pack_panels(q, bits, bias=0 if codes else 1 << (bits - 1)).view(-1)
     q = _in_order(q, bits, layout)
-    return (pack_codes(q) if codes else add_bias_and_interleave(q, bits)).view(-1)
+    return (pack_codes(q, bits) if codes else add_bias_and_interleave(q, bits)).view(-1)
 
 
 def _in_order(q: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
@@ -105,4 +106,4 @@ def unpack_bytes(
 
 def _elements(data: torch.Tensor, bits: int, codes: bool) -> torch.Tensor:
     """uint8 [rows, bytes] -> int8 elements, in the order of their layout."""
-    return unpack_codes(data) if codes else remove_bias_and_deinterleave(data, bits)
+    return unpack_codes(data, bits) if codes else remove_bias_and_deinterleave(data, bits)

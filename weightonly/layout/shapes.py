@@ -16,7 +16,7 @@ CPU = "cpu"
 LAYOUTS = (*GPU_LAYOUTS, CPU)
 
 CODE_LAYOUTS = (*GPU_CODE_LAYOUTS, CPU)
-"""Layouts that codes of a codebook are packed in."""
+"""Layouts that codes of numbers are packed in."""
 
 SLICED_LAYOUTS = (TILED, CPU)
 """Layouts that `slice_n` and `slice_k` cut."""
@@ -102,18 +102,17 @@ def check_range(q: torch.Tensor, bits: int) -> None:
 
 
 def check_code_layout(bits: int, layout: str) -> None:
-    """Raise ValueError unless codes of a codebook are packed like this: 4 bits, one of CODE_LAYOUTS."""
-    if bits != 4:
-        raise ValueError(f"bits: expected 4 for codes of a codebook, got {bits}")
+    """Raise ValueError unless codes are packed like this: 4 or 8 bits, one of CODE_LAYOUTS."""
+    check_bits(bits)
     if layout not in CODE_LAYOUTS:
         expected = " or ".join(map(repr, CODE_LAYOUTS))
         raise ValueError(f"layout: expected {expected} for codes of a codebook, got {layout!r}")
 
 
-def check_codes(q: torch.Tensor) -> None:
-    """Raise ValueError unless all of `q` is within 0..15 (the one host sync of packing)."""
-    matrix_shape(q)
-    if q.numel() == 0:
+def check_codes(q: torch.Tensor, bits: int = 4) -> None:
+    """Raise ValueError unless all of `q` is within 0..15 (the one host sync of packing); codes of 8 bits are any."""
+    matrix_shape(q, bits)
+    if bits == 8 or q.numel() == 0:
         return
     low, high = torch.stack(torch.aminmax(q)).tolist()
     if low < 0 or high > 15:

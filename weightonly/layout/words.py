@@ -52,21 +52,27 @@ def remove_bias_and_deinterleave(data: torch.Tensor, bits: int) -> torch.Tensor:
     return q.sub_(8).view(torch.int8).view(rows, words * 8)  # 0 - 8 wraps to 248, which is -8 as int8
 
 
-def pack_codes(q: torch.Tensor) -> torch.Tensor:
-    """Put two codes into a byte, the even one into the low nibble; order and values stay as they are.
+def pack_codes(q: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Codes of 4 bits: two in a byte, the even one in the low nibble; order and values stay as they are.
 
-    q: int8 [rows, L], L even, values 0..15. Returns uint8 [rows, L / 2]. Raises ValueError for another shape or
-    for values out of range.
+    Codes of 8 bits are in the order of int8, without its bias: bytes 0 and 2 of a word are a pair, as are 1 and 3.
+
+    q: int8 [rows, L], L even, of 8 bits a multiple of 4. Returns uint8 [rows, L * bits / 8]. Raises ValueError for
+    another shape or for codes out of range.
     """
-    check_codes(q)
+    check_codes(q, bits)
+    if bits == 8:
+        return add_bias_and_interleave(q, bits).bitwise_xor_(0x80)
     rows, length = q.shape
     pairs = q.contiguous().view(torch.uint8).view(rows, length // check_multiple("columns of q", length, 2), 2)
     return torch.add(pairs[..., 0], pairs[..., 1], alpha=16)
 
 
-def unpack_codes(data: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_codes`: uint8 [rows, bytes] -> int8 [rows, 2 * bytes]."""
+def unpack_codes(data: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """The inverse of `pack_codes`: uint8 [rows, bytes] -> int8 [rows, bytes * 8 / bits]."""
     _check_bytes(data)
+    if bits == 8:
+        return remove_bias_and_deinterleave(data ^ 0x80, bits)
     return torch.stack((data & 0x0F, data >> 4), dim=-1).view(torch.int8).flatten(1)
 
 

@@ -139,7 +139,7 @@ class Linear(PackedLayer):
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 
-        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4".
+        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
         group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power of
             two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
         symmetric, search: as for `quantize`.

@@ -46,8 +46,8 @@ def quantize_model(
     Quantized are torch.nn.Linear, the Conv1D of transformers' GPT-2, and the experts of mixtures in transformers'
     interface (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and others), which become `Experts`.
 
-    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4" or "nvfp4". bits: 4 or 8, another way to say "int4" or
-        "int8".
+    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8". bits: 4 or 8, another way to say
+        "int4" or "int8".
     group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a power
         of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
         table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)

@@ -17,7 +17,7 @@ from ..layout import K_ALIGN, Blocks, Range, blocks_of, column_align, padded_sha
 from ..nn.base import PackedLayer, frozen
 from ..nn.linear import METADATA, Linear
 from ..packed import PackedWeight, format_bits
-from ..packing import preprocess, unpack
+from ..packing import FLOAT_DTYPES, preprocess, unpack
 from ..slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
 from ..update import Update, check_dense, check_target, largest_of
 from .exchange import Exchange
@@ -173,7 +173,11 @@ class ParallelLinear(Linear):
         mine = tensor
         if name == "qweight":
             k, n = self.in_features, self.out_features
-            mine = tensor.new_empty(k, n, dtype=torch.int8) if self.is_empty else unpack(self.packed)
+            mine = (
+                tensor.new_empty(k, n, dtype=FLOAT_DTYPES.get(self.format, torch.int8))
+                if self.is_empty
+                else unpack(self.packed)
+            )
         parts: list[Any] = [None] * self.ranks
         distributed.all_gather_object(parts, mine.cpu(), group=self.exchange.mesh.get_group())
         whole = self._whole(name, [part.to(tensor.device) for part in parts])

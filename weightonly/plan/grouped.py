@@ -14,6 +14,7 @@ from ..device import device_arch, sm_count
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.grouped import select_grouped, why_not_grouped
 from ..heuristics.machine import resident_clusters
+from ..heuristics.problem import DEQUANTIZED_FORMATS
 from ..kernels import _C, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
 from ..layout import CPU
 from ..packed import PackedWeight
@@ -31,9 +32,10 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     config, w = args.config, args.weight.packed
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.grouped_kernels(), got {type(config).__name__}")
-    if args.x.device.type == "cpu" or w.layout == CPU:
+    if args.x.device.type == "cpu" or w.layout == CPU or w.format in DEQUANTIZED_FORMATS:
         if config is not None:
-            raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {config}")
+            what = "CPU tensors" if w.format not in DEQUANTIZED_FORMATS else w.format
+            raise ValueError(f"config: expected None for {what}, which no kernel computes, got {config}")
         return None
     if args.x.numel() == 0:
         return Plan(args)

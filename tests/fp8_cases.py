@@ -1,0 +1,77 @@
+"""Folders of 8-bit floats: tiny models whose layers a quantizer's formula made, and what they stand for in fp64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+Tensors = dict[str, torch.Tensor]
+
+
+def quantize(w: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn [N, K], scales fp32 [ceil(N / bn), ceil(K / bk)]) of w [N, K]; a block of -1 is all of them."""
+    n, k = w.shape
+    rows, columns = (n if block[0] == -1 else block[0]), (k if block[1] == -1 else block[1])
+    grid = -(-n // rows), -(-k // columns)
+    padded = torch.zeros(grid[0] * rows, grid[1] * columns)
+    padded[:n, :k] = w
+    cut = padded.view(grid[0], rows, grid[1], columns)
+    scale = cut.abs().amax((1, 3)) / 448
+    q = (cut / scale[:, None, :, None]).view(padded.shape)[:n, :k]
+    return q.contiguous().to(torch.float8_e4m3fn), scale
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """fp64 [N, K]: each number times the scale of its block."""
+    n, k = weight.shape
+    rows, columns = (n if block[0] == -1 else block[0]), (k if block[1] == -1 else block[1])
+    grid = scale.double().reshape(-(-n // rows), -(-k // columns))
+    return weight.double() * grid[torch.arange(n) // rows][:, torch.arange(k) // columns]
+
+
+def dequantize_nvfp4(weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """fp64 [N, K] of ModelOpt's layers."""
+    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(1).long()
+    return E2M1[codes] * (scale.double() * factor.double()).repeat_interleave(16, 1)
+
+
+def write(
+    folder: Path,
+    model: Any,
+    options: Mapping[str, Any],
+    block: tuple[int, int],
+    scale_name: str,
+    form: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
+    beside: Mapping[str, torch.Tensor] | None = None,
+) -> Tensors:
+    """Saves a model with its linear layers, but for heads and routers, quantized. Returns its numbers, dense.
+
+    options: quantization_config. form: of the scales. beside: other tensors of each layer.
+    """
+    model.save_pretrained(folder)
+    from safetensors.torch import load_file
+
+    tensors, dense = load_file(folder / "model.safetensors"), {}
+    written: Tensors = {}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        is_linear = tensor.dim() == 2 and not layer.endswith(("embed_tokens", "lm_head", ".gate"))
+        dense[name] = tensor.float()
+        written[name] = tensor
+        if is_linear:
+            written[name], scale = quantize(tensor.float(), block)
+            stored = form(scale)
+            written[f"{layer}.{scale_name}"] = stored
+            written |= {f"{layer}.{inside}": value.clone() for inside, value in (beside or {}).items()}
+            dense[name] = dequantize(written[name], stored.float(), block).float()
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+    return dense

@@ -1,0 +1,171 @@
+"""FP8 and ModelOpt folders as running models, on every route, beside the dense model of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests import fp8_cases, hf_models
+from tests.formats.test_formats_fp8 import MODELOPT
+from transformers import AutoModelForCausalLM
+
+from weightonly.formats import convert
+from weightonly.hf import WeightOnlyConfig, load_model
+from weightonly.nn import GroupedLinear, Linear
+
+EXPERTS = {"num_experts_per_tok": 2}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**hf_models.SIZES, **EXPERTS, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> Any:
+    config = transformers.Qwen3MoeConfig(**hf_models.SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=64)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def deepseek_v3() -> Any:
+    config = transformers.DeepseekV3Config(
+        **hf_models.SIZES | {"num_key_value_heads": 4},
+        **EXPERTS,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+FOLDERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "fp8-llama-static": (
+        hf_models.llama,
+        {
+            "options": BLOCKS | {"activation_scheme": "static", "weight_block_size": None},
+            "block": (-1, -1),
+            "scale_name": "weight_scale_inv",
+            "form": lambda scale: scale.reshape(()),
+            "beside": {"activation_scale": torch.tensor(0.1)},
+        },
+    ),
+    "fp8-deepseek": (deepseek_v3, {"options": BLOCKS, "block": (128, 128), "scale_name": "weight_scale_inv"}),
+    "fp8-qwen": (
+        qwen3_moe,
+        {"options": BLOCKS | {"weight_block_size": [32, 32]}, "block": (32, 32), "scale_name": "weight_scale_inv"},
+    ),
+    "fbgemm-llama": (
+        hf_models.llama,
+        {
+            "options": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            "block": (1, -1),
+            "scale_name": "weight_scale",
+            "beside": {"input_scale_ub": torch.tensor([1200.0])},
+        },
+    ),
+    "compressed-tensors-mixtral": (
+        mixtral,
+        {
+            "options": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}},
+            },
+            "block": (1, -1),
+            "scale_name": "weight_scale",
+        },
+    ),
+    "modelopt-mixtral": (
+        mixtral,
+        {
+            "options": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.gate"]},
+            "block": (-1, -1),
+            "scale_name": "weight_scale",
+            "form": lambda scale: scale.reshape(()),
+            "beside": {"input_scale": torch.tensor(0.1)},
+        },
+    ),
+}
+
+ROUTES: dict[str, Callable[[Path], Any]] = {
+    "load_model": lambda folder: load_model(folder, dtype=torch.float32),
+    "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=WeightOnlyConfig(), dtype=torch.float32
+    ),
+    "converted": lambda folder: AutoModelForCausalLM.from_pretrained(converted(folder), dtype=torch.float32),
+}
+
+
+def converted(folder: Path) -> Path:
+    packed = folder.parent / "packed"
+    convert(folder, packed, progress=False)
+    return packed
+
+
+def check(folder: Path, dense: Any, tokens: torch.Tensor, formats: set[str], is_modelopt: bool = False) -> None:
+    """transformers does not know ModelOpt: its `from_pretrained` asks for `load_model`."""
+    expected = hf_models.logits(dense, tokens)
+    for route, load in ROUTES.items():
+        if is_modelopt and route == "from_pretrained":
+            with pytest.raises(ValueError, match=r"got 'modelopt'; weightonly.hf.load_model reads .*modelopt"):
+                load(folder)
+            continue
+        model = load(folder)
+        found = {m.format for m in model.modules() if isinstance(m, Linear | GroupedLinear)}
+        assert found == formats, route
+        error = (hf_models.logits(model, tokens) - expected).norm()
+        assert error <= 2e-5 * expected.norm(), route
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits(name: str, tmp_path: Path) -> None:
+    make, how = FOLDERS[name]
+    model = hf_models.seeded(make)
+    folder = tmp_path / "model"
+    tensors = fp8_cases.write(folder, model, **how)
+    (tmp_path / "dense").mkdir()
+    model.save_pretrained(tmp_path / "dense")
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    check(folder, dense, hf_models.TOKENS, {"fp8"}, name.startswith("modelopt"))
+
+
+def test_logits_of_a_folder_of_modelopt(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in MODELOPT.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors, dense = load_file(folder / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        scale, factor = tensors.get(f"{name}_scale"), tensors.get(f"{name}_scale_2")
+        if "_scale" in name:
+            continue
+        dense[name] = tensor.float()
+        if scale is not None and factor is None:
+            dense[name] = fp8_cases.dequantize(tensor, scale, (-1, -1)).float()
+        elif scale is not None and factor is not None:
+            dense[name] = fp8_cases.dequantize_nvfp4(tensor, scale, factor).float()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    save_file(dense, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    expected = hf_models.logits(model, hf_models.TOKENS % 32)
+    for load in (ROUTES["load_model"], ROUTES["converted"]):
+        loaded = load(folder)
+        assert {m.format for m in loaded.modules() if isinstance(m, Linear | GroupedLinear)} == {"fp8", "nvfp4"}
+        assert (hf_models.logits(loaded, hf_models.TOKENS % 32) - expected).norm() <= 2e-5 * expected.norm()

@@ -1,0 +1,159 @@
+"""Weights of 8-bit floats: transformers' "fp8" (DeepSeek, Qwen), AutoFP8's, and FBGEMM's. Activations stay in 16 bits.
+
+weight                          float8_e4m3fn [N, K]
+weight_scale_inv, weight_scale  float, or float8_e8m0fnu: [] or [1]: one for all; [N, 1] or [N]: per channel;
+                                [ceil(N / bn), ceil(K / bk)]: for blocks, as the config's weight_block_size says
+activation_scale, input_scale, input_scale_ub    of quantized activations: not used
+
+w = weight * its scale, whatever the name says ("inv" is of what the quantizer multiplied by).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .e2m1 import E8M0_DTYPES, e8m0_scales
+from .expect import FLOATS, TensorError, expect, option
+from .groups import even_groups
+from .layers import LayerFormat, LayerShape, Tensors, check_bias
+from .plain import CodeWeight
+
+METHOD = "fp8"
+FBGEMM = "fbgemm_fp8"
+
+Block = tuple[int, int]
+"""Columns N and rows K that share a scale; -1: all of them."""
+
+TENSOR: Block = (-1, -1)
+CHANNEL: Block = (1, -1)
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of the scales of a layer."""
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max / torch.finfo(torch.float8_e4m3fn).max
+
+
+def read_fp8(
+    weight: torch.Tensor, scale: torch.Tensor, block: Block | None = None, *, name: str = "weight_scale"
+) -> CodeWeight:
+    """One layer of 8-bit floats: numbers [K, N], and scales [K / g, N] in the dtype of the file, fp32 for E8M0.
+
+    Tensors: see the top of this module; on one device, CPU or CUDA. block: (N, K) of a block, -1 for all; None: all, or
+    a channel, as the shape of scale says. g is the K of a block; where that does not divide K, what divides both.
+    name: what errors call scale.
+
+    Raises TensorError (a ValueError) for tensors that do not fit together, for NaN among the weights, and for scales
+    that are not positive numbers, or that make weights beyond fp32.
+    """
+    k, n, (columns, rows) = fp8_shape(weight, scale, block, name)
+    if bool(weight.isnan().any()):
+        raise TensorError("weight", "expected numbers, got NaN")
+    scales = _numbers(name, scale).reshape(-1, -(-k // rows))  # [ceil(N / columns), ceil(K / rows)]
+    by_group = scales.repeat_interleave(columns, 0)[:n].t()
+    grouping = even_groups(k, by_group.shape[0], rows, scale.device, name)
+    q = weight.t().contiguous()
+    return CodeWeight(q, None, grouping.spread(by_group).contiguous(), METHOD, torch.bfloat16)
+
+
+def fp8_shape(weight: torch.Tensor, scale: torch.Tensor, block: Block | None, name: str) -> tuple[int, int, Block]:
+    """(K, N, sizes of a block). Raises TensorError for tensors that do not fit together; looks at no data."""
+    expect("weight", weight, torch.float8_e4m3fn, ["N", "K"])
+    n, k = weight.shape
+    shape = list(scale.shape)
+    if block is None:
+        if scale.numel() != 1 and shape not in ([n], [n, 1]):
+            expected = f"one number, or one for each of {n} rows, without the sizes of blocks in a config"
+            raise TensorError(name, f"expected {expected}, got {shape}")
+        block = TENSOR if scale.numel() == 1 else CHANNEL
+    columns, rows = (n if block[0] == -1 else block[0]), (k if block[1] == -1 else block[1])
+    grid = [-(-n // columns), -(-k // rows)]
+    # ModelOpt keeps dimensions of 1 inside of blocks, and squeezes them where there is one block.
+    forms = [grid, [grid[0], 1, grid[1], 1], *([grid[:1]] if grid[1] == 1 else []), *([[]] if grid == [1, 1] else [])]
+    expect(name, scale, (*FLOATS, *E8M0_DTYPES), shape if shape in forms else grid)
+    return k, n, (columns, rows)
+
+
+def _numbers(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """Positive floats. Host syncs."""
+    numbers = e8m0_scales(name, scale).float() if scale.dtype in E8M0_DTYPES else scale
+    bad = ~((numbers > 0) & (numbers <= _LARGEST_SCALE))  # NaN is neither
+    if bool(bad.any()):
+        got = ", ".join(f"{value:g}" for value in numbers[bad].flatten()[:3].tolist())
+        raise TensorError(name, f"expected positive numbers, such that weights are within fp32, got {got}")
+    return numbers
+
+
+def fp8_layers(
+    method: str,
+    block_of: Callable[[str], Block | None],
+    names: tuple[str, ...] = SCALES,
+    unused: tuple[str, ...] = (),
+) -> LayerFormat:
+    """A format of such layers. block_of: layer -> its blocks. names: of the scale. unused: tensors of activations."""
+
+    def parts(layer: str, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Block | None, str]:
+        name, *others = [name for name in names if name in tensors]
+        if others:
+            raise TensorError(others[0], f"expected none beside {name}, got one")
+        return tensors["weight"], tensors[name], block_of(layer), name
+
+    def describe(layer: str, tensors: Tensors) -> LayerShape:
+        weight, scale, block, name = parts(layer, tensors)
+        k, n, (_, rows) = fp8_shape(weight, scale, block, name)
+        check_bias(tensors, n)
+        group_size = even_groups(k, -(-k // rows), rows, torch.device("cpu"), name).rows
+        return LayerShape(METHOD, k, n, group_size, symmetric=True, act_order=False)
+
+    def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> CodeWeight:
+        zero_points = tensors.get("weight_zero_point")  # some versions of quantizers write zeros
+        if zero_points is not None and bool((zero_points.float() != 0).any()):
+            raise TensorError("weight_zero_point", "expected zeros, got others")
+        weight, scale, block, name = parts(layer, tensors)
+        return read_fp8(weight, scale, block, name=name)
+
+    return LayerFormat(
+        name=method,
+        anchors=names,
+        required=("weight",),
+        optional=(*names, *unused, "bias"),
+        owned=(),
+        small=(),
+        describe=describe,
+        read=read,
+    )
+
+
+def fp8_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format of transformers' "fp8", and of AutoFP8. options: the quantization config.
+
+    Raises ValueError for other floats than E4M3, unknown schemes of activations, and blocks that are no two sizes.
+    """
+    fmt = option(options, "fmt", str, "e4m3")
+    if fmt.lower() not in ("e4m3", "e4m3fn"):
+        raise ValueError(f"fmt: expected 'e4m3', got {fmt!r}")
+    scheme = option(options, "activation_scheme", str, "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(f"activation_scheme: expected 'dynamic' or 'static', got {scheme!r}")
+    option(options, "modules_to_not_convert", list)
+    block = block_option(options, "weight_block_size")
+    return fp8_layers(METHOD, lambda layer: block, unused=("activation_scale", "input_scale"))
+
+
+def fbgemm_format(options: Mapping[str, Any]) -> LayerFormat:
+    """The format of FBGEMM: a scale for each column of w. Raises ValueError for entries of another kind."""
+    option(options, "activation_scale_ub", (int, float))
+    option(options, "modules_to_not_convert", list)
+    return fp8_layers(FBGEMM, lambda layer: CHANNEL, ("weight_scale",), ("input_scale_ub",))
+
+
+def block_option(options: Mapping[str, Any], key: str) -> Block | None:
+    """The two sizes of blocks, N and K; None where there are none. Raises ValueError for anything else."""
+    sizes = option(options, key, (list, tuple))
+    if sizes is None:
+        return None
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"{key}: expected two sizes of at least 1, got {list(sizes)!r:.200}")
+    return sizes[0], sizes[1]
