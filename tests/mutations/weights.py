@@ -22,7 +22,7 @@ MUTATIONS = [
             ("any better candidate counts as bad", "_within_half", "< error", "> error"),
             ("levels beyond q", "_nearest", "max=_largest(bits)", "max=_largest(bits) + 1"),
             ("infinite levels", "_nearest", "= (-reach)", "= (-2 * reach)"),
-            ("levels are rounded to zero", "_nearest", "ratio.round()", "ratio.trunc()"),
+            ("levels are rounded to zero", "_nearest", "torch.round(ratio", "torch.trunc(ratio"),
         ],
     ),
     *of(
