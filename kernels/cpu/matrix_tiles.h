@@ -75,7 +75,8 @@ inline void make_tables(GemmParams const& p, __m512i* tables, int parts) {
 template <int kFormat, int kByte>
 inline __m512i pairs_of_bytes(Words w, Offsets<kFormat> const& offsets) {
   __m512i const even = _mm512_castps_si512(row_of_step<kFormat, 2 * kByte>(w, Table{}, offsets).v);
-  __m512i const odd = _mm512_castps_si512(row_of_step<kFormat, 2 * kByte + 1>(w, Table{}, offsets).v);  // lower half: zeros
+  __m512i const odd =
+      _mm512_castps_si512(row_of_step<kFormat, 2 * kByte + 1>(w, Table{}, offsets).v);  // lower half: zeros
   return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
 }
 

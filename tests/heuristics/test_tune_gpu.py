@@ -41,6 +41,7 @@ def run_gemm(m: int) -> str:
     expected = x.double() @ wo.dequantize(qweight, scales).double()
     assert (y.double() - expected).norm() < 2e-3 * expected.norm()
     assert isinstance(plan, (KernelPlan, UnfusedPlan))
+    assert plan.config is not None
     return plan.config.name
 
 

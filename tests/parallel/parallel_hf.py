@@ -162,8 +162,8 @@ def checkpoint(mesh: DeviceMesh, case: str, arch: int, is_converted: bool = Fals
 
     with folder(mesh, make) as path:
         source = path / "converted" if is_converted else path
-        arguments = {} if is_converted else {"arch": arch}
-        return check(mesh, path, partial(load_model, source, dtype=torch.float32, **arguments))
+        packed_for = None if is_converted else arch
+        return check(mesh, path, partial(load_model, source, dtype=torch.float32, arch=packed_for))
 
 
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
