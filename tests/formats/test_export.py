@@ -204,6 +204,7 @@ def test_fractional_zeros_are_held_by_none(tmp_path: Path, generator: torch.Gene
     for to in TARGETS:
         message = refused(tmp_path, source, to)
         assert "zeros: expected whole numbers in -8 .. 7, got" in message and "which no target holds" in message
+        assert "search=False (weightonly quantize --no-search)" in message
         assert message.startswith("model.layers.")
 
 
