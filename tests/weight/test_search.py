@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -135,14 +137,14 @@ def test_search_is_a_bool() -> None:
         wo.quantize(torch.ones(128, 2), search="no")  # type: ignore[arg-type]
 
 
-def test_layers_search_by_default(generator: torch.Generator) -> None:
-    def quantized(**options: bool) -> torch.Tensor:
-        model = torch.nn.Sequential(torch.nn.Linear(128, 64))
-        with torch.no_grad():
-            model[0].weight.copy_(w)
-        return wo.nn.quantize_model(model, **options)[0].dequantize()
-
-    w = torch.randn(64, 128, generator=generator)
-    for options in ({}, {"search": True}, {"search": False}):
-        q, scales, _ = wo.quantize(w.t(), **options)
-        assert torch.equal(quantized(**options), q * scales.repeat_interleave(128, 0))
+def test_layers_search_by_default() -> None:
+    linear = torch.nn.Linear(128, 64)
+    cases: list[dict[str, Any]] = [{}, {"search": True}, {"search": False}]
+    for options in cases:
+        q, scales, _ = wo.quantize(linear.weight.t(), **options)
+        expected = q * scales.repeat_interleave(128, 0)
+        model = torch.nn.Sequential(copy.deepcopy(linear))
+        wo.nn.quantize_model(model, **options)
+        layer = model.get_submodule("0")
+        assert isinstance(layer, wo.nn.Linear)
+        assert torch.equal(layer.dequantize(), expected)
