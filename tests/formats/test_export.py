@@ -129,7 +129,7 @@ def mixed_folder(folder: Path) -> Path:
     torch.manual_seed(0)
     kinds: dict[str, dict[str, Any]] = {
         "a": {"group_size": 32},
-        "b": {"group_size": 64, "symmetric": False},
+        "b": {"group_size": 64, "symmetric": False, "search": False},
         "c": {"format": "int8", "group_size": -1},
         "d": {"group_size": 128},  # of K = 128
     }
