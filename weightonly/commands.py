@@ -76,6 +76,7 @@ def _quantize(commands: Commands) -> None:
         "--group-size", type=int, help="rows that share a scale, -1: all (default: the usual ones of the format)"
     )
     parser.add_argument("--asymmetric", action="store_true", help="with zero points: int4 and int8")
+    parser.add_argument("--no-search", action="store_true", help="integers by the range of a group: faster, worse")
     parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="layers to leave as they are")
     parser.add_argument("--only", metavar="PATTERN", action="append", help="the layers to quantize")
     parser.add_argument(
@@ -104,6 +105,7 @@ def _run_quantize(options: argparse.Namespace) -> None:
         False if options.asymmetric else None,
         options.arch,
         layers={pattern: own for layer in options.layer for pattern, own in layer.items()},
+        search=not options.no_search,
     )
     summary = quantize_folder(
         options.source,

@@ -14,8 +14,9 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEFAULT_GROUP_SIZE = {"int4": 128, "int8": 128, "nf4": 64, "fp4": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 128}
 """Format that a weight can be quantized to -> rows that share a scale, unless the caller says."""
 
-_BLOCK_ELEMS = 1 << 24
-"""Elements that are worked on at a time: 64 MiB in fp32, and a few times that for temporaries."""
+_BLOCK_ELEMS = {"cpu": 1 << 18, "gpu": 1 << 24}
+"""Weights that are worked on at a time, in fp32 and with a few times that for temporaries: on a CPU what its caches
+hold, elsewhere 64 MiB."""
 
 _SLICE_ELEMS = 1 << 22
 """The same, of a weight that is written in place beside all that is in use: fewer, as memory is short then."""
@@ -69,10 +70,11 @@ def check_values(w: torch.Tensor, dtype: torch.dtype, name: str = "w") -> float:
     return max(-low, high)
 
 
-def blocks_of(groups: int, group: int, n: int) -> Iterator[tuple[slice, slice]]:
-    """Cover [groups, n] with rectangles of about _BLOCK_ELEMS weights, of whole rows where they fit."""
-    column_step = min(n, max(1, _BLOCK_ELEMS // group))
-    group_step = max(1, _BLOCK_ELEMS // (group * column_step))
+def blocks_of(groups: int, group: int, n: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Cover [groups, n] with rectangles of about `_BLOCK_ELEMS` weights, of whole rows where they fit."""
+    elems = _BLOCK_ELEMS["cpu" if device.type == "cpu" else "gpu"]
+    column_step = min(n, max(1, elems // group))
+    group_step = max(1, elems // (group * column_step))
     for start in range(0, groups, group_step):
         for column in range(0, n, column_step):
             yield slice(start, min(start + group_step, groups)), slice(column, min(column + column_step, n))

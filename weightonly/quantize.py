@@ -1,4 +1,5 @@
-"""Quantization of a weight to int8 or int4 by the range of its values, per channel or per group, in plain PyTorch.
+"""Quantization of a weight to int8 or int4, per channel or per group, in plain PyTorch: by the range of its values, and
+from there by a search for the least square error (least_squares.py).
 
 The result q, scales, zeros approximates  w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]). For codes
 of a codebook see quantize_codes.py.
@@ -12,6 +13,7 @@ import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
+from .least_squares import fold, least_squares
 from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .quantize_fp8 import quantize_fp8
@@ -23,26 +25,32 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool = True,
+    search: bool = True,
     *,
     format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize a weight by the largest magnitude, or the range, of each group of rows in each column.
+    """Quantize a weight by each group of rows in each column.
 
     w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
     bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
         which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
-    symmetric: True: scale = absmax / (2^(bits-1) - 1), without zero points. False: the 2^bits levels span the range of
-        the group and 0, which is represented exactly; integers alone.
+    symmetric: True: no zero points. False: with zero points; integers alone.
+    search: True: scales, and zero points, of integers with the least square error that a few trials find. No group has
+        a larger error than with False, and what that represents exactly stays exact. Of no effect on other formats.
+        False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the 2^bits levels span the
+        range of the group and 0.
 
     Returns (q, scales, zeros):
         q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8 float8_e4m3fn
-        scales  [K / g, N] in the dtype of w
-        zeros   None if symmetric, else [K / g, N] in the dtype of w: whole numbers in the range of q. The tensor q then
+        scales  [K / g, N] in the dtype of w. The search makes some of them negative: there is a level more below 0.
+        zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
+                fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
                 remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
-    q is rounded with the scale as it is stored, so each element is within half a scale of its original (0.7, with
-    zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A group of
-    zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to it.
+    q is rounded with the scale as it is stored. Without the search each element is within half a scale of its original
+    (0.7, with zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A
+    group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to
+    it.
 
     Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
     the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
@@ -55,7 +63,7 @@ def quantize(
     """
     name = format_of(bits, format)
     size = default_group_size(name) if group_size is None else group_size
-    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric)
+    return quantize_for(w, w.dtype if isinstance(w, torch.Tensor) else None, name, size, symmetric, search)
 
 
 @torch.no_grad()
@@ -65,6 +73,7 @@ def quantize_for(
     format: str,
     group_size: int,
     symmetric: bool,
+    search: bool = True,
     *,
     code: Sequence[float] | None = None,
     largest: float | None = None,
@@ -80,6 +89,7 @@ def quantize_for(
     check_weight(w, dtype)
     assert dtype is not None
     require_bool("symmetric", symmetric)
+    require_bool("search", search)
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
@@ -95,21 +105,23 @@ def quantize_for(
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
     zeros = None if symmetric else torch.empty_like(scales)
-    for groups, columns in blocks_of(k // group, group, n):
+    scratch: torch.Tensor | None = None
+    for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group))  # (G, g, n)
-        low, high = (t.double() for t in torch.aminmax(block, dim=1))  # (G, n)
-        if zeros is None:
-            peak = torch.maximum(high, -low)
-            scale = _storable_scale(peak, _largest(bits), 0.5, peak, dtype)
-            zero = torch.zeros_like(low)
-        else:
-            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-            scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
-            scale, zero = _within_half(low, high, scale, bits, dtype)
-            zeros[groups, columns] = zero.to(dtype)
+        # The rows of a group first: sums over them are elementwise, see `fold`.
+        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
+        if scratch is None or scratch[0].shape != block.shape:
+            scratch = torch.empty(2, *block.shape, device=w.device)
+        low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
+        scale, zero = _by_range(low, high, bits, symmetric, dtype)
+        if search:
+            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, scratch)
         scales[groups, columns] = scale
-        q[rows, columns] = _round_to_levels(block, scale.float(), zero.float(), bits, dtype).flatten(0, 1)
+        level = _nearest(torch.div(block, scale.float(), out=scratch[0]), scale.float(), zero, bits, dtype, scratch[1])
+        if zeros is not None and zero is not None:
+            zeros[groups, columns] = zero
+            level.add_(zero).round_()  # a fraction was taken off
+        q[rows, columns] = level.transpose(0, 1).flatten(0, 1)
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
@@ -183,12 +195,95 @@ def _step(scale: torch.Tensor, by: int) -> torch.Tensor:
     return (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.int16) + by).view(scale.dtype)
 
 
-def _round_to_levels(
-    block: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, dtype: torch.dtype
+def _by_range(
+    low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scale in `dtype`, zero fp32 or None) with which the levels cover the range: low, high, fp64 (G, n)."""
+    if symmetric:
+        peak = torch.maximum(high, -low)
+        return _storable_scale(peak, _largest(bits), 0.5, peak, dtype), None
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
+    scale, zero = _within_half(low, high, scale, bits, dtype)
+    return scale, zero.float()
+
+
+_GAIN = 1e-5
+"""By what part the error has to be smaller to replace what there is: more than the sums in fp32 are off."""
+
+_NOISE = 2.0**-20
+"""Of the largest weight of a group: an error so small is none."""
+
+
+def _by_search(
+    block: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these.
+
+    scratch: fp32 (2, g, G, n), overwritten.
+    """
+    size = torch.maximum(high, -low)
+    lowest, largest = _smallest(bits), _largest(bits)
+    # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
+    whole = torch.ones_like(size, dtype=torch.bool)
+    if bits == 4 and zero is not None:
+        whole = torch.abs(block, out=scratch[0]).amin(dim=0) == 0
+
+    def store_zero(zero: torch.Tensor) -> torch.Tensor:
+        zero = zero.clamp(lowest, largest)
+        return torch.where(whole, zero.round(), zero.float().to(dtype).double())
+
+    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero, scratch)
+    new_scale, new_zero = fitted.float().to(dtype), None if zero is None else found.float()
+    before = _squares(block, scale.float(), zero, bits, dtype, scratch)
+    better = _squares(block, new_scale.float(), new_zero, bits, dtype, scratch) < before * (1 - _GAIN)  # NaN never is
+    # What fp32 rounds in block / scale is no error that could be made smaller.
+    better &= (before > len(block) * (_NOISE * size).square()) & (new_scale != 0)
+    # Near the largest number of the dtype few levels are finite, sums overflow near that of fp32, and its subnormal
+    # numbers divide to few digits: there the range decides.
+    single = torch.finfo(torch.float32)
+    better &= (size < min(torch.finfo(dtype).max / 4, single.max * 2.0**-40)) & (size > single.tiny * 2.0**16)
+    if zero is not None and new_zero is not None:
+        zero = torch.where(better, new_zero, zero)
+    return torch.where(better, new_scale, scale), zero
+
+
+def _squares(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """round(block / scale) + zero, fp32 (G, g, n), clamped to the range of q and to finite scale * (q - zero)."""
-    reach = torch.floor(torch.finfo(dtype).max / scale)  # (G, n)
-    low = torch.clamp(zero - reach, min=_smallest(bits))
-    high = torch.clamp(zero + reach, max=_largest(bits))
-    levels = torch.div(block, scale.unsqueeze(1)).round_().add_(zero.unsqueeze(1))
-    return levels.clamp_(low.unsqueeze(1), high.unsqueeze(1))
+    """The sum of squares of what rounding changes, fp64 (G, n)."""
+    ratio = torch.div(block, scale, out=scratch[0])
+    off = _nearest(ratio, scale, zero, bits, dtype, scratch[1]).sub_(ratio)
+    exact = scale.double()
+    return exact * exact * fold(off.mul_(off))
+
+
+def _nearest(
+    ratio: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The levels next to block / scale, fp32 (g, G, n), less the zero point; scale * level is finite in `dtype`."""
+    reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
+    if zero is None:
+        low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))
+        return torch.round(ratio, out=out).clamp_(low, high)
+    # Apart, so that the half of a number is rounded as without zero points.
+    fraction = zero - zero.round()
+    low, high = torch.maximum(-reach, _smallest(bits) - zero), torch.minimum(reach, _largest(bits) - zero)
+    return torch.add(ratio, fraction, out=out).round_().sub_(fraction).clamp_(low, high)

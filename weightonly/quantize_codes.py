@@ -66,7 +66,7 @@ def quantize_codes(
     factor = _factor(largest, dtype) if format == "nvfp4" else None
     q = torch.empty(k, w.shape[1], dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, w.shape[1], dtype=dtype, device=w.device)
-    for groups, columns in blocks_of(k // group, group, w.shape[1]):
+    for groups, columns in blocks_of(k // group, group, w.shape[1], w.device):
         rows = slice(groups.start * group, groups.stop * group)
         block = w[rows, columns].to(torch.float32).contiguous().unflatten(0, (-1, group))  # (G, g, n)
         peak = block.abs().amax(dim=1)  # (G, n)

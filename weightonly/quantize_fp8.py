@@ -22,7 +22,7 @@ def quantize_fp8(w: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch
     info = torch.finfo(dtype)
     q = torch.empty(k, n, dtype=torch.float8_e4m3fn, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
-    for groups, columns in blocks_of(k // group, group, n):
+    for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group))  # (G, g, n)
         peak = block.abs().amax(dim=1)  # (G, n)

@@ -13,6 +13,7 @@ import torch
 from tests.hf_models import llama, saved, write_model
 from transformers import AutoModelForCausalLM
 
+import weightonly as wo
 from weightonly.formats import convert
 from weightonly.hf import WeightOnlyConfig, load_model
 
@@ -57,8 +58,25 @@ def test_load_model_refuses_it_as_well(tmp_path: Path, generator: torch.Generato
 
 
 def test_arguments_are_not_saved() -> None:
-    assert not {"given", "asked"} & WeightOnlyConfig(format="int4", group_size=64).to_dict().keys()
+    assert not {"given", "asked", "search"} & WeightOnlyConfig(format="int4", group_size=64).to_dict().keys()
     assert WeightOnlyConfig.from_dict(WeightOnlyConfig(format="nf4").to_dict()).group_size == 64
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_search_reaches_the_layers(search: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dense", llama)
+    dense = AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight
+    config = WeightOnlyConfig(group_size=64, symmetric=False, search=search)
+    layer = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).model.layers[0].mlp.up_proj
+    _, scales, zeros = wo.quantize(dense.t(), 4, 64, symmetric=False, search=search)
+    assert zeros is not None
+    assert torch.equal(layer.scales, scales)
+    assert torch.equal(layer.zeros, zeros)
+
+
+def test_search_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="search: expected"):
+        WeightOnlyConfig(search="no")  # type: ignore[arg-type]
 
 
 def test_names_that_match_no_layer_are_logged(

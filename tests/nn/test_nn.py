@@ -53,7 +53,7 @@ def test_output_is_close_to_the_original_layer() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_dtype_of_scales_and_bias(dtype: torch.dtype) -> None:
     linear = torch_linear(128, 32, dtype=torch.float32)
-    layer = Linear.from_linear(linear, symmetric=False, dtype=dtype)
+    layer = Linear.from_linear(linear, symmetric=False, dtype=dtype, search=False)
     assert layer.scales.dtype == dtype
     assert layer.zeros is not None
     assert layer.zeros.dtype == dtype

@@ -1,4 +1,4 @@
-"""quantize: the error bound of every element, extremes of the dtypes, and bad input."""
+"""quantize: the error bound of the range, extremes of the dtypes, what any search keeps, and bad input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_element_is_within_half_a_scale(
     w = (torch.randn(768, 40, generator=generator) * torch.rand(1, 40, generator=generator)).to(dtype)
     w[:, :4] += 2.0  # columns of one sign: the range is extended to 0
     w[:, 4:8] -= 2.0
-    q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
+    q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric, search=False)
 
     groups = 1 if group_size == -1 else 768 // group_size
     assert q.dtype == torch.int8
@@ -79,7 +79,7 @@ def test_every_element_is_within_half_a_scale(
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_group_of_one_sign_has_its_levels_from_0_on(bits: int, sign: int) -> None:
     w = sign * torch.linspace(1e-5, 1e-4, 64)[:, None]
-    q, scales, zeros = wo.quantize(w, bits, -1, symmetric=False)
+    q, scales, zeros = wo.quantize(w, bits, -1, symmetric=False, search=False)
     assert zeros is not None
     torch.testing.assert_close(scales, torch.full((1, 1), 1e-4 / (2**bits - 1)), rtol=1e-5, atol=0)
     largest = (1 << (bits - 1)) - 1
@@ -90,7 +90,7 @@ def test_a_group_of_one_sign_has_its_levels_from_0_on(bits: int, sign: int) -> N
 @bits_4_and_8
 def test_symmetric_scale_is_absmax(bits: int, generator: torch.Generator) -> None:
     w = torch.randn(256, 24, generator=generator)
-    _, scales, _ = wo.quantize(w, bits=bits, group_size=64)
+    _, scales, _ = wo.quantize(w, bits=bits, group_size=64, search=False)
     absmax = w.view(4, 64, 24).abs().amax(1)
     torch.testing.assert_close(scales, absmax / (2 ** (bits - 1) - 1), rtol=1e-6, atol=0)
 
@@ -113,7 +113,7 @@ def test_values_on_the_grid_are_exact(
 
 def test_zero_points_use_the_whole_range(generator: torch.Generator) -> None:
     w = torch.rand(128, 16, generator=generator) + 0.5  # of one sign: symmetric levels would waste half of them
-    q, scales, zeros = wo.quantize(w, bits=4, group_size=-1, symmetric=False)
+    q, scales, zeros = wo.quantize(w, bits=4, group_size=-1, symmetric=False, search=False)
     assert (q.amax(0) == 7).all()
     assert zeros is not None
     assert (zeros == -8).all()
@@ -140,7 +140,7 @@ def test_group_of_zeros(dtype: torch.dtype, bits: int, symmetric: bool, generato
     assert (got[32:64] == 0).all()
     assert (got[:, 5] == 0).all()
     assert torch.isfinite(scales).all()
-    assert (scales > 0).all()
+    assert (scales != 0).all()
 
 
 @dtypes
@@ -152,7 +152,7 @@ def test_tiny_weights(dtype: torch.dtype, bits: int, symmetric: bool, steps: int
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     w = (torch.randint(-steps, steps + 1, (64, 16), generator=generator).double() * smallest).to(dtype)
     w[0] = steps * smallest
-    q, scales, zeros = wo.quantize(w, bits=bits, group_size=-1, symmetric=symmetric)
+    q, scales, zeros = wo.quantize(w, bits=bits, group_size=-1, symmetric=symmetric, search=False)
     assert (scales > 0).all()
     assert torch.isfinite(scales).all()
     assert_within_half_a_scale(w, q, scales, zeros)
@@ -167,7 +167,7 @@ def test_largest_weights(dtype: torch.dtype, bits: int, symmetric: bool, signs: 
     w = torch.linspace(-1, 1, 64, dtype=torch.float64)[:, None].expand(64, 8)
     w = {"both": w, "positive": w.abs(), "negative": -w.abs()}[signs] * largest
     w = w.to(dtype)
-    q, scales, zeros = wo.quantize(w, bits=bits, group_size=-1, symmetric=symmetric)
+    q, scales, zeros = wo.quantize(w, bits=bits, group_size=-1, symmetric=symmetric, search=False)
     got = wo.dequantize(wo.preprocess(q, bits=bits), scales, zeros)
     assert torch.isfinite(scales).all()
     assert torch.isfinite(got).all()
@@ -189,7 +189,7 @@ def test_blocks_do_not_change_the_result(
 ) -> None:
     w = torch.randn(96, 23, generator=generator)
     expected = wo.quantize(w, group_size=32, symmetric=symmetric)
-    monkeypatch.setattr(sys.modules["weightonly.dense"], "_BLOCK_ELEMS", block_elems)
+    monkeypatch.setitem(sys.modules["weightonly.dense"]._BLOCK_ELEMS, "cpu", block_elems)
     assert_same(wo.quantize(w, group_size=32, symmetric=symmetric), expected)
 
 
@@ -209,7 +209,7 @@ def test_error_bound_for_any_magnitude(
 ) -> None:
     w = torch.randn(groups * group, n, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     w = w.clamp(-60000, 60000).to(dtype)
-    assert_within_half_a_scale(w, *wo.quantize(w, bits=bits, group_size=group, symmetric=symmetric))
+    assert_within_half_a_scale(w, *wo.quantize(w, bits=bits, group_size=group, symmetric=symmetric, search=False))
 
 
 BAD_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -256,7 +256,7 @@ def test_gpu_agrees_with_cpu(
 def test_slack_keeps_the_nearest_scale() -> None:
     """A symmetric scale is absmax / 7 to the nearest, be it smaller: the outermost level covers half a scale more."""
     w = (1 + torch.arange(2000, dtype=torch.float32) / 2000).half()[None]
-    scales = wo.quantize(w, 4, -1)[1]
+    scales = wo.quantize(w, 4, -1, search=False)[1]
     expected = (w.double() / 7).to(torch.float16)
     assert torch.equal(scales, expected)
     assert bool((expected.double() * 7 < w.double()).any())
@@ -273,7 +273,7 @@ def test_half_a_scale_holds_up_to_the_largest_number(
     w = ((1 - parts**4) * largest).clamp(max=largest).to(dtype)
     w[1] *= -1
     w[:, 0] = torch.tensor([65472.0, -57600.0], dtype=dtype)
-    q, scales, zeros = wo.quantize(w, bits, -1, symmetric)
+    q, scales, zeros = wo.quantize(w, bits, -1, symmetric, search=False)
     levels = scales.double() * (q.double() - (0 if zeros is None else zeros.double()))
     assert float(levels.abs().max()) <= largest
     error = float(((levels - w.double()).abs() / scales.double()).max())

@@ -46,6 +46,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file name, or the end of
         one, after a dot; of several that match, the last is taken. Where one of both formats is a
         codebook, the group size is the usual one of the layer's format.
+    search: as for `quantize`, of weights that are quantized; folders do not keep it.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
@@ -61,6 +62,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         arch: Arch | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         layers: Mapping[str, Mapping[str, Any]] | None = None,
+        search: bool = True,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -78,6 +80,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.format = format_of(None, None) if format is None else format
         self.group_size = default_group_size(self.format) if group_size is None else group_size
         self.symmetric = True if symmetric is None else symmetric
+        self.search = search
         self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert: expected a list of names, got the str {modules_to_not_convert!r}")
@@ -107,8 +110,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     def recipe(self, dtype: torch.dtype | None, shape: LayerShape | None = None) -> Recipe:
         """How a dense weight is quantized, with scales in `dtype`. shape: of the layer, where it has been planned."""
         if shape is None:
-            return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch)
-        return Recipe(shape.format, shape.group_size, shape.symmetric is not False, dtype, self.arch)
+            return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch, self.search)
+        symmetric = shape.symmetric is not False
+        return Recipe(shape.format, shape.group_size, symmetric, dtype, self.arch, self.search)
 
     def check_asked(self, folder: Path, shapes: Mapping[str, LayerShape]) -> None:
         """Raises ValueError, naming the argument, where a caller asked for what the layers of the folder have not."""
@@ -138,7 +142,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = ("given", "asked", "weights", "folder", "dense", *(("source",) if self.source is None else ()))
+        hidden = {"given", "asked", "search", "weights", "folder", "dense"} | (
+            {"source"} if self.source is None else set()
+        )
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -135,13 +135,14 @@ class Linear(PackedLayer):
         arch: Arch | None = None,
         activation: str | None = None,
         format: str | None = None,
+        search: bool = True,
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 
         bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
         group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power of
             two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
-        symmetric: as for `quantize`.
+        symmetric, search: as for `quantize`.
         dtype: of scales, bias and x; None: that of the weight.
         arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
         activation: applied after the bias: None, "relu", "gelu" (the erf form) or "silu".
@@ -151,7 +152,7 @@ class Linear(PackedLayer):
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         check_activation(activation)
-        recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch)
+        recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search)
         layer = cls.from_weight(linear.weight.detach().t(), linear.bias, recipe, activation)
         return layer.train(linear.training)
 

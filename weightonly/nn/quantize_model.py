@@ -38,6 +38,7 @@ def quantize_model(
     *,
     format: str | None = None,
     only: Choice | None = None,
+    search: bool = True,
     layers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> torch.nn.Module:
     """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
@@ -51,6 +52,7 @@ def quantize_model(
         of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
         table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
     symmetric: False adds zero points to integers.
+    search: as for `quantize`: False takes scales by the largest value of a group.
     skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, and the
         ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
         returns True for those.
@@ -87,7 +89,7 @@ def quantize_model(
     given: object = module
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
-    recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch)
+    recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search)
     layers = {} if layers is None else layers
     check_own(layers, recipe)
     _check_no_adapters(module)

@@ -27,6 +27,7 @@ class Recipe:
     symmetric: False adds zero points, which codes do not have.
     dtype: of scales, zeros, bias and x; None: that of the weight.
     arch: the GPU to pack for; None: see `preprocess`.
+    search: as for `quantize`.
     """
 
     format: str
@@ -34,12 +35,14 @@ class Recipe:
     symmetric: bool = True
     dtype: torch.dtype | None = None
     arch: Arch | None = None
+    search: bool = True
 
     def __post_init__(self) -> None:
         if self.format not in DEFAULT_GROUP_SIZE:
             known = ", ".join(DEFAULT_GROUP_SIZE)
             raise ValueError(f"format: expected one of {known} to quantize to, got {self.format!r}")
         require_bool("symmetric", self.symmetric)
+        require_bool("search", self.search)
         if self.is_code and not self.symmetric:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
         if self.dtype is not None:
@@ -56,11 +59,12 @@ class Recipe:
         symmetric: bool,
         dtype: torch.dtype | None,
         arch: Arch | None,
+        search: bool = True,
     ) -> Recipe:
         """From the arguments of `quantize_model`; see there."""
         format = format_of(bits, format)
         size = default_group_size(format) if group_size is None else group_size
-        return cls(format, size, symmetric, dtype, arch)
+        return cls(format, size, symmetric, dtype, arch, search=search)
 
     def with_own(
         self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
@@ -105,7 +109,7 @@ class Recipe:
         """
         self.check_k(w.shape[0], w.is_cuda)
         dtype = w.dtype if self.dtype is None else self.dtype
-        q, scales, zeros = quantize_for(w, dtype, self.format, self.group_size, self.symmetric)
+        q, scales, zeros = quantize_for(w, dtype, self.format, self.group_size, self.symmetric, self.search)
         packed = preprocess(
             q,
             self.bits,
