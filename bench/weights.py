@@ -61,7 +61,8 @@ class Weights:
         elif name in CODEBOOKS:
             q, scales = _quantize_to_codes(w, k if group_size == -1 else group_size, name)
         else:
-            q, scales, zeros = wo.quantize(w, bits=bits, group_size=group_size, symmetric=symmetric)
+            # Integers of which none is the lowest: Humming has quicker kernels for them.
+            q, scales, zeros = wo.quantize(w, bits, group_size, symmetric, search=False)
         groups = scales.shape[0]
         values = codebook(name, device)[q.int()] if name in CODEBOOKS else q.float()  # [k, n]
         values = values.view(groups, k // groups, n)  # [k/g, g, n]

@@ -30,7 +30,9 @@ from .choices import Choices
 Cost = DecodeSm90Constants | GemmSm90Constants
 
 FAMILIES: dict[str, ClusterFamily] = {
-    name: family for name, family in ALL_FAMILIES.items() if isinstance(family, ClusterFamily) and not family.grouped
+    name: family
+    for name, family in ALL_FAMILIES.items()
+    if isinstance(family, ClusterFamily) and not family.grouped and family.x_bytes == 2
 }
 
 CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
