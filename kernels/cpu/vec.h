@@ -381,8 +381,8 @@ inline Floats lookup(Words w, Table const& t) {
 /// The E4M3 number in a byte.
 inline float float_of_byte(uint32_t byte) {
   uint32_t const exponent = byte >> 3 & 15, mantissa = byte & 7;
-  float const size = exponent == 0 ? float(mantissa) * 0x1p-9f
-                                   : __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
+  float const size =
+      exponent == 0 ? float(mantissa) * 0x1p-9f : __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
   return byte & 128 ? -size : size;
 }
 template <int kShift>
