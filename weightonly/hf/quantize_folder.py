@@ -42,6 +42,7 @@ from ..nn.summary import LayerSummary, describe_left, in_words, megabytes, modul
 from ..require import require_int, require_path
 from ..shown import counted
 from ..tensor_file import digest
+from .checkpoint import PlainLazy
 from .config import WeightOnlyConfig
 from .dense_folder import DenseFolder
 from .loader import complete, entries, model_class
@@ -213,7 +214,7 @@ def _tensors(
     dropped = {*(model._keys_to_ignore_on_save or ()), *(places.keys() - written.keys())}
     with _quiet(), _bar(sum(shards.tensors[name].bytes for name in names) if progress else None) as bar:
         for batch in _batches(shards, places.values()):
-            given = {name: _Lazy(shards, name) for name in batch}
+            given = {name: PlainLazy(shards, name) for name in batch}
             with dense.problems_raised():
                 info, _ = convert_and_load_state_dict_in_model(model, given, arguments)
                 _check_loaded(info)
@@ -238,17 +239,6 @@ def _bar(total_bytes: int | None) -> contextlib.AbstractContextManager[Any]:
 
     bar: contextlib.AbstractContextManager[Any] = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=None)
     return bar
-
-
-class _Lazy:
-    """A tensor of a file, which is read when it is indexed."""
-
-    def __init__(self, shards: Shards, name: str) -> None:
-        self._shards = shards
-        self._name = name
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._shards.read(self._name, part=index)
 
 
 def _places(model: PreTrainedModel, names: Iterable[str], conversions: list[Any]) -> dict[str, list[str]]:
