@@ -7,13 +7,13 @@ of a codebook see quantize_codes.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .least_squares import fold, least_squares
+from .least_squares import Search, clip, is_better, squares
 from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .quantize_fp8 import quantize_fp8
@@ -114,10 +114,11 @@ def quantize_for(
             scratch = torch.empty(2, *block.shape, device=w.device)
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
         scale, zero = _by_range(low, high, bits, symmetric, dtype)
-        if search:
+        if search and (bits == 4 or symmetric):
             scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, scratch)
         scales[groups, columns] = scale
-        level = _nearest(torch.div(block, scale.float(), out=scratch[0]), scale.float(), zero, bits, dtype, scratch[1])
+        level = torch.div(block, scale.float(), out=scratch[0])
+        level = _nearest(level, scale.float(), zero, bits, dtype, level)
         if zeros is not None and zero is not None:
             zeros[groups, columns] = zero
             level.add_(zero).round_()  # a fraction was taken off
@@ -125,6 +126,9 @@ def quantize_for(
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
+
+
+_Levels = tuple[torch.Tensor, torch.Tensor]
 
 
 def _smallest(bits: int) -> int:
@@ -208,11 +212,26 @@ def _by_range(
     return scale, zero.float()
 
 
-_GAIN = 1e-5
-"""By what part the error has to be smaller to replace what there is: more than the sums in fp32 are off."""
+_PARTS = (1.0, 0.935, 1.065, 0.89, 1.11)
+"""Of what the levels should cover, without zero points."""
 
-_NOISE = 2.0**-20
-"""Of the largest weight of a group: an error so small is none."""
+_SHIFTS = (0.0, 0.036, -0.036)
+"""By how much they cover more above, and less below, with zero points."""
+
+
+def _starts(low: torch.Tensor, high: torch.Tensor, group: int, bits: int, symmetric: bool) -> Iterator[_Levels]:
+    """Scales and zero points to try, fp32 (G, n). low, high: the ends of the range."""
+    lowest, largest, part = _smallest(bits), _largest(bits), clip(group) if bits == 4 else 1.0
+    if symmetric:
+        peak, none = torch.where(high > -low, high, low), torch.zeros_like(low)
+        for other in _PARTS:  # there is one level more below 0 than above
+            yield peak * (part * other / lowest), none
+        return
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    for shift in _SHIFTS:
+        below, above = low * (part - shift), high * (part + shift)
+        scale = (above - below) / (largest - lowest)
+        yield scale, lowest - below / scale
 
 
 def _by_search(
@@ -229,45 +248,30 @@ def _by_search(
 
     scratch: fp32 (2, g, G, n), overwritten.
     """
-    size = torch.maximum(high, -low)
+    size, group = torch.maximum(high, -low), len(block)
     lowest, largest = _smallest(bits), _largest(bits)
-    # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
-    whole = torch.ones_like(size, dtype=torch.bool)
-    if bits == 4 and zero is not None:
-        whole = torch.abs(block, out=scratch[0]).amin(dim=0) == 0
+    # 0 stays exact where there is any.
+    has_0 = None if zero is None else torch.abs(block, out=scratch[0]).amin(dim=0) == 0
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
         zero = zero.clamp(lowest, largest)
-        return torch.where(whole, zero.round(), zero.float().to(dtype).double())
+        assert has_0 is not None
+        return torch.where(has_0, zero.round(), zero.to(dtype).float())
 
-    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero, scratch)
-    new_scale, new_zero = fitted.float().to(dtype), None if zero is None else found.float()
-    before = _squares(block, scale.float(), zero, bits, dtype, scratch)
-    better = _squares(block, new_scale.float(), new_zero, bits, dtype, scratch) < before * (1 - _GAIN)  # NaN never is
-    # What fp32 rounds in block / scale is no error that could be made smaller.
-    better &= (before > len(block) * (_NOISE * size).square()) & (new_scale != 0)
-    # Near the largest number of the dtype few levels are finite, sums overflow near that of fp32, and its subnormal
-    # numbers divide to few digits: there the range decides.
-    single = torch.finfo(torch.float32)
-    better &= (size < min(torch.finfo(dtype).max / 4, single.max * 2.0**-40)) & (size > single.tiny * 2.0**16)
+    def round_(ratio: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.round(ratio, out=out).clamp_(lowest, largest)
+
+    def error(scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        scale = scale.float()
+        return squares(block, scale, lambda ratio, out: _nearest(ratio, scale, zero, bits, dtype, out), scratch)
+
+    search = Search(block, round_, None, None if zero is None else store_zero, scratch)
+    fitted, found = search.best(_starts(low.float(), high.float(), group, bits, zero is None), again=1 if zero is None else 2)
+    new_scale, new_zero = fitted.to(dtype), None if zero is None else found
+    better = is_better(error(scale, zero), error(new_scale, new_zero), size, group, dtype) & (new_scale != 0)
     if zero is not None and new_zero is not None:
         zero = torch.where(better, new_zero, zero)
     return torch.where(better, new_scale, scale), zero
-
-
-def _squares(
-    block: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    bits: int,
-    dtype: torch.dtype,
-    scratch: torch.Tensor,
-) -> torch.Tensor:
-    """The sum of squares of what rounding changes, fp64 (G, n)."""
-    ratio = torch.div(block, scale, out=scratch[0])
-    off = _nearest(ratio, scale, zero, bits, dtype, scratch[1]).sub_(ratio)
-    exact = scale.double()
-    return exact * exact * fold(off.mul_(off))
 
 
 def _nearest(
@@ -278,7 +282,10 @@ def _nearest(
     dtype: torch.dtype,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The levels next to block / scale, fp32 (g, G, n), less the zero point; scale * level is finite in `dtype`."""
+    """The levels next to ratio = weights / scale, fp32 (g, G, n), less the zero point; see `Round`.
+
+    scale * level is finite in `dtype`.
+    """
     reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
     if zero is None:
         low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))
