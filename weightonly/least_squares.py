@@ -10,9 +10,8 @@ elementwise operators, and sums are trees of additions whose order the rows of a
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +36,9 @@ def fold(t: torch.Tensor) -> torch.Tensor:
 def clip(group: int) -> float:
     """The part of the range of `group` weights that 16 levels should cover, of a normal distribution, from 4 on."""
     return 1 - max(math.log2(group) - 2, 0) ** 2 / 300
+
+
+_FINITE = torch.finfo(torch.float32).max
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Search:
 
     def try_(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
         """Takes what fits the levels of scale and zero best, fp32 (G, n), where it is better than the best so far."""
-        level = torch.mul(self.block, scale.reciprocal(), out=self.level)
+        level = torch.mul(self.block, scale.reciprocal().clamp(-_FINITE, _FINITE), out=self.level)
         if self.store_zero is not None:
             zero = self.store_zero(zero)
             level.add_(zero)
@@ -140,25 +142,35 @@ _CELLS = 4096
 
 
 class Nearest:
-    """Finds between which of at most 15 bounds, sorted, each of many numbers is: quicker than torch.bucketize."""
+    """Finds the next of sorted numbers, exactly and quicker than torch.bucketize: a table says which are near.
 
-    def __init__(self, bounds: torch.Tensor, device: torch.device) -> None:
+    numbers: fp32 [L]. bounds: fp32 [L - 1], up to which, each included, the number before is taken. On a CPU.
+    """
+
+    def __init__(self, numbers: torch.Tensor, bounds: torch.Tensor, device: torch.device) -> None:
         self.per_unit = _CELLS / 2.1 / float(bounds.abs().max())
-        cells = self._cell(bounds.clone()).long()
+        cells = self._cell(bounds).long()
         counts = cells.bincount(minlength=_CELLS)
         first = counts.cumsum(0) - counts
         inside = torch.full((int(counts.max()), _CELLS), math.inf)
         inside[torch.arange(len(bounds)) - first[cells], cells] = bounds
-        self.first, self.inside = first.int().to(device), inside.to(device)
+        self.numbers, self.first, self.inside = numbers.to(device), first.float().to(device), inside.to(device)
 
-    def _cell(self, numbers: torch.Tensor) -> torch.Tensor:
-        """int32; the numbers are overwritten. It never decreases as they grow: those of another cell need no look."""
-        return numbers.mul_(self.per_unit).add_(_CELLS / 2).clamp_(0, _CELLS - 1).int()
+    def _cell(self, ratio: torch.Tensor) -> torch.Tensor:
+        """int32, which never decreases as ratio grows: so bounds of other cells are known to be above or below."""
+        return torch.mul(ratio, self.per_unit).add_(_CELLS / 2).clamp_(0, _CELLS - 1).int()
 
-    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
-        """How many bounds are below each, int32. numbers: fp32 without NaN."""
-        cell = self._cell(numbers.clone())
-        index = self.first[cell]
+    def index(self, ratio: torch.Tensor) -> torch.Tensor:
+        """Which of the numbers, int32 of the shape of ratio: fp32 without NaN, contiguous."""
+        flat = ratio.view(-1)
+        cell = self._cell(flat)
+        index = self.first.index_select(0, cell)
         for bounds in self.inside:
-            index += numbers > bounds[cell]
-        return index
+            found = bounds.index_select(0, cell)
+            index += torch.gt(flat, found, out=found)
+        return index.int().view(ratio.shape)
+
+    def __call__(self, ratio: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The numbers, as `Round` has it."""
+        torch.index_select(self.numbers, 0, self.index(ratio).view(-1), out=out.view(-1))
+        return out
