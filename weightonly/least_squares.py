@@ -1,8 +1,8 @@
 """The scale, and the zero point, of each group of a weight with the least square error that a few trials find.
 
 A trial rounds the weights to the levels of a scale and a zero point, and finds by least squares what fits these levels
-best: rounding anew then only lowers the error. The first trials clip the ends of the range, the last ones begin at the
-best so far. Levels are integers, or the numbers of a codebook (see `Nearest`).
+best: rounding anew then only lowers the error. The first trials clip the ends of the range, the last ones begin beside
+the best so far. Levels are integers, or the numbers of a codebook (see `Nearest`).
 
 The same weights give the same bits in blocks of any size, with any number of threads and on each device: all of it is
 elementwise operators, and sums are trees of additions whose order the rows of a group decide.
@@ -13,14 +13,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
+
+SearchFor: TypeAlias = bool | Literal["whole"]
+"""`search` of `weightonly.quantize`."""
 
 Store = Callable[[torch.Tensor], torch.Tensor]
 """fp32 (G, n) -> the nearest numbers that the format can hold, fp32 (G, n)."""
 
 Round = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Numbers, fp32 (g, G, n), and where the nearest levels go, which may be where the numbers are -> the levels."""
+
+
+def require_search(search: object) -> None:
+    """Raises TypeError or ValueError unless it is one of `SearchFor`."""
+    if not isinstance(search, bool | str):
+        raise TypeError(f'search: expected True, False or "whole", got {type(search).__name__}')
+    if isinstance(search, str) and search != "whole":
+        raise ValueError(f'search: expected True, False or "whole", got {search!r}')
 
 
 def fold(t: torch.Tensor) -> torch.Tensor:
@@ -39,6 +51,9 @@ def clip(group: int) -> float:
 
 
 _FINITE = torch.finfo(torch.float32).max
+
+_NEXT = (1.02, 0.98)
+"""Of the best scale so far, what to try: next to it there are other levels, at the scale itself mostly the same."""
 
 
 @dataclass
@@ -95,14 +110,12 @@ class Search:
         self.scale = torch.where(better, scale, self.scale)
         self.zero = torch.where(better, zero, self.zero)
 
-    def best(
-        self, starts: Iterable[tuple[torch.Tensor, torch.Tensor]], again: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, zero), fp32 (G, n). again: trials that begin at the best so far."""
+    def best(self, starts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zero), fp32 (G, n). starts: to try before `_NEXT`."""
         for scale, zero in starts:
             self.try_(scale, zero)
-        for _ in range(again):
-            self.try_(self.scale, self.zero)
+        for part in _NEXT:
+            self.try_(self.scale * part, self.zero)
         return self.scale, self.zero
 
 

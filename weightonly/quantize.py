@@ -13,7 +13,7 @@ import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .least_squares import Search, clip, is_better, squares
+from .least_squares import Search, SearchFor, clip, is_better, require_search, squares
 from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .quantize_fp8 import quantize_fp8
@@ -25,7 +25,7 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool = True,
-    search: bool = True,
+    search: SearchFor = True,
     *,
     format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -36,14 +36,16 @@ def quantize(
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
         which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
     symmetric: True: no zero points. False: with zero points; integers alone.
-    search: True: scales, and zero points, of integers with the least square error that a few trials find. No group has
-        a larger error than with False, and what that represents exactly stays exact. Of no effect on other formats.
+    search: True: scales, and zero points of 4 bits, with the least square error that a few trials find. No group has a
+        larger error than with False, and integers that this represents exactly stay exact. "whole": zero points stay
+        whole numbers, as the formats of `weightonly export` have them, with an error between that of True and False.
         False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the 2^bits levels span the
-        range of the group and 0.
+        range of the group and 0. Of no effect on mxfp4 and fp8, and on 8 bits with zero points, where it finds nothing.
 
     Returns (q, scales, zeros):
         q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8 float8_e4m3fn
-        scales  [K / g, N] in the dtype of w. The search makes some of them negative: there is a level more below 0.
+        scales  [K / g, N] in the dtype of w. The search makes some of integers and nf4 negative, as the levels above 0
+                are others than below.
         zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
                 fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
                 remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
@@ -52,10 +54,11 @@ def quantize(
     group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to
     it.
 
-    Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
-    the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
-    E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
-    back exactly. Scales of fp8 are the largest magnitude over 448, and each weight is the nearest 8-bit float (E4M3).
+    Codes are the nearest ones of the scale. Without the search those of nf4 and fp4 are bitsandbytes', with absmax
+    rounded to the dtype of w. Scales of mxfp4 are powers of two: the one of OCP's specification, or the next one where
+    the sum of squares is smaller. Scales of nvfp4 are numbers of E4M3 times one power of two for all of w. Both are
+    exact in the dtype of w, and what mxfp4 represents is given back exactly. Scales of fp8 are the largest magnitude
+    over 448, and each weight is the nearest 8-bit float (E4M3).
 
     Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
     it, other `bits`, an unknown format, zero points of codes, and a group size that does not divide K or is none of the
@@ -73,7 +76,7 @@ def quantize_for(
     format: str,
     group_size: int,
     symmetric: bool,
-    search: bool = True,
+    search: SearchFor = True,
     *,
     code: Sequence[float] | None = None,
     largest: float | None = None,
@@ -89,7 +92,7 @@ def quantize_for(
     check_weight(w, dtype)
     assert dtype is not None
     require_bool("symmetric", symmetric)
-    require_bool("search", search)
+    require_search(search)
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
@@ -115,7 +118,7 @@ def quantize_for(
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
         scale, zero = _by_range(low, high, bits, symmetric, dtype)
         if search and (bits == 4 or symmetric):
-            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, scratch)
+            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, search == "whole", scratch)
         scales[groups, columns] = scale
         level = torch.div(block, scale.float(), out=scratch[0])
         level = _nearest(level, scale.float(), zero, bits, dtype, level)
@@ -212,11 +215,11 @@ def _by_range(
     return scale, zero.float()
 
 
-_PARTS = (1.0, 0.935, 1.065, 0.89, 1.11)
-"""Of what the levels should cover, without zero points."""
+_PARTS = (1.0, 0.93, 1.07)
+"""Of what the levels should cover of the largest magnitude, without zero points."""
 
-_SHIFTS = (0.0, 0.036, -0.036)
-"""By how much they cover more above, and less below, with zero points."""
+_ENDS = ((0.01, 0.01), (-0.026, 0.046), (0.046, -0.026))
+"""Beyond what they should cover of the range below 0, and above it, with zero points."""
 
 
 def _starts(low: torch.Tensor, high: torch.Tensor, group: int, bits: int, symmetric: bool) -> Iterator[_Levels]:
@@ -228,8 +231,8 @@ def _starts(low: torch.Tensor, high: torch.Tensor, group: int, bits: int, symmet
             yield peak * (part * other / lowest), none
         return
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    for shift in _SHIFTS:
-        below, above = low * (part - shift), high * (part + shift)
+    for more_below, more_above in _ENDS:
+        below, above = low * (part + more_below), high * (part + more_above)
         scale = (above - below) / (largest - lowest)
         yield scale, lowest - below / scale
 
@@ -242,21 +245,21 @@ def _by_search(
     zero: torch.Tensor | None,
     bits: int,
     dtype: torch.dtype,
+    whole: bool,
     scratch: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these.
 
-    scratch: fp32 (2, g, G, n), overwritten.
+    whole: whether zero points have to be whole numbers. scratch: fp32 (2, g, G, n), overwritten.
     """
     size, group = torch.maximum(high, -low), len(block)
     lowest, largest = _smallest(bits), _largest(bits)
     # 0 stays exact where there is any.
-    has_0 = None if zero is None else torch.abs(block, out=scratch[0]).amin(dim=0) == 0
+    is_whole = None if zero is None or whole else torch.abs(block, out=scratch[0]).amin(dim=0) == 0
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
         zero = zero.clamp(lowest, largest)
-        assert has_0 is not None
-        return torch.where(has_0, zero.round(), zero.to(dtype).float())
+        return zero.round() if is_whole is None else torch.where(is_whole, zero.round(), zero.to(dtype).float())
 
     def round_(ratio: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.round(ratio, out=out).clamp_(lowest, largest)
@@ -266,7 +269,7 @@ def _by_search(
         return squares(block, scale, lambda ratio, out: _nearest(ratio, scale, zero, bits, dtype, out), scratch)
 
     search = Search(block, round_, None, None if zero is None else store_zero, scratch)
-    fitted, found = search.best(_starts(low.float(), high.float(), group, bits, zero is None), again=1 if zero is None else 2)
+    fitted, found = search.best(_starts(low.float(), high.float(), group, bits, zero is None))
     new_scale, new_zero = fitted.to(dtype), None if zero is None else found
     better = is_better(error(scale, zero), error(new_scale, new_zero), size, group, dtype) & (new_scale != 0)
     if zero is not None and new_zero is not None:

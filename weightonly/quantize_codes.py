@@ -83,7 +83,9 @@ def quantize_codes(
             scale = _e4m3_scale(peak, factor, dtype) if format == "nvfp4" else peak.to(dtype).float()
             if search:
                 store = partial(_as_e4m3, factor=factor) if format == "nvfp4" else None
-                scale = _by_search(block, peak, scale, _PARTS.get(format, _PARTS["nf4"]), store, dtype, to_codes, scratch)
+                scale = _by_search(
+                    block, peak, scale, _PARTS.get(format, _PARTS["nf4"]), store, dtype, to_codes, scratch
+                )
         scales[groups, columns] = scale
         codes = to_codes(torch.div(block, _divisor(scale), out=scratch[0]))
         q[rows, columns] = codes.transpose(0, 1).flatten(0, 1)
@@ -92,8 +94,8 @@ def quantize_codes(
 
 _PARTS = {
     "nf4": (-1.015, 1.055, 0.95, -1.1, -0.95),
-    "fp4": (0.99, 0.91, 1.08, 0.95, 0.87),
-    "nvfp4": (0.995, 1.52, 0.91, 1.075, 1.4),
+    "fp4": (0.99, 0.91, 1.08),
+    "nvfp4": (0.995, 1.52, 0.91, 1.075),
 }
 """Scales to try, of the largest magnitude clipped. The numbers of NF4 are others below 0 than above."""
 
@@ -111,7 +113,7 @@ def _by_search(
     """Scales, fp32 (G, n), with a smaller square error than those given, or these. scratch: see `squares`."""
     nearest, none = to_codes.nearest, torch.zeros_like(peak)
     whole = peak * (clip(len(block)) / to_codes.largest)
-    found, _ = Search(block, nearest, store, None, scratch).best(((whole * part, none) for part in parts), again=1)
+    found, _ = Search(block, nearest, store, None, scratch).best((whole * part, none) for part in parts)
     found = found.to(dtype).float()
     before, after = (squares(block, _divisor(s), nearest, scratch) for s in (scale, found))
     better = is_better(before, after, peak.double(), len(block), dtype) & (found != 0)

@@ -12,6 +12,7 @@ from ..activations import check_activation
 from ..args import check_single
 from ..gemm import gemm
 from ..heuristics.arch import Arch
+from ..least_squares import SearchFor
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool
@@ -135,7 +136,7 @@ class Linear(PackedLayer):
         arch: Arch | None = None,
         activation: str | None = None,
         format: str | None = None,
-        search: bool = True,
+        search: SearchFor = True,
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 

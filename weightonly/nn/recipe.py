@@ -10,6 +10,7 @@ from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, default_group_size, 
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
+from ..least_squares import SearchFor, require_search
 from ..packed import format_bits
 from ..packing import format_of, preprocess, resolve_layout
 from ..quantize import quantize_for
@@ -35,14 +36,14 @@ class Recipe:
     symmetric: bool = True
     dtype: torch.dtype | None = None
     arch: Arch | None = None
-    search: bool = True
+    search: SearchFor = True
 
     def __post_init__(self) -> None:
         if self.format not in DEFAULT_GROUP_SIZE:
             known = ", ".join(DEFAULT_GROUP_SIZE)
             raise ValueError(f"format: expected one of {known} to quantize to, got {self.format!r}")
         require_bool("symmetric", self.symmetric)
-        require_bool("search", self.search)
+        require_search(self.search)
         if self.is_code and not self.symmetric:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
         if self.dtype is not None:
@@ -59,7 +60,7 @@ class Recipe:
         symmetric: bool,
         dtype: torch.dtype | None,
         arch: Arch | None,
-        search: bool = True,
+        search: SearchFor = True,
     ) -> Recipe:
         """From the arguments of `quantize_model`; see there."""
         format = format_of(bits, format)
