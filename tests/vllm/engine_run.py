@@ -40,6 +40,7 @@ CASES = {
     **{f"{quant}-bf16": replace(_JOB, quant=quant, dtype="bfloat16") for quant in ("gptq", "awq", "ct8")},
     **{f"ct-groups-of-{group}": replace(_JOB, group_size=group) for group in (32, 64)},
     **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS},
+    "gpt-oss-experts": replace(_JOB, quant="mxfp4", model="tiny-gpt-oss", layers=2, dtype="bfloat16"),
 }
 
 PARTS = 3

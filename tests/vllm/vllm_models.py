@@ -30,10 +30,10 @@ def built(folder: Path, **arguments: Any) -> tuple[torch.nn.Module, ModelConfig]
     if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
         pytest.skip("models of this vLLM need its compiled operators")
     register()
-    arguments = {"quantization": "weightonly", "load_format": "weightonly"} | arguments
-    with cases.serving():
+    arguments = {"quantization": "weightonly", "load_format": "weightonly", "dtype": "float16"} | arguments
+    with cases.serving(getattr(torch, arguments["dtype"])):
         config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype="float16", enforce_eager=True, **arguments
+            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **arguments
         ).create_engine_config()
         with set_current_vllm_config(config):
             model = initialize_model(vllm_config=config)
