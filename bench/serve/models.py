@@ -153,7 +153,7 @@ def _integers(
     half = 1 << (bits - 1)
 
     def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-        q, scales, zeros = wo.quantize(w, bits, group, symmetric=symmetric)
+        q, scales, zeros = wo.quantize(w, bits, group, symmetric=symmetric, search=False)
         z = torch.zeros_like(scales) if zeros is None else zeros.round()
         dense = (q - _rows(z, q)) * _rows(scales, q)
         return tensors(q.to(torch.int16) + half, scales, z.to(torch.int16) + half), dense
