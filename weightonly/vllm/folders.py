@@ -37,7 +37,7 @@ from .support import VARIABLE, experts_wanted
 
 logger = init_logger(f"vllm.{__name__}")
 
-_LEFT_TO_VLLM = {"fp8", "fbgemm_fp8", "deepseek_v4_fp8", "experts_int8", "torchao", "bitsandbytes"}
+_LEFT_TO_VLLM = {"fp8", "fbgemm_fp8", "deepseek_v4_fp8", "experts_int8", "torchao"}
 _LEFT_TO_VLLM |= {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"}
 _LEFT_TO_VLLM |= {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"}
 """What a config.json calls its quant_method, format or quant_algo where it has nothing for our kernels."""
