@@ -67,8 +67,8 @@ def test_gpt_oss_has_the_numbers_of_the_dense_one(tmp_path: Path, monkeypatch: p
             assert torch.equal(ours.get_parameter(name), parameter), name
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights, ids = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([[0, 2, 4, 6], [7, 5, 3, 1], [1, 2, 3, 4]])
-    for layer in range(2):
-        name = f"model.layers.{layer}.mlp.experts.routed_experts"
+    for number in range(2):
+        name = f"model.layers.{number}.mlp.experts.routed_experts"
         experts = {key: p.float() for key, p in dense.get_submodule(name).named_parameters()}
         expected = []
         for token, chosen in zip(x.float(), ids, strict=True):
@@ -78,7 +78,8 @@ def test_gpt_oss_has_the_numbers_of_the_dense_one(tmp_path: Path, monkeypatch: p
             z = w13 @ token + b13  # (top_k, 2 * inner), gate and up in turns
             inner = Gate.of("swigluoai")(torch.cat([z[:, ::2], z[:, 1::2]], 1))
             expected.append(weights @ (torch.einsum("ehi,ei->eh", w2, inner) + b2))
-        y = ours.get_submodule(name).forward_modular(x, weights.expand(3, 4), ids.int())
+        layer: Any = ours.get_submodule(name)
+        y = layer.forward_modular(x, weights.expand(3, 4), ids.int())
         torch.testing.assert_close(y.float(), torch.stack(expected), rtol=2e-2, atol=2e-2)
 
 
