@@ -1,11 +1,11 @@
 // The main loop of gemm_sm90_fp8.
 //
 // Tensor cores keep some 14 bits of a sum. So a warpgroup multiplies 128 k, or a smaller group, into `partial`, and adds
-// that to its accumulators, times the scales of the group. While the tensor cores multiply it converts the weights of
-// the next panel; while it adds, they work for the other warpgroup.
+// that to its accumulators, times the scales of the group. A job is one such sum of some tokens. Where registers allow,
+// the next job is issued before one is waited for, and weights are converted while jobs are under way.
 //
-//   warpgroup 0     convert | mma   convert | add | mma   convert | add | ...
-//   warpgroup 1             convert | add | mma   convert | add | mma   ...
+//   tensor cores    | job 0         | job 1         | job 2         |
+//   warpgroup       issue 1, convert | add 0, issue 2 | add 1, issue 3, convert
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -25,12 +25,12 @@ struct Mainloop {
   using Element = typename Traits::Element;
   using Layout = typename Traits::Layout;
   using TiledMma = typename Traits::TiledMma;
-  static constexpr int kPanels = Traits::kPanels;
   static constexpr int kStages = Traits::kStages;
   static constexpr int kSteps = Traits::kWarpgroupK / 32;
-  static constexpr bool kTakesTurns = Traits::kThreadWarpgroups == 2;
-  static constexpr int kFirstTurn = 10;
-  using Partial = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeC{}));  // (V,1,1)
+  static constexpr int kChunks = Traits::kChunks;
+  static constexpr int kBuffers = Traits::kBuffers;
+  using Accum = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeC{}));  // (V,1,kChunks)
+  using Partial = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeChunk{}));  // (V,1,1)
   using Fragment = decltype(cute::make_tensor<typename Traits::XElement>(
       cute::partition_shape_A(TiledMma{}, typename Traits::ShapeA{})));  // (V,1,4): MMA, m64, k32
   using Words = uint32_t[Traits::kWarpgroupKBlocks * Layout::kLaneWords];
@@ -44,8 +44,7 @@ struct Mainloop {
     CUTLASS_DEVICE Reader(Params const& p, Smem const& smem) {
       int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
       int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-      int const panel = warpgroup * kPanels % Traits::kWarpgroupsN;
-      int const k_part = warpgroup * kPanels / Traits::kWarpgroupsN;
+      int const panel = warpgroup % Traits::kWarpgroupsN, k_part = warpgroup / Traits::kWarpgroupsN;
       first_x = k_part * p.x_rows * (Traits::kXRowBytes / Traits::kDescriptorBytes);
       weights = cute::cast_smem_ptr_to_uint(smem.weights()) +
                 (panel * Traits::kKBlocks + k_part * Traits::kWarpgroupKBlocks) * Layout::kBlockBytes +
@@ -75,48 +74,43 @@ struct Mainloop {
     CUTLASS_DEVICE uint32_t x_units() const {
       return stage * (Traits::kXStageBytes / Traits::kDescriptorBytes) + first_x;
     }
-    CUTLASS_DEVICE void read_words(Words& words, int panel) const {
+    CUTLASS_DEVICE void read_words(Words& words) const {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Traits::kWarpgroupKBlocks; ++i) {
         read_shared(reinterpret_cast<uint32_t (&)[4]>(words[4 * i]),
-                    weights + stage * Traits::kWeightStageBytes + (panel * Traits::kKBlocks + i) * Layout::kBlockBytes);
+                    weights + stage * Traits::kWeightStageBytes + i * Layout::kBlockBytes);
       }
     }
     /// Of the lane's two columns, times the unit of weights.
-    CUTLASS_DEVICE float2 read_scales(int panel, int row) const {
+    CUTLASS_DEVICE float2 read_scales(int row) const {
       if constexpr (!Traits::kHasScales) return {kFp8WeightUnit, kFp8WeightUnit};
       uint32_t pair[1];
-      read_shared(pair, scales + stage * Traits::kScaleStageBytes + row * Traits::kScaleRowBytes +
-                            panel * Traits::kWarpgroupN * int(sizeof(Element)));
+      read_shared(pair, scales + stage * Traits::kScaleStageBytes + row * Traits::kScaleRowBytes);
       return {float(Element::bitcast(uint16_t(pair[0]))) * kFp8WeightUnit,
               float(Element::bitcast(uint16_t(pair[0] >> 16))) * kFp8WeightUnit};
     }
   };
 
-  /// The first turn is that of warpgroup 0. Called once, and end_turns after all tiles.
-  CUTLASS_DEVICE static void begin_turns(int warpgroup) {
-    if (kTakesTurns && warpgroup == 1) turn_barrier_arrive(kFirstTurn);
-  }
-
-  /// Takes the last turn that warpgroup 1 gave: no barrier is left with arrivals.
-  CUTLASS_DEVICE static void end_turns(int warpgroup) {
-    if (kTakesTurns && warpgroup == 0) turn_barrier_sync(kFirstTurn);
-  }
-
-  /// accum[i] = w x of panel i: all k_tiles of a work tile. x: the B fragment of stage 0.
+  /// accum = w x of all k_tiles of a work tile. x: the B fragment of stage 0.
   template <class XFragment>
   CUTLASS_DEVICE static void run(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
-                                 Partial (&accum)[kPanels]) {
+                                 Accum& accum) {
+    cute::clear(accum);
+    Pass<XFragment> pass{p, reader, x, work.k_tile_end - work.k_tile_begin};
+    if (pass.left <= 0) return;
+    reader.wait();
+    reader.read_words(pass.words);
     if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32) {
-      if (p.scale_k < 128) return mma<4>(p, work, reader, x, accum);
+      if (p.scale_k < 128) return mma_one_by_one<4>(pass, accum);
     }
-    mma<1>(p, work, reader, x, accum);
+    if constexpr (kBuffers == 2) {
+      mma(pass, accum);
+    } else {
+      mma_one_by_one<1>(pass, accum);
+    }
   }
 
- private:
-  CUTLASS_DEVICE static void turn_barrier_sync(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
-  CUTLASS_DEVICE static void turn_barrier_arrive(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
-
+private:
   CUTLASS_DEVICE static void convert(Words const& words, Fragment& w) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
@@ -125,86 +119,127 @@ struct Mainloop {
     }
   }
 
-  /// Issues partial = w x of the k32 steps from `begin` to `end`.
-  template <class XFragment>
-  CUTLASS_DEVICE static void issue(Fragment& w, XFragment const& x, cute::GmmaDescriptor x_stage, int begin, int end,
-                                   Partial& partial) {
-    using namespace cute;
-    TiledMma tiled_mma;
-    warpgroup_fence_operand(partial);
-    warpgroup_arrive();
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = begin; i < end; ++i) {
-      if (kTakesTurns && end - begin == kSteps && i == begin + kSteps / 2) warpgroup_commit_batch();
-      tiled_mma.accumulate_ = i == begin ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      GmmaDescriptor descriptor = x_stage;
-      descriptor.reg32_[0] += 32 / Traits::kDescriptorBytes * i;
-      gemm(tiled_mma, w(_, _, i), make_tensor(GMMA::DescriptorIterator{descriptor}, x(_, _, 0).layout()), partial);
-    }
-    warpgroup_commit_batch();
-  }
-
-  CUTLASS_DEVICE static void add(float2 scales, Partial& partial, Partial& accum) {
+  CUTLASS_DEVICE static void add(float2 scales, Partial& partial, Accum& accum, int chunk) {
     cute::warpgroup_fence_operand(partial);
+    constexpr int kSize = decltype(cute::size(partial))::value;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < cute::size(accum); ++i) accum(i) += (i / 2 % 2 == 0 ? scales.x : scales.y) * partial(i);
+    for (int i = 0; i < kSize; ++i) {
+      accum(chunk * kSize + i) += (i / 2 % 2 == 0 ? scales.x : scales.y) * partial(i);
+    }
   }
 
-  /// kGroups: parts of 128 k that are multiplied by scales, 1 or 4: groups of 64 are two of four.
+  /// What the loops share of one pass over the k_tiles of a work tile.
+  template <class XFragment>
+  struct Pass {
+    Params const& p;
+    Reader& reader;
+    XFragment const& x;
+    int left;  // k_tiles
+    Words words;
+    cute::GmmaDescriptor x_stage;
+
+    CUTLASS_DEVICE void begin_k_tile() {
+      x_stage = x.data().desc_;
+      x_stage.reg32_[0] += reader.x_units();
+    }
+    CUTLASS_DEVICE void read_next() {
+      reader.advance();
+      if (--left <= 0) return;
+      reader.wait();
+      reader.read_words(words);
+    }
+    /// Issues partial = w x, or partial += w x from the second step on, of `count` k32 steps and one chunk of tokens.
+    template <int kBegin, int kCount>
+    CUTLASS_DEVICE void issue(Fragment& w, int chunk, bool clears, Partial& partial) const {
+      using namespace cute;
+      TiledMma tiled_mma;
+      warpgroup_fence_operand(partial);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = kBegin; i < kBegin + kCount; ++i) {
+        tiled_mma.accumulate_ = clears && i == kBegin ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        GmmaDescriptor descriptor = x_stage;
+        descriptor.reg32_[0] += (32 * i + chunk * Traits::kChunkM * Traits::kXRowBytes) / Traits::kDescriptorBytes;
+        gemm(tiled_mma, w(_, _, i), make_tensor(GMMA::DescriptorIterator{descriptor}, x(_, _, 0).layout()), partial);
+      }
+      warpgroup_commit_batch();
+    }
+  };
+
+  /// Groups of 128 k and more.
+  template <class XFragment>
+  CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
+    using namespace cute;
+    Reader& reader = pass.reader;
+    Fragment w[2];
+    Partial partial[2];
+    float2 scales[2];
+    convert(pass.words, w[0]);
+    clear(partial[1]);  // the job before the first adds nothing
+    scales[1] = {0.f, 0.f};
+    int previous_stage = 0;
+    bool is_first = true;
+    auto const multiply = [&](int parity) __attribute__((always_inline)) {
+      int const stage = reader.stage;
+      pass.begin_k_tile();
+      CUTLASS_PRAGMA_UNROLL
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        int const buffer = (parity * kChunks + chunk) % 2;
+        scales[buffer] = reader.read_scales(0);
+        if (chunk == kChunks - 1) pass.read_next();
+        pass.template issue<0, kSteps / 2>(w[parity], chunk, true, partial[buffer]);
+        warpgroup_wait<1>();
+        if (chunk == 0 && !is_first) reader.release(previous_stage);
+        pass.template issue<kSteps / 2, kSteps / 2>(w[parity], chunk, false, partial[buffer]);
+        if (chunk == kChunks - 1) convert(pass.words, w[1 - parity]);
+        add(scales[1 - buffer], partial[1 - buffer], accum, (chunk + kChunks - 1) % kChunks);
+        warpgroup_wait<1>();
+      }
+      is_first = false;
+      previous_stage = stage;
+    };
+    auto const finish = [&](int parity) __attribute__((always_inline)) {
+      int const buffer = (parity * kChunks + kChunks - 1) % 2;
+      warpgroup_wait<0>();
+      reader.release(previous_stage);
+      add(scales[buffer], partial[buffer], accum, kChunks - 1);
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (true) {
+      multiply(0);
+      if (pass.left <= 0) return finish(0);
+      multiply(1);
+      if (pass.left <= 0) return finish(1);
+    }
+  }
+
+  /// Groups of 32 and 64 k, and where registers are few: a job at a time. kGroups: sums of 128 k.
   template <int kGroups, class XFragment>
-  CUTLASS_DEVICE static void mma(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
-                                 Partial (&accum)[kPanels]) {
+  CUTLASS_DEVICE static void mma_one_by_one(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
     Fragment w;
     Partial partial;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPanels; ++i) clear(accum[i]);
-    int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
-    int left = work.k_tile_end - work.k_tile_begin;
-    if (left <= 0) return;
-    auto const multiply = [&](int panel) __attribute__((always_inline)) {
-      GmmaDescriptor x_stage = x.data().desc_;
-      x_stage.reg32_[0] += reader.x_units();
-      Words words;
-      int const used = reader.stage;
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
-        constexpr int kGroupSteps = kSteps / kGroups;
-        if (kTakesTurns && group == 0) turn_barrier_sync(kFirstTurn + warpgroup);
-        issue(w, x, x_stage, group * kGroupSteps, (group + 1) * kGroupSteps, partial);
-        float2 const scales = reader.read_scales(panel, kGroups == 1 ? 0 : p.scale_k == 64 ? group / 2 : group);
-        if (group == kGroups - 1) {
-          if (panel < kPanels - 1) {
-            reader.read_words(words, panel + 1);
-          } else {
-            reader.advance();
-            if (--left > 0) {
-              reader.wait();
-              reader.read_words(words, 0);
-            }
-          }
-        }
-        if (kTakesTurns && group == kGroups - 1) {
-          warpgroup_wait<kGroups == 1 ? 1 : 0>();
-          turn_barrier_arrive(kFirstTurn + 1 - warpgroup);
-        }
-        warpgroup_wait<0>();
-        if (group == kGroups - 1) {
-          if (panel == kPanels - 1) reader.release(used);
-          convert(words, w);
-        }
-        add(scales, partial, accum[panel]);
-      }
-    };
-    reader.wait();
-    Words words;
-    reader.read_words(words, 0);
-    convert(words, w);
+    convert(pass.words, w);
     CUTLASS_PRAGMA_NO_UNROLL
-    while (true) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int panel = 0; panel < kPanels; ++panel) multiply(panel);
-      if (left <= 0) return;
+    while (pass.left > 0) {
+      int const stage = pass.reader.stage;
+      pass.begin_k_tile();
+      for_each(make_int_sequence<kGroups>{}, [&](auto group) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          bool const is_last = group == kGroups - 1 && chunk == kChunks - 1;
+          pass.template issue<kSteps / kGroups * group, kSteps / kGroups>(w, chunk, true, partial);
+          int const row = kGroups == 1 ? 0 : pass.p.scale_k == 64 ? group / 2 : int(group);
+          float2 const scales = pass.reader.read_scales(row);
+          if (is_last) pass.read_next();
+          warpgroup_wait<0>();
+          if (is_last) {
+            pass.reader.release(stage);
+            convert(pass.words, w);
+          }
+          add(scales, partial, accum, chunk);
+        }
+      });
     }
   }
 };
