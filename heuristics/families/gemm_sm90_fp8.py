@@ -21,12 +21,11 @@ _SHAPES = (
     (32, 64, 4, 1, 4),
     (64, 64, 4, 1, 3),
     (64, 128, 2, 1, 4),
-    (64, 128, 1, 1, 8),
-    (96, 128, 1, 1, 7),
+    (96, 128, 1, 2, 7),
     (128, 64, 2, 2, 4),
     (128, 128, 1, 2, 6),
-    (160, 128, 1, 2, 6),
-    (192, 128, 1, 3, 5),
+    (192, 128, 1, 2, 5),
+    (256, 128, 1, 4, 5),
 )
 _CHUNKS = {(tokens, columns, warpgroups_k): chunks for tokens, columns, warpgroups_k, chunks, _ in _SHAPES}
 
@@ -47,11 +46,10 @@ class GemmSm90Fp8(GemmSm90):
             ("gemm_sm90_fp8_32x64x512_w32x64_s4", "int4"): TileTimes(0.60, 3.0),
             ("gemm_sm90_fp8_64x64x512_w64x64_s3", "int4"): TileTimes(0.70, 3.0),
             ("gemm_sm90_fp8_64x128x256_w64x64_s4", "int4"): TileTimes(0.70, 3.0),
-            ("gemm_sm90_fp8_64x128x128_w64x64_s8", "int4"): TileTimes(0.30, 2.0),
             ("gemm_sm90_fp8_96x128x128_w96x64_s7", "int4"): TileTimes(0.38, 2.0),
             ("gemm_sm90_fp8_128x64x256_w128x64_s4", "int4"): TileTimes(0.50, 3.0),
             ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.45, 1.5),
-            ("gemm_sm90_fp8_160x128x128_w160x64_s6", "int4"): TileTimes(0.55, 1.5),
+            ("gemm_sm90_fp8_256x128x128_w256x64_s5", "int4"): TileTimes(0.85, 2.5),
             ("gemm_sm90_fp8_192x128x128_w192x64_s5", "int4"): TileTimes(0.65, 2.0),
         },
     )
@@ -64,7 +62,7 @@ class GemmSm90Fp8(GemmSm90):
 
     def least_group(self, config: KernelConfig) -> int:
         """The largest tile has no registers for a second main loop."""
-        return 128 if config.block_m == 192 else 32
+        return 128 if config.block_m >= 192 else 32
 
     def why_unsupported(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
         if (reason := super().why_unsupported(config, problem, dtype)) is not None:

@@ -170,47 +170,34 @@ private:
   template <class XFragment>
   CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
+    static_assert(kChunks % 2 == 0);
     Reader& reader = pass.reader;
-    Fragment w[2];
+    Fragment w;
     Partial partial[2];
-    float2 scales[2];
-    convert(pass.words, w[0]);
+    convert(pass.words, w);
     clear(partial[1]);  // the job before the first adds nothing
-    scales[1] = {0.f, 0.f};
-    int previous_stage = 0;
-    bool is_first = true;
-    auto const multiply = [&](int parity) __attribute__((always_inline)) {
+    float2 scales = {0.f, 0.f};
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (pass.left > 0) {
       int const stage = reader.stage;
+      float2 const next_scales = reader.read_scales(0);
       pass.begin_k_tile();
       CUTLASS_PRAGMA_UNROLL
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        int const buffer = (parity * kChunks + chunk) % 2;
-        scales[buffer] = reader.read_scales(0);
+        Partial &current = partial[chunk % 2], &previous = partial[1 - chunk % 2];
         if (chunk == kChunks - 1) pass.read_next();
-        pass.template issue<0, kSteps / 2>(w[parity], chunk, true, partial[buffer]);
+        pass.template issue<0, kSteps / 2>(w, chunk, true, current);
         warpgroup_wait<1>();
-        if (chunk == 0 && !is_first) reader.release(previous_stage);
-        pass.template issue<kSteps / 2, kSteps / 2>(w[parity], chunk, false, partial[buffer]);
-        if (chunk == kChunks - 1) convert(pass.words, w[1 - parity]);
-        add(scales[1 - buffer], partial[1 - buffer], accum, (chunk + kChunks - 1) % kChunks);
+        pass.template issue<kSteps / 2, kSteps / 2>(w, chunk, false, current);
+        add(scales, previous, accum, (chunk + kChunks - 1) % kChunks);
+        if (chunk == 0) scales = next_scales;
         warpgroup_wait<1>();
       }
-      is_first = false;
-      previous_stage = stage;
-    };
-    auto const finish = [&](int parity) __attribute__((always_inline)) {
-      int const buffer = (parity * kChunks + kChunks - 1) % 2;
       warpgroup_wait<0>();
-      reader.release(previous_stage);
-      add(scales[buffer], partial[buffer], accum, kChunks - 1);
-    };
-    CUTLASS_PRAGMA_NO_UNROLL
-    while (true) {
-      multiply(0);
-      if (pass.left <= 0) return finish(0);
-      multiply(1);
-      if (pass.left <= 0) return finish(1);
+      reader.release(stage);
+      convert(pass.words, w);
     }
+    add(scales, partial[1], accum, kChunks - 1);
   }
 
   /// Groups of 32 and 64 k, and where registers are few: a job at a time. kGroups: sums of 128 k.

@@ -61,7 +61,7 @@ struct Traits {
   static constexpr int kProducerWarps = kHasZeros ? 4 : kHasScales ? 3 : 2;
   static constexpr int kThreads = kConsumers + kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kProducerRegisters = kTileM == 256 ? 24 : kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = cutlass::const_min(
       240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
 
