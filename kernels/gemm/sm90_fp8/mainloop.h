@@ -1,11 +1,14 @@
 // The main loop of gemm_sm90_fp8.
 //
 // Tensor cores keep some 14 bits of a sum. So a warpgroup multiplies 128 k, or a smaller group, into `partial`, and adds
-// that to its accumulators, times the scales of the group. A job is one such sum of some tokens. Where registers allow,
-// the next job is issued before one is waited for, and weights are converted while jobs are under way.
+// that to its accumulators, times the scales of the group. A job is one such sum of a chunk of tokens. Where registers
+// allow, the next job is issued before one is added.
 //
-//   tensor cores    | job 0         | job 1         | job 2         |
-//   warpgroup       issue 1, convert | add 0, issue 2 | add 1, issue 3, convert
+//   tensor cores   | job 0 | job 1 | job 2 | job 3 |         | job 0 | ...
+//   warpgroup              | add 0 | add 1 | add 2 | convert | add 3 | ...
+//
+// While a warpgroup converts the next weights, the tensor cores work for the other one. (nvcc 13.0 makes every wgmma wait
+// for the one before if jobs are under way from one turn of the loop to the next.)
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -101,13 +104,9 @@ struct Mainloop {
     reader.wait();
     reader.read_words(pass.words);
     if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32) {
-      if (p.scale_k < 128) return mma_one_by_one<4>(pass, accum);
+      if (p.scale_k < 128) return mma<4>(pass, accum);
     }
-    if constexpr (kBuffers == 2) {
-      mma(pass, accum);
-    } else {
-      mma_one_by_one<1>(pass, accum);
-    }
+    mma<1>(pass, accum);
   }
 
 private:
@@ -148,16 +147,16 @@ private:
       reader.wait();
       reader.read_words(words);
     }
-    /// Issues partial = w x, or partial += w x from the second step on, of `count` k32 steps and one chunk of tokens.
+    /// Issues partial = w x of k32 steps and a chunk of tokens.
     template <int kBegin, int kCount>
-    CUTLASS_DEVICE void issue(Fragment& w, int chunk, bool clears, Partial& partial) const {
+    CUTLASS_DEVICE void issue(Fragment& w, int chunk, Partial& partial) const {
       using namespace cute;
       TiledMma tiled_mma;
       warpgroup_fence_operand(partial);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int i = kBegin; i < kBegin + kCount; ++i) {
-        tiled_mma.accumulate_ = clears && i == kBegin ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        tiled_mma.accumulate_ = i == kBegin ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
         GmmaDescriptor descriptor = x_stage;
         descriptor.reg32_[0] += (32 * i + chunk * Traits::kChunkM * Traits::kXRowBytes) / Traits::kDescriptorBytes;
         gemm(tiled_mma, w(_, _, i), make_tensor(GMMA::DescriptorIterator{descriptor}, x(_, _, 0).layout()), partial);
@@ -166,68 +165,46 @@ private:
     }
   };
 
-  /// Groups of 128 k and more.
-  template <class XFragment>
+  /// kGroups: sums of 128 k, 1 or 4: groups of 64 are two of four.
+  template <int kGroups, class XFragment>
   CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
-    static_assert(kChunks % 2 == 0);
+    constexpr int kJobs = kGroups * kChunks, kGroupSteps = kSteps / kGroups;
+    static_assert(kJobs % kBuffers == 0);
     Reader& reader = pass.reader;
     Fragment w;
-    Partial partial[2];
+    Partial partial[kBuffers];
+    float2 scales = {0.f, 0.f};  // of the job before
     convert(pass.words, w);
-    clear(partial[1]);  // the job before the first adds nothing
-    float2 scales = {0.f, 0.f};
+    clear(partial[kBuffers - 1]);  // the job before the first adds nothing
     CUTLASS_PRAGMA_NO_UNROLL
     while (pass.left > 0) {
       int const stage = reader.stage;
-      float2 const next_scales = reader.read_scales(0);
+      float2 group_scales;
       pass.begin_k_tile();
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        Partial &current = partial[chunk % 2], &previous = partial[1 - chunk % 2];
-        if (chunk == kChunks - 1) pass.read_next();
-        pass.template issue<0, kSteps / 2>(w, chunk, true, current);
-        warpgroup_wait<1>();
-        pass.template issue<kSteps / 2, kSteps / 2>(w, chunk, false, current);
-        add(scales, previous, accum, (chunk + kChunks - 1) % kChunks);
-        if (chunk == 0) scales = next_scales;
-        warpgroup_wait<1>();
-      }
-      warpgroup_wait<0>();
-      reader.release(stage);
-      convert(pass.words, w);
-    }
-    add(scales, partial[1], accum, kChunks - 1);
-  }
-
-  /// Groups of 32 and 64 k, and where registers are few: a job at a time. kGroups: sums of 128 k.
-  template <int kGroups, class XFragment>
-  CUTLASS_DEVICE static void mma_one_by_one(Pass<XFragment>& pass, Accum& accum) {
-    using namespace cute;
-    Fragment w;
-    Partial partial;
-    convert(pass.words, w);
-    CUTLASS_PRAGMA_NO_UNROLL
-    while (pass.left > 0) {
-      int const stage = pass.reader.stage;
-      pass.begin_k_tile();
-      for_each(make_int_sequence<kGroups>{}, [&](auto group) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          bool const is_last = group == kGroups - 1 && chunk == kChunks - 1;
-          pass.template issue<kSteps / kGroups * group, kSteps / kGroups>(w, chunk, true, partial);
-          int const row = kGroups == 1 ? 0 : pass.p.scale_k == 64 ? group / 2 : int(group);
-          float2 const scales = pass.reader.read_scales(row);
-          if (is_last) pass.read_next();
-          warpgroup_wait<0>();
-          if (is_last) {
-            pass.reader.release(stage);
-            convert(pass.words, w);
-          }
-          add(scales, partial, accum, chunk);
+      for_each(make_int_sequence<kJobs>{}, [&](auto job) {
+        constexpr int kBuffer = job % kBuffers, kGroup = job / kChunks, kChunk = job % kChunks;
+        constexpr int kBefore = kBuffers - 1 - kBuffer;
+        constexpr bool kIsLast = job == kJobs - 1;
+        if (kChunk == 0) {
+          group_scales = reader.read_scales(kGroups == 4 && pass.p.scale_k == 64 ? kGroup / 2 : kGroup);
         }
+        if (kIsLast) pass.read_next();
+        pass.template issue<kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
+        if constexpr (kBuffers == 2) {
+          warpgroup_wait<1>();
+          add(scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kChunks);
+          scales = group_scales;
+        }
+        if (kIsLast || kBuffers == 1) warpgroup_wait<0>();
+        if (kIsLast) {
+          reader.release(stage);
+          convert(pass.words, w);
+        }
+        if constexpr (kBuffers == 1) add(group_scales, partial[0], accum, kChunk);
       });
     }
+    if constexpr (kBuffers == 2) add(scales, partial[1], accum, kChunks - 1);
   }
 };
 
