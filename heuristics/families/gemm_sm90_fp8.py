@@ -21,7 +21,6 @@ _SHAPES = (
     (32, 64, 4, 1, 4),
     (64, 64, 4, 1, 3),
     (64, 128, 2, 1, 4),
-    (96, 128, 1, 2, 7),
     (128, 64, 2, 2, 4),
     (128, 128, 1, 2, 6),
     (192, 128, 1, 2, 5),
@@ -46,7 +45,6 @@ class GemmSm90Fp8(GemmSm90):
             ("gemm_sm90_fp8_32x64x512_w32x64_s4", "int4"): TileTimes(0.60, 3.0),
             ("gemm_sm90_fp8_64x64x512_w64x64_s3", "int4"): TileTimes(0.70, 3.0),
             ("gemm_sm90_fp8_64x128x256_w64x64_s4", "int4"): TileTimes(0.70, 3.0),
-            ("gemm_sm90_fp8_96x128x128_w96x64_s7", "int4"): TileTimes(0.38, 2.0),
             ("gemm_sm90_fp8_128x64x256_w128x64_s4", "int4"): TileTimes(0.50, 3.0),
             ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.45, 1.5),
             ("gemm_sm90_fp8_256x128x128_w256x64_s5", "int4"): TileTimes(0.85, 2.5),
@@ -83,7 +81,3 @@ class GemmSm90Fp8(GemmSm90):
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         shape = (config.block_m, config.block_n, self.warpgroups_k(config))
         return super().code_constants(config, format) | {"kChunks": _CHUNKS[shape]}
-
-    def defines(self, config: KernelConfig) -> tuple[str, ...]:
-        # Of 8-bit operands CUTLASS has few shapes among the usual ones.
-        return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",) if config.block_m in (96, 160) else ()

@@ -12,7 +12,6 @@ namespace weightonly {
 inline namespace quantize_activations_cu {  // not anonymous, as in generate.py
 
 constexpr int kMaxThreads = 1024;
-constexpr int kHeld = 4;  // vectors of a row that a thread has in registers
 constexpr float kLargest = 448.f;  // of E4M3
 
 /// The largest of all threads' numbers, which are 0 or more; NaN if one is NaN.
@@ -51,7 +50,8 @@ __device__ Divider divider_of(float scale) {
   return {scale, __frcp_rn(scale), scale > 0x1p-60f && scale < 0x1p60f};
 }
 
-template <class Element>
+/// kHeld: vectors of a row that a thread has in registers.
+template <class Element, int kHeld>
 __global__ void __launch_bounds__(kMaxThreads)
     quantize_activations_kernel(__grid_constant__ QuantizeActivationsParams const p) {
   using Vector = FloatVector<Element>;
@@ -127,12 +127,19 @@ inline bool check_params(QuantizeActivationsParams const& p, char* message, int 
   return true;
 }
 
-template <class Element>
-cudaError_t launch(QuantizeActivationsParams const& p, cudaStream_t stream) {
+template <class Element, int kHeld>
+cudaError_t launch_holding(QuantizeActivationsParams const& p, cudaStream_t stream) {
   int const vectors = p.k / FloatVector<Element>::kElements, warps = (vectors + 32 * kHeld - 1) / (32 * kHeld);
   int const threads = 32 * std::clamp(warps, 2, kMaxThreads / 32);
-  quantize_activations_kernel<Element><<<p.m, threads, 0, stream>>>(p);
+  quantize_activations_kernel<Element, kHeld><<<p.m, threads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch(QuantizeActivationsParams const& p, cudaStream_t stream) {
+  // Long rows: several CTAs fit in an SM only if they have few threads.
+  return p.k / FloatVector<Element>::kElements > 1024 ? launch_holding<Element, 7>(p, stream)
+                                                      : launch_holding<Element, 4>(p, stream);
 }
 
 }  // namespace quantize_activations_cu
