@@ -96,8 +96,8 @@ class Search:
         if self.store_zero is not None:
             count, levels, total = len(level), fold(level), self.total
             mean = levels / count
-            fitted = mean - total * (squares - levels * mean) / (dot * count - total * levels)
-            zero = self.store_zero(torch.where(fitted.isfinite(), fitted, zero))
+            # NaN where all levels are one: such a trial is not taken.
+            zero = self.store_zero(mean - total * (squares - levels * mean) / (dot * count - total * levels))
             dot -= zero * total
             squares = squares - zero * (2 * levels - count * zero)
         scale = dot / squares
@@ -165,8 +165,8 @@ class Nearest:
         cells = self._cell(bounds).long()
         counts = cells.bincount(minlength=_CELLS)
         first = counts.cumsum(0) - counts
-        inside = torch.full((int(counts.max()), _CELLS), math.inf)
-        inside[torch.arange(len(bounds)) - first[cells], cells] = bounds
+        inside = torch.full((int(counts.max()), _CELLS), math.inf, dtype=torch.float32, device="cpu")
+        inside[torch.arange(len(bounds), device="cpu") - first[cells], cells] = bounds
         self.numbers, self.first, self.inside = numbers.to(device), first.float().to(device), inside.to(device)
 
     def _cell(self, ratio: torch.Tensor) -> torch.Tensor:

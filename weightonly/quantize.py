@@ -180,9 +180,11 @@ def _within_half(
         return torch.maximum(above, below)
 
     zero = zero_of(scale)
-    error = error_of(scale, zero)
     peak = torch.maximum(high, -low)
-    if float(peak.max()) < torch.finfo(dtype).max / 2 or not bool((error > 0.5).any()):  # nearly always
+    if float(peak.max()) < torch.finfo(dtype).max / 2:  # nearly always
+        return scale, zero
+    error = error_of(scale, zero)
+    if not bool((error > 0.5).any()):
         return scale, zero
     reach = torch.floor(torch.finfo(dtype).max / scale.double())
     wide = (peak / (reach + 0.5)).to(dtype)

@@ -75,7 +75,7 @@ def quantize_codes(
     for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
-        scratch = torch.empty(2, *block.shape, device=w.device)
+        scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
         peak = torch.abs(block, out=scratch[0]).amax(dim=0)  # (G, n)
         if format == "mxfp4":
             scale = _e8m0_scale(block, peak, dtype, to_codes.nearest, scratch)
@@ -136,7 +136,7 @@ class _ToCodes:
         numbers = torch.tensor([book[code] for code in order], dtype=torch.float32, device="cpu")
         bounds = (numbers[:-1] + numbers[1:]) / 2  # which are of the number below
         if is_e2m1:
-            is_odd = torch.tensor([code % 2 == 1 for code in order[:-1]])
+            is_odd = torch.tensor([code % 2 == 1 for code in order[:-1]], device="cpu")
             bounds = torch.where(is_odd, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)), bounds)
         self.nearest = Nearest(numbers, bounds, device)
         self.order = torch.tensor(order, dtype=torch.int8, device=device)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightonly as wo
-from weightonly import dense
+from weightonly import dense, quantize_codes
 from weightonly.codebooks import CODEBOOKS
 from weightonly.least_squares import Nearest, fold
 from weightonly.quantize import quantize_for
@@ -231,6 +231,23 @@ def test_without_search_the_bytes_are_those_of_before(bits: int, symmetric: bool
     parts = wo.quantize(w, bits, 64, symmetric, search=False)
     found = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts if part is not None)).hexdigest()
     assert found == GOLDEN[bits, symmetric]
+
+
+@codes
+def test_the_default_dtype_and_device_change_nothing_of_codes(
+    format: str, group: int, generator: torch.Generator
+) -> None:
+    """Loaders of models set them."""
+    w = torch.randn(256, 24, generator=generator).half()
+    want = wo.quantize(w, format=format, group_size=group)
+    quantize_codes._to_codes.cache_clear()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            got = wo.quantize(w, format=format, group_size=group)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @codes
