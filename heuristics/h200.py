@@ -191,6 +191,26 @@ GEMM_SM90 = GemmSm90Constants(
     },
 )
 
+GEMM_SM90_FP8 = GemmSm90Constants(
+    fitted_to="855 times of 70 problems, then moved so that choices cost least",
+    fixed_us=1.0,
+    cluster_us=0.2797,
+    cta_us=0.04928,
+    tb_s=3.526,
+    unhidden=0.01018,
+    idle=0.2116,
+    kernels={
+        ("gemm_sm90_fp8_16x64x512_w16x64_s5", "int4"): TileTimes(0.4509, 2.214),
+        ("gemm_sm90_fp8_32x64x512_w32x64_s4", "int4"): TileTimes(0.5077, 2.4),
+        ("gemm_sm90_fp8_64x64x512_w64x64_s3", "int4"): TileTimes(0.7483, 2.413),
+        ("gemm_sm90_fp8_64x128x256_w64x64_s4", "int4"): TileTimes(0.6311, 2.724),
+        ("gemm_sm90_fp8_128x64x256_w128x64_s4", "int4"): TileTimes(0.4806, 3.278),
+        ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.4791, 3.437),
+        ("gemm_sm90_fp8_192x128x128_w192x64_s5", "int4"): TileTimes(0.6782, 3.95),
+        ("gemm_sm90_fp8_256x128x128_w256x64_s5", "int4"): TileTimes(0.9484, 1.059),
+    },
+)
+
 UNFUSED = UnfusedConstants(
     fitted_to="149 times",
     slice_us=4.0,
