@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   using Vector = FloatVector<Element>;
   constexpr int kElements = Vector::kElements;
 #if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the product that may follow waits for all of this grid
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
   int64_t const row = blockIdx.x;
   auto const* const x = static_cast<Element const*>(p.x) + row * p.ldx;
@@ -116,6 +117,7 @@ inline bool check_params(QuantizeActivationsParams const& p, char* message, int 
     return address == nullptr || reinterpret_cast<uintptr_t>(address) % bytes != 0;
   };
   if (p.type < 0 || p.type > int(FloatType::kF32)) return fail("type", "0 to 2", p.type);
+  if (p.pdl_mode < 0 || p.pdl_mode > int(PdlMode::kConstantWeights)) return fail("pdl_mode", "0 to 2", p.pdl_mode);
   int const step = FloatType(p.type) == FloatType::kF32 ? 4 : 8;
   if (misaligned(p.x, 16)) return fail("x", "a 16-byte aligned address", (long long)p.x);
   if (misaligned(p.x8, 16)) return fail("x8", "a 16-byte aligned address", (long long)p.x8);
@@ -131,8 +133,16 @@ template <class Element, int kHeld>
 cudaError_t launch_holding(QuantizeActivationsParams const& p, cudaStream_t stream) {
   int const vectors = p.k / FloatVector<Element>::kElements, warps = (vectors + 32 * kHeld - 1) / (32 * kHeld);
   int const threads = 32 * std::clamp(warps, 2, kMaxThreads / 32);
-  quantize_activations_kernel<Element, kHeld><<<p.m, threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.m);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = p.pdl_mode == int(PdlMode::kNone) ? 0 : 1;
+  return cudaLaunchKernelEx(&config, quantize_activations_kernel<Element, kHeld>, p);
 }
 
 template <class Element>
