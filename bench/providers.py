@@ -220,7 +220,7 @@ class DenseFp8(Provider):
 
     def prepare(self, weights: Weights) -> Prepared[tuple[torch.Tensor, torch.Tensor]]:
         scale = weights.dense.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
-        w8 = (weights.dense.t() / scale).to(torch.float8_e4m3fn)  # [n, k]
+        w8 = (weights.dense.t() / scale).to(torch.float8_e4m3fn).contiguous()  # [n, k]
         one = torch.ones_like(scale)  # of x, whose numbers are near 1
 
         def run(w: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   using Vector = FloatVector<Element>;
   constexpr int kElements = Vector::kElements;
 #if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // what follows waits for all of this grid, and so for those before it
   cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
 #endif
   int64_t const row = blockIdx.x;
   auto const* const x = static_cast<Element const*>(p.x) + row * p.ldx;
