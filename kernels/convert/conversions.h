@@ -55,7 +55,6 @@ struct QuantizeActivationsParams {
   int32_t m;
   int32_t k;
   int32_t type;  // enum FloatType of T
-  int32_t pdl_mode;  // enum PdlMode; kNone before sm90
 };
 
 }  // namespace weightonly

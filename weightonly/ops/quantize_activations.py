@@ -46,8 +46,7 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if len(rows) == 0:
         return x8, x_scales
     device = x.get_device()
-    arch = device_arch(device)
-    check_kernels(arch)
+    check_kernels(device_arch(device))
     aligned = 16 // x.element_size()
     in_place = rows.stride(1) == 1 or k == 1
     if not in_place or rows.data_ptr() % 16 or (len(rows) > 1 and (rows.stride(0) % aligned or rows.stride(0) < k)):
@@ -63,7 +62,6 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ldx=rows.stride(0),
         x8=x8.data_ptr(),
         x_scales=x_scales.data_ptr(),
-        overlaps=arch >= 90,
         stream=torch._C._cuda_getCurrentRawStream(device),
     )
     return x8, x_scales
