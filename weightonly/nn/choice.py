@@ -40,8 +40,8 @@ def check_own(layers: object, recipe: Recipe) -> None:
     for pattern, own in layers.items():
         if not isinstance(pattern, str) or not isinstance(own, Mapping):
             raise TypeError(f"layers: expected a pattern and what its layers have, got {pattern!r}: {own!r}")
-        if unknown := own.keys() - {"format", "group_size", "symmetric"}:
-            expected = "format, group_size and symmetric"
+        if unknown := own.keys() - {"format", "group_size", "symmetric", "activations"}:
+            expected = "format, group_size, symmetric and activations"
             raise ValueError(f"layers[{pattern!r}]: expected {expected}, got {', '.join(map(repr, sorted(unknown)))}")
         try:
             found = recipe.with_own(**own)
