@@ -20,7 +20,7 @@ _ARCH = 90
 
 
 def activations_of(value: object) -> str | None:
-    """"fp8", or None for None and "16bit". Raises ValueError for anything else."""
+    """ "fp8", or None for None and "16bit". Raises ValueError for anything else."""
     if value not in (None, WHOLE, FP8):
         raise ValueError(f"activations: expected None, {WHOLE!r} or {FP8!r}, got {value!r}")
     return FP8 if value == FP8 else None
@@ -30,10 +30,7 @@ def check_fp8_format(format: str, symmetric: bool) -> None:
     """Raises ValueError for weights that x in E4M3 does not meet on any GPU."""
     if format != "int4" or not symmetric:
         got = format if symmetric else f"{format} with zero points"
-        raise ValueError(
-            f"activations: expected None for {got}, got {FP8!r}, which is for symmetric int4 alone; "
-            f"layers={{pattern: {{'activations': {WHOLE!r}}}}} leaves x of some layers as it is"
-        )
+        raise ValueError(f"activations: expected None for {got}, got {FP8!r}, which is for symmetric int4 alone")
 
 
 def check_fp8_groups(rows: int, k: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..activation_dtype import WHOLE
 from .recipe import Recipe
 
 
@@ -48,7 +49,9 @@ def check_own(layers: object, recipe: Recipe) -> None:
             if found.group_size != -1:
                 found.check_k(found.group_size * 2)  # some K that it divides, and is not K itself
         except (TypeError, ValueError) as error:
-            raise type(error)(f"layers[{pattern!r}]: {error}") from error
+            is_fp8 = recipe.activations is not None and own.get("activations") is None
+            cure = f"; 'activations': {WHOLE!r} leaves x of these layers as it is" if is_fp8 else ""
+            raise type(error)(f"layers[{pattern!r}]: {error}{cure}") from error
 
 
 def recipe_of(

@@ -215,9 +215,7 @@ class Linear(PackedLayer):
             )
         # A copy, so that training the original on does not change this layer.
         bias = None if bias is None else bias.detach().to(dtype, copy=True)
-        return cls.from_quantized(
-            recipe.quantize(w), bias=bias, activation=activation, activations=recipe.activations
-        )
+        return cls.from_quantized(recipe.quantize(w), bias=bias, activation=activation, activations=recipe.activations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> y [..., out_features], both in the dtype of scales.

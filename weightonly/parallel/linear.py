@@ -138,7 +138,7 @@ class ParallelLinear(Linear):
             code = codebook.view(torch.float32).tolist()
         shape = self.full_in_features, self.full_out_features
         weight = PackedWeight(data.reshape(-1), *shape, self.format, self.layout, code)
-        layer = Linear.from_quantized(weight, **tensors, activation=self.activation)
+        layer = Linear.from_quantized(weight, **tensors, activation=self.activation, activations=self.activations)
         layer.layer_name = self.layer_name
         return layer.train(self.training)
 
