@@ -45,7 +45,8 @@ _CPU_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 @dataclass(frozen=True)
 class Kind:
     """Layers that are computed in the same way. experts: how many weights [K, N] are stacked, or None. group_size: rows
-    that share a scale, -1: all. layout: None: the one of the GPU. dtype: of x. activations: "fp8" where x is rounded."""
+    that share a scale, -1: all. layout: None: the one of the GPU. dtype: of x. activations: "fp8" where x becomes E4M3.
+    """
 
     k: int
     n: int

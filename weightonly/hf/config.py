@@ -44,11 +44,11 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
         and tied layers always stay dense.
     layers: what some layers have otherwise: a pattern of their names -> their format, group_size, symmetric or
-        activations, as in {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file name, or the end of
-        one, after a dot; of several that match, the last is taken. Where one of both formats is a
-        codebook, the group size is the usual one of the layer's format.
+        activations, as in {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file
+        name, or the end of one, after a dot; of several that match, the last is taken. Where one of both formats is a
+        codebook, the group size is the usual one of the layer's format. Activations "16bit" are None of the config.
     search: as for `quantize`, of weights that are quantized; folders do not keep it.
-    activations: "fp8", as for `quantize_model`: also of a folder of AWQ and the like, whose layers have to be symmetric
+    activations: "fp8", as for `quantize_model`: also of a folder of GPTQ and the like, whose layers have to be symmetric
         int4 then. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 

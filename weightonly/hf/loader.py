@@ -60,8 +60,9 @@ def load_model(
 
     Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
     for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
-    computes, or that are none for activations "fp8", with what would help; for a layer of another shape than the model has; for tensors of the model that the
-    folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
+    computes, with what would help; for layers that are none for activations "fp8"; for a layer of another shape than
+    the model has; for tensors of the model that the folder lacks; for a dtype or device without kernels. Raises
+    ImportError for a device_map without accelerate.
     """
     folder = model_folder(folder, revision)
     if device_map is not None:

@@ -122,7 +122,10 @@ class Recipe:
             check_fp8_groups(rows, k)
 
     def check_dtype(self, dtype: torch.dtype, on_gpu: bool = False) -> None:
-        """Raises ValueError for scales that x in E4M3 does not meet on a GPU. dtype: of the weight; on_gpu: as above."""
+        """Raises ValueError for scales that x in E4M3 does not meet on a GPU.
+
+        dtype: of the weight. on_gpu: whether it is on a GPU, or packed for one.
+        """
         dtype = dtype if self.dtype is None else self.dtype
         if self.activations is not None and dtype not in CUDA_DTYPES and (on_gpu or self.arch not in (None, "cpu")):
             raise ValueError(

@@ -24,9 +24,9 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     to the nearest number of E4M3, to the even one of two, and no more than 448. A row with NaN has the scale NaN, and
     NaN everywhere; one with Inf has the scale Inf, and NaN where Inf was: its products are NaN.
 
-    On a GPU one kernel does it, on the current stream; it can be captured in a CUDA graph. Under torch.compile it is the
-    operator `weightonly::quantize_activations`. Under torch.jit.trace and modes, and for subclasses of torch.Tensor,
-    PyTorch's operators do it, with the same bits. Not differentiable.
+    On a GPU one kernel does it, on the current stream; it can be captured in a CUDA graph. Under torch.compile it is
+    the operator `weightonly::quantize_activations`. Under torch.jit.trace and modes, and for subclasses of
+    torch.Tensor, PyTorch's operators do it, with the same bits. Not differentiable.
 
     Raises TypeError for wrong types and dtypes, ValueError for a scalar, no columns, and devices other than CPUs and
     CUDA GPUs, RuntimeError where no kernel was built for the device.
