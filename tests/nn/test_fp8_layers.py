@@ -55,7 +55,7 @@ def test_a_layer_is_gemm_of_quantized_activations(arch: str, activation: str | N
 
 def test_x_of_another_dtype() -> None:
     layer, x = layer_of(), tokens()
-    with pytest.raises(TypeError, match="scales: expected dtype torch.float32 as x has, got torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"scales: expected dtype torch\.float32 as x has, got torch\.bfloat16"):
         layer(x.float())
     with torch.autocast("cpu", dtype=DTYPE):
         assert torch.equal(layer(x.float()), layer(x))

@@ -48,8 +48,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         name, or the end of one, after a dot; of several that match, the last is taken. Where one of both formats is a
         codebook, the group size is the usual one of the layer's format. Activations "16bit" are None of the config.
     search: as for `quantize`, of weights that are quantized; folders do not keep it.
-    activations: "fp8", as for `quantize_model`: also of a folder of GPTQ and the like, whose layers have to be symmetric
-        int4 then. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
+    activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
+        int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
