@@ -1,7 +1,7 @@
 """Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
 (`model`), their linears on several GPUs (`parallel`), vLLM's engine (`serve`), mixtures of experts (`experts`) and what
-a call costs the host (`host`); say what quantizing weights loses (`accuracy`), and rounding activations (`activations`);
-find the configurations that are the quickest on this GPU (`tune`)."""
+a call costs the host (`host`); say what quantizing loses (`accuracy`), and what rounding activations to FP8 does
+(`activations`); find the configurations that are the quickest on this GPU (`tune`)."""
 
 from __future__ import annotations
 
