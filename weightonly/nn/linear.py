@@ -47,9 +47,9 @@ class Linear(PackedLayer):
     activations, and layer_name, the name in the model, which errors of `forward` begin with, or None; reads, of a layer
     that is being loaded, for `weightonly.parallel`.
 
-    With activations "fp8" the layer computes `gemm(*quantize_activations(x))`: each row of x is rounded to E4M3 by a
-    scale of its own, and the result has the dtype of scales. Gradients of x are those of x @ w. The weight is symmetric
-    int4, in layout "tiled_fp8" for Hopper, or "cpu", with the same numbers. None: x is multiplied as it is.
+    With activations "fp8" the layer computes `gemm` of what `quantize_activations(x)` returns: each row of x is rounded
+    to E4M3 by a scale of its own. Gradients of x are those of x @ w. The weight is symmetric int4, in layout
+    "tiled_fp8" for Hopper, or "cpu", with the same numbers. None: x is multiplied as it is.
 
     The state dict holds the tensors alone. It loads into a layer that was made with the same arguments, for a GPU of
     the same layout: a state of another layout has another shape and is refused, unless its metadata says what it is.
