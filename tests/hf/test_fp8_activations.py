@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ def options(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def explicit(model: Any) -> torch.Tensor:
-    """The logits, each packed layer being `gemm` of `quantize_activations`."""
+def explicit(model: Any, without: Collection[str] = ()) -> torch.Tensor:
+    """The logits, each packed layer being `gemm` of `quantize_activations`, but those `without`."""
 
     def product(layer: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
         x8, x_scales = wo.quantize_activations(inputs[0])
         return wo.gemm(x8, layer.operand, x_scales=x_scales, bias=layer.bias)
 
-    hooks = [layer.register_forward_hook(product) for layer in packed_layers(model).values()]
+    layers = packed_layers(model)
+    hooks = [layers[name].register_forward_hook(product) for name in layers.keys() - without]
     found = logits(model)
     for hook in hooks:
         hook.remove()
@@ -105,6 +107,15 @@ def test_some_layers_in_16_bits(tmp_path: Path) -> None:
     assert loaded.config.quantization_config.to_dict()["activations"] == "fp8"
     with pytest.raises(ValueError, match=r"down_proj: activations: expected None for int8, got 'fp8'"):
         load_model(tmp_path / "packed", activations="fp8", arch="cpu")
+
+
+def test_a_quantized_head_keeps_x_as_it_is(tmp_path: Path) -> None:
+    only, layers = ["lm_head", "*_proj"], {"lm_head": {"format": "int8"}}
+    wo.nn.quantize_model(seeded(llama), group_size=64, only=only, layers=layers).save_pretrained(tmp_path)
+    model = load_model(tmp_path, activations="fp8", arch="cpu")
+    found = {name: layer.activations for name, layer in packed_layers(model).items()}
+    assert found.pop("lm_head") is None and set(found.values()) == {"fp8"}
+    assert torch.equal(logits(model), explicit(model, without=("lm_head",)))
 
 
 def test_a_mixture(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class CheckpointWeights:
 
     tensors: empty until `plan` is called; then name in the model -> a tensor that is read when it is indexed.
 
-    activations: "fp8" or "16bit" of all linear layers; None: of those of a packed folder what they have, else "16bit".
+    activations: "fp8" or "16bit" of all linear layers, but "16bit" of output embeddings; None: of those of a packed
+        folder what they have, else "16bit".
 
     Raises ValueError for layers that no kernel of `arch` computes.
     """
@@ -55,8 +56,9 @@ class CheckpointWeights:
         asked = activations_of(activations)
         self.checkpoint = checkpoint
         self.arch = arch
+        self._is_asked = activations is not None
         self._activations = {
-            name: checkpoint.activations_of(name) if activations is None else asked for name in checkpoint.layers
+            name: asked if self._is_asked else checkpoint.activations_of(name) for name in checkpoint.layers
         }
         has_them = all(checkpoint.activations_of(name) == wanted for name, wanted in self._activations.items())
         keeps_layout = arch is None and METHOD in checkpoint.methods and has_them
@@ -144,7 +146,8 @@ class CheckpointWeights:
             module = names.model.get_submodule(name)
             reason = _why_dense(names.model, module, weight, given)
             if reason is None:
-                shape = self.shapes[layer] = plan.layers[name] = self._linear_shape(layer)
+                is_head = module is names.model.get_output_embeddings()
+                shape = self.shapes[layer] = plan.layers[name] = self._linear_shape(layer, is_head)
                 self._add(layer, name, shape, has_bias(module, layer, self.checkpoint))
             else:
                 check_size(layer, tuple(names.tensors[weight].shape[::-1]), (shape.k, shape.n))
@@ -238,10 +241,13 @@ class CheckpointWeights:
         layout = find(self.pack_arch)
         return dataclasses.replace(shape, layout=layout, activations=None)
 
-    def _linear_shape(self, layer: str) -> LayerShape:
-        """The shape of a layer that is no expert. Raises ValueError, naming it, for one that takes no x in E4M3."""
+    def _linear_shape(self, layer: str, is_head: bool) -> LayerShape:
+        """The shape of a layer that is no expert. is_head: whether it is the output embeddings, whose x stays as it is.
+
+        Raises ValueError, naming the layer, for one that takes no x in E4M3.
+        """
         shape, activations = self.shapes[layer], self._activations[layer]
-        if self.pack_arch is None or activations is None:
+        if self.pack_arch is None or activations is None or (is_head and self._is_asked):
             return shape
         try:
             check_fp8_format(shape.format, shape.symmetric is not False)
