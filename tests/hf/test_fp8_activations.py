@@ -102,7 +102,7 @@ def test_some_layers_in_16_bits(tmp_path: Path) -> None:
     found = {name.rpartition(".")[2]: (layer.format, layer.activations) for name, layer in packed_layers(model).items()}
     assert found.pop("down_proj") == ("int8", None) and set(found.values()) == {("int4", "fp8")}
     model.save_pretrained(tmp_path / "packed")
-    loaded = load_model(tmp_path / "packed")
+    loaded: Any = load_model(tmp_path / "packed")
     assert torch.equal(logits(loaded), logits(model))
     assert loaded.config.quantization_config.to_dict()["activations"] == "fp8"
     with pytest.raises(ValueError, match=r"down_proj: activations: expected None for int8, got 'fp8'"):
@@ -111,7 +111,8 @@ def test_some_layers_in_16_bits(tmp_path: Path) -> None:
 
 def test_a_quantized_head_keeps_x_as_it_is(tmp_path: Path) -> None:
     only, layers = ["lm_head", "*_proj"], {"lm_head": {"format": "int8"}}
-    wo.nn.quantize_model(seeded(llama), group_size=64, only=only, layers=layers).save_pretrained(tmp_path)
+    whole: Any = wo.nn.quantize_model(seeded(llama), group_size=64, only=only, layers=layers)
+    whole.save_pretrained(tmp_path)
     model = load_model(tmp_path, activations="fp8", arch="cpu")
     found = {name: layer.activations for name, layer in packed_layers(model).items()}
     assert found.pop("lm_head") is None and set(found.values()) == {"fp8"}

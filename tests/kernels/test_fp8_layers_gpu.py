@@ -27,8 +27,8 @@ def verified(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch, forgetf
 
 def layer_of(k: int = 1024, n: int = 328, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Linear:
     torch.manual_seed(k + n)
-    options = {"group_size": 128, "activations": "fp8", "dtype": dtype} | options
-    return Linear.from_linear(torch.nn.Linear(k, n).cuda(), **options)
+    defaults: dict[str, Any] = {"group_size": 128, "activations": "fp8", "dtype": dtype}
+    return Linear.from_linear(torch.nn.Linear(k, n).cuda(), **defaults | options)
 
 
 def tokens(m: int, g: torch.Generator, k: int = 1024, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

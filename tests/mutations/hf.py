@@ -63,7 +63,7 @@ MUTATIONS = [
                 "_check_scales(self._layer, value, dtype, shape.format)",
                 "pass",
             ),
-            ("a packed folder is packed again", "CheckpointWeights.__init__", "arch is None and", "arch is not None and"),
+            ("a packed folder is packed again", "CheckpointWeights.__init__", "arch is None", "arch is not None"),
             ("experts in another order", "CheckpointWeights._stack", "if in_turns", "if False"),
             ("two layers at a time", "CheckpointWeights.read", "with", "if"),
             ("the bias", "CheckpointWeights._add", ' ["bias"] if has_bias else', ""),

@@ -98,7 +98,7 @@ MUTATIONS = [
                 ' ("scales", "zeros") if has_zeros else',
                 "",
             ),
-            ("a layer that no kernel computes", "WeightOnlyLinearMethod.create_weights", "if reason is not None", "if reason is None"),
+            ("a layer that no kernel computes", "WeightOnlyLinearMethod.create_weights", "reason is not", "reason is"),
             (
                 "zeros of groups that are cut",
                 "WeightOnlyLinearMethod.process_weights_after_loading",

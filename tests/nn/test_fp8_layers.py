@@ -19,7 +19,8 @@ DTYPE = torch.bfloat16
 
 
 def layer_of(k: int = 256, n: int = 72, **options: Any) -> Linear:
-    options = {"group_size": 64, "activations": "fp8", "arch": "sm90", "dtype": DTYPE} | options
+    defaults: dict[str, Any] = {"group_size": 64, "activations": "fp8", "arch": "sm90", "dtype": DTYPE}
+    options = defaults | options
     return Linear.from_linear(torch.nn.Linear(k, n), **options)
 
 
@@ -144,9 +145,9 @@ def test_another_weight_in_place() -> None:
 
 
 def test_a_model_and_its_summary() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).to(DTYPE)
+    dense = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).to(DTYPE)
     layers = {"2": {"format": "int8", "activations": "16bit"}}
-    model = quantize_model(model, group_size=64, activations="fp8", arch="sm90", layers=layers)
+    model: Any = quantize_model(dense, group_size=64, activations="fp8", arch="sm90", layers=layers)
     assert [(m.format, m.activations) for m in model if isinstance(m, Linear)] == [("int4", "fp8"), ("int8", None)]
     summary = str(model.weightonly_summary)
     assert "int4, groups of 64, x in fp8: 1 layer quantized; int8, groups of 64: 1 layer" in summary
@@ -194,9 +195,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_refused_before_any_work(case: str) -> None:
     changed, message = WRONG[case]
-    options = {"group_size": 64, "dtype": DTYPE, "arch": 90, "activations": "fp8"} | changed
-    model = torch.nn.Sequential(torch.nn.Linear(256, 72))
-    dense = model[0]
+    options: dict[str, Any] = {"group_size": 64, "dtype": DTYPE, "arch": 90, "activations": "fp8"} | changed
+    dense = torch.nn.Linear(256, 72)
+    model = torch.nn.Sequential(dense)
     with pytest.raises(ValueError, match=re.escape(message)):
         quantize_model(model, **options)
     assert model[0] is dense
@@ -247,7 +248,11 @@ def test_experts_keep_x_as_it_is() -> None:
 
 def test_explain_says_which_kernel(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
     monkeypatch.setattr(FAMILIES["gemm_sm90_fp8"], "verified", True)
-    given = [{"weight": layer_of()}, {"weight": layer_of(arch="cpu")}, {"weight": layer_of().operand}]
+    given: list[dict[str, Any]] = [
+        {"weight": layer_of()},
+        {"weight": layer_of(arch="cpu")},
+        {"weight": layer_of().operand},
+    ]
     given += [{"weight": layer_of().packed, "dtype": DTYPE}]
     given += [{"k": 256, "n": 72, "group_size": 64, "dtype": DTYPE, "activations": "fp8"}]
     rows = [wo.explain(**options, m=16, arch="sm90").rows[0] for options in given]
