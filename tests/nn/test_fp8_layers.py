@@ -152,12 +152,12 @@ def test_a_model_and_its_summary() -> None:
     summary = str(model.weightonly_summary)
     assert "int4, groups of 64, x in fp8: 1 layer quantized; int8, groups of 64: 1 layer" in summary
     assert "  x as it is, not in fp8: 2" in summary
-    x = tokens()
-    assert torch.equal(model(x), model[2](model[1](explicit(model[0], x))))
+    x, first = tokens(), model[0]
+    assert torch.equal(model(x), model[2](model[1](explicit(first, x))))
     again = quantize_model(model, group_size=64, activations="fp8", arch="sm90", layers=layers)
     assert again is model  # all is as it was asked for
     with pytest.raises(ValueError, match="layer '0': it is int4 already, groups of 64, x in fp8"):
-        quantize_model(torch.nn.Sequential(model[0]), group_size=64)
+        quantize_model(torch.nn.Sequential(first), group_size=64)
 
 
 def test_a_model_on_meta() -> None:
