@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from weightonly.bench import accuracy
+from weightonly.bench import accuracy, activations
 from weightonly.bench.kept import read as read_kept
 from weightonly.bench.model import tables as models
 from weightonly.bench.model.measure import COLUMNS as OF_MODELS
@@ -376,6 +376,13 @@ def accuracy_table() -> str:
     )
 
 
+def activations_table() -> str:
+    """What rounding activations loses beside int4 weights."""
+    return activations.activations_table(
+        results.read_rows(MEASUREMENTS / "activations.csv", "bench activations", activations.COLUMNS).rows
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -393,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-even": lambda: layer_table("even"),
     "serve": serve_table,
     "accuracy": accuracy_table,
+    "activations": activations_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

@@ -63,7 +63,7 @@ MUTATIONS = [
                 "_check_scales(self._layer, value, dtype, shape.format)",
                 "pass",
             ),
-            ("a packed folder is packed again", "CheckpointWeights.__init__", "is None", "is not None"),
+            ("a packed folder is packed again", "CheckpointWeights.__init__", "arch is None", "arch is not None"),
             ("experts in another order", "CheckpointWeights._stack", "if in_turns", "if False"),
             ("two layers at a time", "CheckpointWeights.read", "with", "if"),
             ("the bias", "CheckpointWeights._add", ' ["bias"] if has_bias else', ""),
@@ -188,7 +188,7 @@ MUTATIONS = [
             ),
             ("a dense weight is transposed", "dense_layers", ".t()", ""),
             ("experts that are left are packed", "Plan.leave_experts", "self.stacks.clear()\n", ""),
-            ("a group size that does not fit", "_why_unfit", "recipes[inside].check_k(k)", "pass"),
+            ("a group size that does not fit", "_why_unfit", "recipe.check_k(k)", "pass"),
         ],
     ),
     *of(

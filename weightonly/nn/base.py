@@ -37,6 +37,8 @@ class PackedLayer(torch.nn.Module):
     bias: torch.nn.Parameter | None
     perm: torch.Tensor | None
     codebook: torch.Tensor | None
+    activations: str | None = None
+    """ "fp8" where x becomes E4M3, else None."""
     is_conv1d = False
     """Whether it is in the place of a Conv1D of transformers, whose `weight` is [K, N]."""
     locked: str | None = None
@@ -165,9 +167,11 @@ class PackedLayer(torch.nn.Module):
     def repack(self: Layer, arch: Arch | None = None) -> Layer:
         """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
 
-        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer.
+        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer. Raises ValueError with
+        activations "fp8" for other GPUs than Hopper.
         """
-        weight = repack(self.packed, arch)
+        packed = self.packed
+        weight = repack(packed, layout=resolve_layout(self.format, arch, None, packed.device, self.activations))
         if weight is not self.packed:
             self._hold(weight)
         return self
@@ -254,11 +258,12 @@ class PackedLayer(torch.nn.Module):
         return self.operand.dequantize(dtype)
 
     def extra_repr(self) -> str:
+        activations = "" if self.activations is None else f", activations={self.activations}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format}, "
             f"group_size={self.in_features // self.scales.shape[-2]}, "
-            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}"
+            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}{activations}"
         )
 
     def _stored_shape(self, layout: str) -> tuple[int, ...]:
@@ -309,6 +314,7 @@ def zero_weight(
     arch: Arch | None,
     act_order: bool,
     experts: int | None = None,
+    activations: str | None = None,
 ) -> QuantizedWeight:
     """A weight of zeros, its rows in order, for a layer to load a state dict into; its arguments are those of `Linear`,
     and it raises what that raises."""
@@ -321,7 +327,7 @@ def zero_weight(
     bits = format_bits(format)
     if format in CODE_FORMATS and not symmetric:
         raise ValueError(f"symmetric: expected True for {format}, got False")
-    layout = resolve_layout(format, arch, device=device)
+    layout = resolve_layout(format, arch, device=device, activations=activations)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     groups = k // resolve_group_size(default_group_size(format) if group_size is None else group_size, k)
     if k_padded * n_padded >= 1 << 63:

@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..activation_dtype import check_fp8_groups
 from ..activations import activation_of
 from ..grouped import Product
 from ..heuristics.arch import Arch
@@ -138,7 +139,7 @@ class ParallelLinear(Linear):
             code = codebook.view(torch.float32).tolist()
         shape = self.full_in_features, self.full_out_features
         weight = PackedWeight(data.reshape(-1), *shape, self.format, self.layout, code)
-        layer = Linear.from_quantized(weight, **tensors, activation=self.activation)
+        layer = Linear.from_quantized(weight, **tensors, activation=self.activation, activations=self.activations)
         layer.layer_name = self.layer_name
         return layer.train(self.training)
 
@@ -338,7 +339,9 @@ class RowwiseLinear(ParallelLinear):
     """Rows of a weight: y = act(sum over ranks of x[..., perm] @ w[rows] + bias).
 
     bias: [N], of the whole layer; it is added once, after the sum. perm: int32 or int64 [rows], the columns of all of x
-    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights.
+    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights. With
+    activations "fp8" each rank rounds its part of a row of x by a scale of its own: the sum differs from that of one
+    process by this rounding.
     slices: of the rows of x, each of which is summed over the ranks while the next one is computed; 1: it is one sum.
     """
 
@@ -356,6 +359,8 @@ class RowwiseLinear(ParallelLinear):
         begin, end = chunk(k, ranks, rank)
         whole = product_of(layer)
         part = Product(cut_rows(whole.operand, begin, end), whole.bias) if begin < end else None
+        if layer.activations is not None and part is not None:
+            check_fp8_groups(part.operand.group_rows, part.operand.k)
         perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
         self.rows, self.ranges, self.slices = (begin, end), [(0, layer.out_features)], slices
