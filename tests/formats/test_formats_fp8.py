@@ -202,11 +202,11 @@ WRONG_MODELOPT: dict[str, tuple[Any, str]] = {
     ),
     "excluded": (
         {"config.json": lambda c: c["quantization_config"].update(ignore=["lm_head", "model.layers.0.self*"])},
-        r"expected no quantized layer, as exclude_modules says \('model.layers.0.self\*'\), got one",
+        r"expected no quantized layer, as ignore says \('model.layers.0.self\*'\), got one",
     ),
     "pattern": (
         {"config.json": lambda c: c["quantization_config"].update(ignore=[3])},
-        r"exclude_modules: expected names and patterns, got \[3\]",
+        r"ignore: expected names and patterns, got \[3\]",
     ),
 }
 
@@ -306,7 +306,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "block size": (
         block_layer(),
         FP8 | {"weight_block_size": [128]},
-        r"weight_block_size: expected two sizes of at least 1, got \[128\]",
+        r"weight_block_size: expected two sizes of 1 to 2.31 - 1, got \[128\]",
     ),
     "no block size": (
         block_layer(),

@@ -223,7 +223,7 @@ def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
     shapes = {name: _describe(layer, shards) for name, layer in layers.items()}
     owned = {name for layer in layers.values() for name in layer.tensors.values()}
     plain = tuple(name for name in shards.tensors if name not in owned)
-    unused = of_activations(shards, quantization_config(shards)[1]).intersection(plain)
+    unused = of_activations(shards, quantization_config(shards)).intersection(plain)
     check_foreign(shards, (name for name in plain if name not in unused), layers)
     return Checkpoint(shards.folder, source, shards, layers, shapes, plain, unused)
 

@@ -154,6 +154,6 @@ def block_option(options: Mapping[str, Any], key: str) -> Block | None:
     sizes = option(options, key, (list, tuple))
     if sizes is None:
         return None
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"{key}: expected two sizes of at least 1, got {list(sizes)!r:.200}")
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+        raise ValueError(f"{key}: expected two sizes of 1 to 2^31 - 1, got {list(sizes)!r:.200}")
     return sizes[0], sizes[1]

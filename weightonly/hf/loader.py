@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
@@ -71,13 +73,13 @@ def load_model(
     if is_gguf:
         config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
     else:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        config = model_config(folder, code)
         shards.configs[CONFIG] = entries(config)
-    cls = model_class(config, kwargs)
+    cls = model_class(config, folder if is_gguf else folder / CONFIG, bool(code))
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     if is_dense(shards):
-        unused = of_activations(shards, {})
+        unused = of_activations(shards)
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
         source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
@@ -102,12 +104,29 @@ def load_model(
     return complete(model, info, folder)
 
 
-def model_class(config: Any, kwargs: dict[str, Any]) -> Any:
-    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
+def model_config(folder: Path, runs_code: bool | None = False) -> Any:
+    """config.json of a folder, as its class of transformers has it. Raises ValueError, naming the file."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=runs_code)
+    except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def model_class(config: Any, file: Path, runs_code: bool = False) -> Any:
+    """The class that config.json names: one of transformers, or of the folder, where the caller lets its code run.
+
+    Raises ValueError, naming the `file` of the config, where there is neither.
+    """
+    names = config.architectures or []
+    for name in names if isinstance(names, list) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if runs_code and own is not None:
+        return get_class_from_dynamic_module(own, str(file.parent))
+    problem = "expected names of classes of transformers, one of them of a model"
+    raise ValueError(f"{file}: architectures: {problem}, got {shown(repr(names))}")
 
 
 def entries(config: Any) -> dict[str, Any]:
