@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests import fp8_cases, hf_models
 from tests.formats.test_formats_fp8 import MODELOPT
+from tests.hf import gpt_oss_models
 from transformers import AutoModelForCausalLM
 
 from weightonly.formats import convert
@@ -101,6 +102,92 @@ FOLDERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     ),
 }
 
+LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 32}
+
+
+def llama4() -> Any:
+    """Its experts are [E, K, N], and stay dense: they have another interface."""
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**hf_models.SIZES, **LLAMA4))
+
+
+def gpt_oss() -> Any:
+    """Gates are in turns with what they are multiplied with; biases."""
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**gpt_oss_models.SIZES | {"hidden_size": 128}))
+
+
+def pair(name: str) -> int:
+    return 1 + name.endswith("gate_up_proj")
+
+
+DYNAMIC = BLOCKS | {"weight_block_size": None}
+STACKS: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
+    "fp8-blocks": (
+        qwen3_moe,
+        {
+            "options": BLOCKS | {"weight_block_size": [32, 32]},
+            "block": (32, 32),
+            "scale_name": "weight_scale_inv",
+            "stack": lambda name, w: fp8_cases.experts(w, (32, 32)),
+        },
+        {"fp8"},
+    ),
+    "fp8-blocks-of-halves": (  # of 64 columns each: blocks of 128 do not run over the end of one
+        qwen3_moe,
+        {
+            "options": BLOCKS,
+            "block": (128, 128),
+            "scale_name": "weight_scale_inv",
+            "stack": lambda name, w: fp8_cases.experts(w, (128, 128), halves=pair(name)),
+        },
+        {"fp8"},
+    ),
+    "fp8-static": (  # as FP8Experts of transformers has them: [E, 2, 1] and [E, 1, 1]
+        mixtral,
+        {
+            "options": DYNAMIC | {"activation_scheme": "static"},
+            "block": (-1, -1),
+            "scale_name": "weight_scale_inv",
+            "form": lambda scale: scale.reshape(()),
+            "beside": {"activation_scale": torch.tensor(0.1)},
+            "stack": lambda name, w: (
+                (found := fp8_cases.experts(w, (-1, -1), halves=pair(name)))[0]
+                | {"_activation_scale": torch.full((4,), 0.1)},
+                found[1],
+            ),
+        },
+        {"fp8"},
+    ),
+    "fbgemm-llama4": (
+        llama4,
+        {
+            "options": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            "block": (1, -1),
+            "scale_name": "weight_scale",
+            "stack": lambda name, w: fp8_cases.experts(
+                w,
+                (1, -1),
+                "_scale",
+                lambda scale: scale.transpose(1, 2) if "gate_up" in name else scale,
+                is_transposed=True,
+            ),
+        },
+        {"fp8"},
+    ),
+    "modelopt-gpt-oss": (
+        gpt_oss,
+        {
+            "options": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.router"]},
+            "block": (-1, -1),
+            "scale_name": "weight_scale",
+            "form": lambda scale: scale.reshape(()),
+            "stack": lambda name, w: fp8_cases.experts(
+                w, (-1, -1), "_weight_scale", lambda scale: scale.reshape(-1), is_transposed=True
+            ),
+        },
+        {"fp8"},
+    ),
+}
+
 ROUTES: dict[str, Callable[[Path], Any]] = {
     "load_model": lambda folder: load_model(folder, dtype=torch.float32),
     "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(
@@ -134,14 +221,27 @@ def check(folder: Path, dense: Any, tokens: torch.Tensor, formats: set[str], is_
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits(name: str, tmp_path: Path) -> None:
     make, how = FOLDERS[name]
+    dense = write_both(make, how, tmp_path)
+    check(tmp_path / "model", dense, hf_models.TOKENS, {"fp8"}, name.startswith("modelopt"))
+
+
+def write_both(make: Callable[[], Any], how: dict[str, Any], folder: Path) -> Any:
+    """A quantized model in folder / "model"; returns the dense one of its numbers."""
     model = hf_models.seeded(make)
-    folder = tmp_path / "model"
-    tensors = fp8_cases.write(folder, model, **how)
-    (tmp_path / "dense").mkdir()
-    model.save_pretrained(tmp_path / "dense")
-    save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    check(folder, dense, hf_models.TOKENS, {"fp8"}, name.startswith("modelopt"))
+    tensors = fp8_cases.write(folder / "model", model, **how)
+    (folder / "dense").mkdir()
+    model.save_pretrained(folder / "dense")
+    save_file(tensors, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_logits_of_stacked_experts(name: str, tmp_path: Path) -> None:
+    make, how, formats = STACKS[name]
+    dense = write_both(make, how, tmp_path)
+    check(tmp_path / "model", dense, hf_models.TOKENS, formats, name.startswith("modelopt"))
+    model = ROUTES["load_model"](tmp_path / "model")
+    assert any(isinstance(m, GroupedLinear) for m in model.modules()) == ("llama4" not in name)
 
 
 def test_logits_of_a_folder_of_modelopt(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def _fp8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return options, {"weight": weight, "weight_scale_inv": torch.rand(1, K // GROUP, generator=g)}
 
 
+def _stacks(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    """Two experts, which are read one by one."""
+    options, _ = _fp8(g)
+    weight = torch.randn(2, N, K, generator=g).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2, K // GROUP, generator=g)
+    tensors = {"gate_up_proj": weight, "gate_up_proj_scale_inv": scale, "gate_up_proj_bias": torch.rand(2, N)}
+    return options, tensors | {"gate_up_proj_activation_scale": torch.ones(2)}
+
+
 def _fbgemm(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     _, tensors = _fp8(g)
     beside = {"weight_scale": torch.rand(N, 1, generator=g), "input_scale_ub": torch.ones(1)}
@@ -177,6 +186,7 @@ QUANTIZERS = {
     "nvfp4": _nvfp4,
     "gpt-oss": _gpt_oss,
     "fp8": _fp8,
+    "stacked fp8": _stacks,
     "fbgemm_fp8": _fbgemm,
     "float-quantized": _float_quantized,
     "modelopt": _modelopt,
