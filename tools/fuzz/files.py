@@ -171,11 +171,20 @@ def _torchao(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "torchao"}, tensors
 
 
-_METADATA = {
-    f"{layer}.weight": json.dumps({"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}})
-    for layer in ("a", "b")
-}
-"""Of files of torchao."""
+def _torchao_float8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    _, tensors = _float_quantized(g)
+    scale = torch.rand(N // 8, K // GROUP, generator=g)
+    return {"quant_method": "torchao"}, {"_weight_qdata": tensors["weight"], "_weight_scale": scale}
+
+
+def _metadata(tensors: Tensors) -> dict[str, str] | None:
+    """Of files of torchao."""
+    if "_weight_qdata" not in tensors:
+        return None
+    kind, rows = ("Int4Tensor", 1) if "_weight_zero_point" in tensors else ("Float8Tensor", 8)
+    text = json.dumps({"_type": kind, "_data": {"block_size": [rows, GROUP], "shape": [N, K]}})
+    return dict.fromkeys(("a.weight", "b.weight"), text)
+
 
 QUANTIZERS = {
     "awq": _awq,
@@ -192,6 +201,7 @@ QUANTIZERS = {
     "modelopt": _modelopt,
     "hqq": _hqq,
     "torchao": _torchao,
+    "torchao float8": _torchao_float8,
 }
 
 KINDS = (*QUANTIZERS, "converted", "packed", "gguf")
@@ -234,7 +244,7 @@ def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, sh
     for shard in range(shards):
         file = f"model-{shard}.safetensors"
         part = {name: tensor for i, (name, tensor) in enumerate(named.items()) if i % shards == shard}
-        save_file(part, folder / file, _METADATA if options["quant_method"] == "torchao" else None)
+        save_file(part, folder / file, _metadata(tensors))
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
