@@ -177,6 +177,15 @@ def _torchao_float8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "torchao"}, {"_weight_qdata": tensors["weight"], "_weight_scale": scale}
 
 
+def _quark(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    weight = {"dtype": "uint4", "qscheme": "per_group", "group_size": GROUP, "ch_axis": -1}
+    options = {"global_quant_config": {"weight": weight}, "export": {"pack_method": "reorder"}, "exclude": ["*.head"]}
+    tensors = {"weight": _words(K, N // 8, g), "weight_scale": _scales(2, N, g)}
+    own = {"c*": {"weight": weight | {"dtype": "int8"}}}
+    tensors |= {"weight_zero_point": _words(2, N // 8, g), "input_scale": torch.ones(1)}
+    return {"quant_method": "quark", "layer_quant_config": own} | options, tensors
+
+
 def _metadata(tensors: Tensors) -> dict[str, str] | None:
     """Of files of torchao."""
     if "_weight_qdata" not in tensors:
@@ -200,6 +209,7 @@ QUANTIZERS = {
     "float-quantized": _float_quantized,
     "modelopt": _modelopt,
     "hqq": _hqq,
+    "quark": _quark,
     "torchao": _torchao,
     "torchao float8": _torchao_float8,
 }

@@ -19,7 +19,6 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 """Of ModelOpt, which earlier wrote nothing to config.json."""
 
 NOT_READ = {
-    "quark": "export it again as AWQ, by custom_mode='awq' of Quark",
     "eetq": "its bytes lie as the GPU that wrote them wants it, and it does not say which; quantize the original "
     "model: from_pretrained(folder, quantization_config=weightonly.hf.WeightOnlyConfig(format='int8', group_size=-1))",
 }
@@ -159,6 +158,6 @@ def of_activations(shards: Shards, config: tuple[str, Mapping[str, Any]] = ("", 
     patterns = []
     if any(group.get("input_activations") or group.get("output_activations") for group in groups):
         patterns.append(_OF_ACTIVATIONS)
-    if options.get("kv_cache_scheme") or modelopt.get("kv_cache_quant_algo"):
+    if options.get("kv_cache_scheme") or options.get("kv_cache_quant_config") or modelopt.get("kv_cache_quant_algo"):
         patterns.append(_OF_KV_CACHE)
     return frozenset(name for name in shards.tensors if any(pattern.search(name) for pattern in patterns))
