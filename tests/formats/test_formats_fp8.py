@@ -503,3 +503,25 @@ def test_wrong_stacks(what: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
         layers_in(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8)], ids=str)
+def test_experts_of_deepseek_v4(dtype: torch.dtype, tmp_path: Path, generator: torch.Generator) -> None:
+    """MXFP4 beside FP8; a module that has a scale, and no weight, is another one."""
+    codes = torch.randint(0, 256, (N, K // 2), generator=generator).to(torch.uint8)
+    exponents = torch.randint(100, 140, (N, K // 32), generator=generator).to(torch.uint8)
+    expert = {"b.w1.weight": codes.view(torch.int8), "b.w1.scale": exponents.view(dtype)}
+    other = {"a.hc.scale": torch.ones(3)}
+    layer = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in block_layer().items()}
+    found = {record.name: record for record in layers_in(write(tmp_path, expert | other | layer, FP8))}
+    assert {name: record.weight.format for name, record in found.items()} == {"a.up": "fp8", "b.w1": "mxfp4"}
+    powers = torch.exp2(exponents.double() - 127)
+    expected = dequantize_nvfp4(codes, powers.repeat_interleave(2, 1), torch.ones(()))
+    assert torch.equal(found["b.w1"].dequantize().double(), expected.t())
+    for change, message in (
+        ({"b.w1.scale": torch.ones(N, K // 32)}, "b.w1.scale: expected uint8 or float8_e8m0fnu .*got float32"),
+        ({"b.w1.scale": exponents[:, 1:]}, r"b.w1.scale: expected .* \[80, 6\]"),
+        ({"b.w1.weight": codes}, "b.w1.weight: expected float8_e4m3fn .*got uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(write(tmp_path, expert | layer | change, FP8))

@@ -70,6 +70,8 @@ FOLDERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         qwen3_moe,
         {"options": BLOCKS | {"weight_block_size": [32, 32]}, "block": (32, 32), "scale_name": "weight_scale_inv"},
     ),
+    "fp8-scale": (deepseek_v3, {"options": BLOCKS, "block": (128, 128), "scale_name": "scale"}),
+    "fp8-qscale": (hf_models.llama, {"options": BLOCKS, "block": (128, 128), "scale_name": "qscale_weight"}),
     "fbgemm-llama": (
         hf_models.llama,
         {

@@ -4,7 +4,10 @@ weight                          float8_e4m3fn [N, K]
 weight_scale_inv, weight_scale  float, or float8_e8m0fnu: [] or [1]: one for all; [N, 1] or [N]: per channel;
                                 [ceil(N / bn), ceil(K / bk)]: for blocks, as the config's weight_block_size says;
                                 of gate and up in one weight, also each half's: [2, 1], or [2 ceil(N / 2 / bn), ...]
+scale, qscale_weight            the same, of DeepSeek-V4 and of Mistral
 activation_scale, input_scale, input_scale_ub    of quantized activations: not used
+
+DeepSeek-V4 has experts in MXFP4 beside such layers: weight int8 [N, K / 2], codes of E2M1; scale [N, K / 32] in E8M0.
 
 w = weight * its scale, whatever the name says ("inv" is of what the quantizer multiplied by).
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .ct_fp4 import Fp4Names, fp4_shape, read_fp4
 from .e2m1 import E8M0_DTYPES, e8m0_scales
 from .expect import FLOATS, TensorError, expect, option
 from .groups import even_groups
@@ -31,8 +35,10 @@ Block = tuple[int, int]
 TENSOR: Block = (-1, -1)
 CHANNEL: Block = (1, -1)
 
-SCALES = ("weight_scale_inv", "weight_scale")
+SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight", "scale")
 """Names of the scales of a layer."""
+
+_MXFP4 = Fp4Names("weight", "scale", "", (), divides=False)
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max / torch.finfo(torch.float8_e4m3fn).max
 
@@ -126,6 +132,11 @@ def fp8_layers(
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
         weight, scale, block, name = parts(layer, tensors)
+        if weight.dtype == torch.int8 and name == _MXFP4.scale:
+            expect(name, scale, E8M0_DTYPES, list(scale.shape))
+            _, k, n = fp4_shape(weight.view(torch.uint8), scale, None, _MXFP4)
+            check_bias(tensors, n)
+            return LayerShape("mxfp4", k, n, 32, symmetric=True, act_order=False)
         k, n, (_, rows) = fp8_shape(weight, scale, block, name, is_pair(layer))
         check_bias(tensors, n)
         group_size = even_groups(k, -(-k // rows), rows, torch.device("cpu"), name).rows
@@ -136,6 +147,8 @@ def fp8_layers(
         if zero_points is not None and bool((zero_points.float() != 0).any()):
             raise TensorError("weight_zero_point", "expected zeros, got others")
         weight, scale, block, name = parts(layer, tensors)
+        if weight.dtype == torch.int8:
+            return read_fp4(weight.view(torch.uint8), scale, None, _MXFP4)
         return read_fp8(weight, scale, block, name=name, is_pair=is_pair(layer))
 
     return LayerFormat(
@@ -147,6 +160,7 @@ def fp8_layers(
         small=(),
         describe=describe,
         read=read,
+        shared=("scale",),
     )
 
 
