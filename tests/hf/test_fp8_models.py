@@ -247,6 +247,58 @@ def test_logits_of_stacked_experts(name: str, tmp_path: Path) -> None:
     assert any(isinstance(m, GroupedLinear) for m in model.modules()) == ("llama4" not in name)
 
 
+def undone(layer: str) -> Callable[[fp8_cases.Tensors], None]:
+    """The layer is dense in the files."""
+
+    def edit(tensors: fp8_cases.Tensors) -> None:
+        scale = tensors.pop(f"{layer}.weight_scale")
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].float() * scale
+        tensors.pop(f"{layer}.input_scale", None)
+
+    return edit
+
+
+def cached(names: dict[str, str]) -> Callable[[fp8_cases.Tensors], None]:
+    """Scales of a KV cache. names: of them, after that of the attention."""
+    return lambda tensors: tensors.update(
+        {f"model.layers.{layer}.self_attn.{name}": torch.tensor(1.0) for layer in (0, 1) for name in names.values()}
+    )
+
+
+FP8_LLAMA: dict[str, Any] = {
+    "block": (-1, -1),
+    "scale_name": "weight_scale",
+    "form": lambda scale: scale.reshape(()),
+    "beside": {"input_scale": torch.tensor(0.1)},
+}
+CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
+DOWN = "model.layers.1.mlp.down_proj"
+ODD: dict[str, tuple[dict[str, Any], list[Callable[[fp8_cases.Tensors], None]]]] = {
+    "not converted": (DYNAMIC | {"modules_to_not_convert": ["lm_head", DOWN]}, [undone(DOWN)]),
+    "AutoFP8": (DYNAMIC | {"activation_scheme": "static", "ignored_layers": ["lm_head", DOWN]}, [undone(DOWN)]),
+    "KV cache": (DYNAMIC | {"kv_cache_scheme": "static"}, [cached({"k": "k_scale", "v": "v_scale"})]),
+    "ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.1.mlp.d*"]}
+        | {"kv_cache_scheme": CACHE},
+        [undone(DOWN), cached({"k": "k_proj.k_scale", "v": "v_proj.v_scale"})],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_folders(name: str, tmp_path: Path) -> None:
+    options, edits = ODD[name]
+    dense = write_both(hf_models.llama, FP8_LLAMA | {"options": options}, tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    for edit in edits:
+        edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    check(tmp_path / "model", dense, hf_models.TOKENS, {"fp8"}, name == "ModelOpt")
+    model = load_model(tmp_path / "model", torch.float32)
+    assert isinstance(model.get_submodule(DOWN), Linear) == (name == "KV cache")
+
+
 def dense_of_modelopt(folder: Path) -> Path:
     """The numbers of the folder that ModelOpt wrote, dense, in fp32."""
     tensors, dense = load_file(MODELOPT / "model.safetensors"), {}
