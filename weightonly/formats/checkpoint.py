@@ -178,8 +178,8 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, GGUF,
-    gpt-oss, or a converted one.
+    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark,
+    FP8, ModelOpt, GGUF, gpt-oss, or a converted one.
 
     folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
         sharded or not, and config.json, quantize_config.json or quant_config.json. Without a

@@ -38,9 +38,9 @@ def load_model(
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a
-        dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub,
-        which is downloaded; or a GGUF file (pip install gguf).
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark, FP8, ModelOpt, gpt-oss, `convert`,
+        `save_pretrained` or a dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the
+        Hugging Face Hub, which is downloaded; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
         file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
