@@ -65,7 +65,7 @@ def read_torchao(weight: torch.Tensor) -> IntWeight | CodeWeight:
         "target_dtype": {"_data": str(getattr(weight, "target_dtype", None)).removeprefix("torch.")},
     }
     kind = _kind_of(type(weight).__name__, data)
-    names = [*weight.tensor_data_names, *getattr(weight, "optional_tensor_data_names", ())]
+    names = [*getattr(weight, "tensor_data_names", ()), *getattr(weight, "optional_tensor_data_names", ())]
     found = {f"_weight_{name}": value for name in names if (value := getattr(weight, name)) is not None}
     _shape(kind, found)
     zero = found.get(_ZERO)

@@ -41,23 +41,22 @@ def pack_model(module: torch.nn.Module, dtype: torch.dtype | None = None, arch: 
             names_of.setdefault(id(child), []).append(name)
     if not names_of:
         raise ValueError("module: expected linear layers that torchao or bitsandbytes quantized, got none")
-    for check in (True, False):
+    for is_checked in (False, True):
         for names in names_of.values():
             old: Any = module.get_submodule(names[0])
             try:
                 weight = _read(old)
-                new = None if check else _packed(names[0], weight, old, dtype, arch)
+                new = _packed(names[0], weight, old, dtype, arch) if is_checked else old
             except (TypeError, ValueError) as error:
                 raise ValueError(f"layer {names[0]!r}: {error}") from error
-            for name in names if new is not None else ():
+            for name in names if is_checked else ():
                 if name == "":
                     return new
                 module.set_submodule(name, new)
     quantizer: Any = getattr(module, "hf_quantizer", None)
     if quantizer is not None and not any(map(library_of, module.modules())):
         quantizer.remove_quantization_config(module)
-        if hasattr(module, "is_loaded_in_4bit"):
-            module.is_loaded_in_4bit = False
+        vars(module).pop("is_loaded_in_4bit", None)
     describe_model(module, Recipe.of(None, None, None, True, dtype, arch), set())
     return module
 
