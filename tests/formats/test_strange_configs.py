@@ -419,7 +419,7 @@ def put(value: Any, at: tuple[str | int, ...], new: Any) -> Any:
 def test_errors_name_the_file_and_the_key(kind: str, tmp_path: Path, generator: torch.Generator) -> None:
     """An entry that the config does not have is not asked for, or it is of another quantizer."""
     options, tensors = files.QUANTIZERS[kind](generator)
-    others = {"source": {}, "config_groups": {}, "modules_to_not_convert": []}
+    others: dict[str, Any] = {"source": {}, "config_groups": {}, "modules_to_not_convert": []}
     folder = tmp_path / "model"
     files.write_checkpoint(folder, options, tensors, 1)
     for place in places(others | options):

@@ -16,12 +16,14 @@ import weightonly as wo
 from weightonly.formats import read_torchao
 from weightonly.nn import Linear, pack_model, quantize_model
 
+INT4: Any = getattr(torch, "int4")  # noqa: B009 - older versions of its types lack it
+
 
 def stand_in(name: str, tensors: dict[str, torch.Tensor], **attributes: Any) -> torch.nn.Linear:
     """A layer whose weight is of a class as torchao makes them."""
     cls = type(name, (torch.Tensor,), {"__module__": "torchao.quantization"})
     inside = {key.removeprefix("_weight_"): value for key, value in tensors.items()}
-    weight = torch.empty(N, K, dtype=torch.float32).as_subclass(cls)
+    weight: Any = torch.empty(N, K, dtype=torch.float32).as_subclass(cls)
     vars(weight).update(inside | attributes | {"tensor_data_names": [*inside], "requires_grad": False})
     layer = torch.nn.Linear(K, N)
     layer.requires_grad_(False)
@@ -41,7 +43,7 @@ def only(model: torch.nn.Module) -> Linear:
 def test_int4(generator: torch.Generator) -> None:
     tensors = int4(generator)
     layer = stand_in("Int4Tensor", tensors, block_size=[1, GROUP])
-    model = pack_model(model_of(layer))
+    model: Any = pack_model(model_of(layer))
     low, high = tensors["_weight_qdata"] << 4 >> 4, tensors["_weight_qdata"] >> 4
     scale, shift = (tensors[f"_weight_{x}"].float().repeat_interleave(GROUP, 0).t() for x in ("scale", "zero_point"))
     expected = scale * torch.stack((low, high), -1).flatten(1) + shift
@@ -56,7 +58,7 @@ def test_int4(generator: torch.Generator) -> None:
 def test_int8_and_intx(generator: torch.Generator) -> None:
     plain = stand_in("Int8Tensor", int8(generator), block_size=[1, K])
     tensors = int8(generator, GROUP, -8, 7) | zero_point(generator, GROUP)
-    target = {"target_dtype": torch.int4}
+    target = {"target_dtype": INT4}
     grouped = stand_in("IntxUnpackedToInt8Tensor", tensors, block_size=(1, GROUP), **target)
     for layer, format in ((plain, "int8"), (grouped, "int4")):
         weight: Any = layer.weight
@@ -123,8 +125,8 @@ def configs() -> dict[str, Any]:
     return {
         "int8": quantization.Int8WeightOnlyConfig(),
         "int8 of dynamic x": quantization.Int8DynamicActivationInt8WeightConfig(),
-        "intx": quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32)),
-        "int4 of dynamic x": quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+        "intx": quantization.IntxWeightOnlyConfig(weight_dtype=INT4, granularity=quantization.PerGroup(32)),
+        "int4 of dynamic x": quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=INT4),
         "float8": quantization.Float8WeightOnlyConfig(),
     }
 
