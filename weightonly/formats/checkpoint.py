@@ -194,8 +194,8 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, GGUF,
-    gpt-oss, or a converted one.
+    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark,
+    FP8, ModelOpt, GGUF, gpt-oss, or a converted one.
 
     folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
         sharded or not, and config.json, quantize_config.json or quant_config.json. Without a
@@ -239,7 +239,7 @@ def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
     shapes = {name: _describe(layer, shards) for name, layer in layers.items()}
     owned = {name for layer in layers.values() for name in layer.tensors.values()}
     plain = tuple(name for name in shards.tensors if name not in owned)
-    unused = of_activations(shards, quantization_config(shards)[1]).intersection(plain)
+    unused = of_activations(shards, quantization_config(shards)).intersection(plain)
     check_foreign(shards, (name for name in plain if name not in unused), layers)
     return Checkpoint(shards.folder, source, shards, layers, shapes, plain, unused)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..activation_dtype import activations_of
 from ..extras import require_package
@@ -38,9 +40,9 @@ def load_model(
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a
-        dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub,
-        which is downloaded; or a GGUF file (pip install gguf).
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark, FP8, ModelOpt, gpt-oss, `convert`,
+        `save_pretrained` or a dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the
+        Hugging Face Hub, which is downloaded; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
         file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
@@ -78,9 +80,9 @@ def load_model(
     if is_gguf:
         config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
     else:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        config = model_config(folder, code)
         shards.configs[CONFIG] = entries(config)
-    cls = model_class(config, kwargs)
+    cls = model_class(config, folder if is_gguf else folder / CONFIG, bool(code))
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     if is_dense(shards):
@@ -89,7 +91,7 @@ def load_model(
                 f"activations: expected None, as {folder} is not quantized, got 'fp8'; from_pretrained(folder, "
                 "quantization_config=WeightOnlyConfig(activations='fp8')) quantizes it"
             )
-        unused = of_activations(shards, {})
+        unused = of_activations(shards)
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
         source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
@@ -114,12 +116,29 @@ def load_model(
     return complete(model, info, folder)
 
 
-def model_class(config: Any, kwargs: dict[str, Any]) -> Any:
-    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
+def model_config(folder: Path, runs_code: bool | None = False) -> Any:
+    """config.json of a folder, as its class of transformers has it. Raises ValueError, naming the file."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=runs_code)
+    except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def model_class(config: Any, file: Path, runs_code: bool = False) -> Any:
+    """The class that config.json names: one of transformers, or of the folder, where the caller lets its code run.
+
+    Raises ValueError, naming the `file` of the config, where there is neither.
+    """
+    names = config.architectures or []
+    for name in names if isinstance(names, list) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if runs_code and own is not None:
+        return get_class_from_dynamic_module(own, str(file.parent))
+    problem = "expected names of classes of transformers, one of them of a model"
+    raise ValueError(f"{file}: architectures: {problem}, got {shown(repr(names))}")
 
 
 def entries(config: Any) -> dict[str, Any]:

@@ -38,6 +38,15 @@ def is_linear(module: torch.nn.Module) -> bool:
     return cls is torch.nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers."))
 
 
+def library_of(module: torch.nn.Module) -> str | None:
+    """Who quantized a linear layer in memory, of those whose layers `pack_model` takes: torchao or bitsandbytes."""
+    cls = type(module)
+    if cls is torch.nn.Linear:
+        return "torchao" if type(module.weight).__module__.partition(".")[0] == "torchao" else None
+    is_4bit = cls.__name__ == "Linear4bit" and cls.__module__.partition(".")[0] == "bitsandbytes"
+    return "bitsandbytes" if is_4bit else None
+
+
 class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
@@ -73,6 +82,22 @@ class DenseHandler:
         layer = Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
         layer.is_conv1d = self.kind == "Conv1D"
         return layer
+
+
+class QuantizedHandler(DenseHandler):
+    """Linear layers that another library quantized: left alone."""
+
+    kind = "quantized Linear"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return library_of(module) is not None
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        assert isinstance(module, torch.nn.Linear)
+        return module.in_features, module.out_features
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        return f"{library_of(module)} quantized it; weightonly.nn.pack_model packs its numbers as they are"
 
 
 class Conv1DHandler(DenseHandler):
@@ -164,7 +189,14 @@ class PackedHandler:
 
 
 PACKED = PackedHandler()
-HANDLERS: list[Handler] = [PACKED, DenseHandler(), Conv1DHandler(), SubclassHandler(), ExpertsHandler()]
+HANDLERS: list[Handler] = [
+    PACKED,
+    QuantizedHandler(),
+    DenseHandler(),
+    Conv1DHandler(),
+    SubclassHandler(),
+    ExpertsHandler(),
+]
 
 
 def handler_of(module: torch.nn.Module) -> Handler | None:

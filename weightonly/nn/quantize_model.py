@@ -170,12 +170,16 @@ def quantize_model(
     module.weightonly_summary = summary  # type: ignore[assignment]
     _log.info("%s", summary)
     if None in reasons.values():
-        _describe(module, recipe, summary)
+        conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
+        describe_model(module, recipe, conv1d)
     return module
 
 
-def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None:
-    """Let a model of transformers say what its layers are when it is saved. transformers is imported by then."""
+def describe_model(module: torch.nn.Module, recipe: Recipe, conv1d: set[str]) -> None:
+    """Let a model of transformers say what its layers are when it is saved. transformers is imported by then.
+
+    recipe, conv1d: see `WeightOnlyQuantizer.adopt`.
+    """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return
@@ -184,7 +188,6 @@ def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None
     except ImportError as error:
         _log.warning("save_pretrained will not say how the layers of this model are packed: %s", error)
         return
-    conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
     WeightOnlyQuantizer.adopt(module, recipe, conv1d)
 
 
