@@ -9,7 +9,7 @@ _INITIALIZATIONS = (True, False, "gaussian")
 
 
 def check_config(config: LoraConfig, title: str) -> None:
-    """Raises ValueError for DoRA, and for initializations that need the dense weight. title: of the layer, in errors."""
+    """Raises ValueError for DoRA, and initializations that need the dense weight. title: of the layer, in errors."""
     if config.use_dora:
         raise ValueError(f"use_dora: expected False for {title}, got True: DoRA needs the dense weight in every step")
     if config.init_lora_weights not in _INITIALIZATIONS:
