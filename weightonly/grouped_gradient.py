@@ -26,7 +26,7 @@ from .weight import LooseWeight, QuantizedWeight
 
 SLICE_BYTES = 128 << 20
 """The most that a slice of the weights of all experts may take when it is dense. Its packed bytes are copied beside it,
-a quarter of that in 4 bits; `python -m weightonly.bench experts-backward` measures other sizes."""
+a quarter of that in 4 bits."""
 
 
 _GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")

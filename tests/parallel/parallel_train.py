@@ -1,4 +1,4 @@
-"""Cases of training adapters of packed mixtures on several ranks, each with a part of a batch. See parallel_ranks.py."""
+"""Cases that train adapters of packed mixtures on several ranks, each with a part of a batch. See parallel_ranks.py."""
 
 from __future__ import annotations
 
