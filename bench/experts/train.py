@@ -89,9 +89,9 @@ def experts_train(
 ) -> pd.DataFrame:
     """One row for each model of `MIXTURES`, number of tokens, rank of adapters (0: none), and format beside dense.
 
-    Columns: `model`, `tokens`, `rank`, `experts`; `us`, the median of a forward and a backward pass, the host's time included;
-    in MB, NaN on a CPU: `weights_mb`, what the backward pass finds (`kept_mb`), the most that both allocated beyond
-    weights (`peak_mb`), and `beyond_mb`, the difference.
+    Columns: `model`, `tokens`, `rank`, `experts`; `us`, the median of a forward and a backward pass, with the host's
+    time; in MB `weights_mb`, and, NaN on a CPU: what the backward pass finds (`kept_mb`), the most that both allocated
+    beyond weights (`peak_mb`), and `beyond_mb`, the difference.
 
     Raises ValueError for unknown names, and what the libraries raise.
     """
