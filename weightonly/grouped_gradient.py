@@ -39,7 +39,7 @@ def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Te
     if _multiplies_slices(grad, scales, perm):
         w = LooseWeight(PackedWeight(data, *fields, experts=experts), scales, zeros)
         if blocks_of(w.packed.k_padded, w.packed.n_padded, w.packed.bits, w.packed.layout).column_dim == 0:
-            return by_slices(grad, w, offs)
+            return by_slices(grad, w, offs, SLICE_BYTES)
     result = grad.new_zeros(grad.shape[0], fields[0])
     for expert, begin, end in rows_of(offs, grad.shape[0], has_rest=True):
         weight = data.view(experts, -1)[expert]
@@ -61,9 +61,7 @@ def _multiplies_slices(grad: torch.Tensor, scales: torch.Tensor, perm: torch.Ten
     )
 
 
-def by_slices(
-    grad: torch.Tensor, w: QuantizedWeight, offs: torch.Tensor, limit_bytes: int = SLICE_BYTES
-) -> torch.Tensor:
+def by_slices(grad: torch.Tensor, w: QuantizedWeight, offs: torch.Tensor, limit_bytes: int) -> torch.Tensor:
     """`_gradient_op` by dequantized slices of all experts.
 
     grad: [T, N]; w: of stacked experts, without perm; limit_bytes: the most that a slice takes.
@@ -71,15 +69,20 @@ def by_slices(
     # Rows of no expert, which are the last ones, are those of one more expert, whose weights are zeros.
     ends = torch.cat([offs, offs.new_full((1,), grad.shape[0])])  # (E + 1)
     grad = grad.contiguous()
-    parts = [F.grouped_mm(grad, rows.mT, offs=ends) for rows in _dequantized_rows(w, limit_bytes)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    result = grad.new_empty(0)
+    for begin, end, rows in _dequantized_rows(w, limit_bytes):
+        part = F.grouped_mm(grad, rows.mT, offs=ends)
+        if end - begin == w.k:
+            return part
+        if begin == 0:
+            result = grad.new_empty(grad.shape[0], w.k)
+        result[:, begin:end] = part
+    return result
 
 
-def _dequantized_rows(w: QuantizedWeight, limit_bytes: int) -> Iterator[torch.Tensor]:
-    """Rows of the weights of all experts, and of one more of zeros: [E + 1, rows, N], slice after slice.
-
-    Each is memory that the next one overwrites.
-    """
+def _dequantized_rows(w: QuantizedWeight, limit_bytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(begin, end, rows begin..end of the weights of all experts, and of one more of zeros: [E + 1, end - begin, N]),
+    slice after slice. Each is memory that the next one overwrites."""
     packed, experts, groups = w.packed, w.experts or 0, w.group_rows
     columns = packed.n_padded
     workspace = w.scales.new_empty(0)
@@ -88,13 +91,14 @@ def _dequantized_rows(w: QuantizedWeight, limit_bytes: int) -> Iterator[torch.Te
     slices = -(-w.k // max(align, step // align * align))
     step = -(-w.k // (slices * align)) * align
     for begin in range(0, w.k, step):
-        part = w if step >= w.k else cut_rows(w, begin, min(begin + step, w.k))
+        end = min(begin + step, w.k)
+        part = w if step >= w.k else cut_rows(w, begin, end)
         if not workspace.numel():
             workspace = w.scales.new_empty(part.k, experts + 1, columns)
             workspace[:, experts] = 0
         rows = workspace[: part.k]
         _dequantize_beside(part, rows.view(part.k, -1))
-        yield rows.permute(1, 0, 2)[..., : w.n]
+        yield begin, end, rows.permute(1, 0, 2)[..., : w.n]
 
 
 def _dequantize_beside(w: QuantizedWeight, out: torch.Tensor) -> None:

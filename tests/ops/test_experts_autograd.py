@@ -94,6 +94,17 @@ def test_the_gradient_by_slices_of_all_experts(
         assert got.shape == (10, k) and near(got[:8], expected) and not got[8:].any()
 
 
+@pytest.mark.parametrize(("k", "group_size"), [(192, 32), (192, 16), (192, -1), (100, -1), (640, 320)])
+def test_slices_of_other_groups(k: int, group_size: int, generator: torch.Generator) -> None:
+    parts = [wo.quantize(torch.randn(k, 72, generator=generator), 4, group_size, False) for _ in range(3)]
+    q, scales, zeros = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    w = wo.QuantizedWeight(wo.preprocess(q, 4, layout="tiled"), scales, zeros)
+    grad = torch.randn(5, 72, generator=generator)
+    expected = torch.cat([grad[:3] @ w.dequantize()[0].T, grad[3:] @ w.dequantize()[2].T])
+    for limit_bytes in (1, 128 * 4 * 4 * 128, 1 << 27):
+        assert near(by_slices(grad, w, ends([3, 0, 2]), limit_bytes), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [192, 512])
 @pytest.mark.parametrize("format", ["int4", "int8", "nf4"])
