@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,8 +28,8 @@ def test_rows_and_table() -> None:
 def test_gradients_are_those_of_dense_experts(rank: int) -> None:
     device = torch.device("cpu")
     dense = train.dense_experts("tiny", torch.bfloat16, device)
-    packed = train._Layer(train.dense_experts("tiny", torch.bfloat16, device))
-    packed = wo.nn.quantize_model(packed, format="int8", search=False)
+    layer_of_dense = train._Layer(train.dense_experts("tiny", torch.bfloat16, device))
+    packed: Any = wo.nn.quantize_model(layer_of_dense, format="int8", search=False)
     x, weights = torch.randn(6, 128, dtype=torch.bfloat16), torch.rand(6, 2)
     ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [1, 0], [3, 5]])
     found = []

@@ -208,21 +208,31 @@ def test_gradients_are_the_same_from_run_to_run() -> None:
     assert len(first) == 8 and all(torch.equal(grad, second[name]) for name, grad in first.items())
 
 
-def test_autocast() -> None:
+def check_autocast(device: torch.device | str) -> None:
     """x and adapters in fp32, products in bf16: as near to fp32 as dense experts under autocast are."""
-    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    ids = torch.stack([torch.arange(12) % 6, (torch.arange(12) + 2) % 6], 1)
-    weights = torch.rand(12, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    exact_base = dense(dtype=torch.bfloat16).float()
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    ids = torch.stack([torch.arange(12) % 6, (torch.arange(12) + 2) % 6], 1).to(device)
+    weights = torch.rand(12, 2, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    ours = wo.nn.quantize_model(make("qwen3-moe").to(device, torch.bfloat16), group_size=32)
+    theirs = densified(ours, make("qwen3-moe").to(device, torch.bfloat16))
     found = []
-    for base, is_on in ((packed(dtype=torch.bfloat16), True), (dense(dtype=torch.bfloat16), True), (exact_base, False)):
+    for base, is_on in ((copy.deepcopy(theirs).float(), False), (theirs, True), (ours, True)):
         layer = experts_of(adapted(base))
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=is_on):
             y = layer(x, ids, weights)
         found.append([y, *torch.autograd.grad(y.float().square().sum(), [x, weights, *factors(layer).values()])])
-    assert found[0][0].dtype == torch.bfloat16
-    for ours, theirs, exact in zip(*found, strict=True):
-        assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + 1e-3 * exact.norm()
+    assert found[2][0].dtype == torch.bfloat16
+    for exact, dense_one, got in zip(*found, strict=True):
+        assert (got - exact).norm() <= 2 * (dense_one - exact).norm() + 1e-3 * exact.norm()
+
+
+def test_autocast() -> None:
+    check_autocast("cpu")
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu(cuda_device: torch.device) -> None:
+    check_autocast(cuda_device)
 
 
 def test_compiled_without_a_graph_break() -> None:

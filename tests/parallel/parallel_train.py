@@ -46,11 +46,11 @@ def train(model: Any, lines: torch.Tensor) -> None:
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("module."): p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            found[name.removeprefix("module.")] = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+    return found
 
 
 def case(name: str, spread: Callable[[Any, DeviceMesh], Any]) -> Callable[[DeviceMesh], float]:

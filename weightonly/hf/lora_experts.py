@@ -94,8 +94,10 @@ class LoraExperts(lora_layer.ParamWrapper):
 
     def _factors(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A^T [E + 1, K, r] and scaling * B^T [E + 1, r, N] of one adapter, in the order of N of the packed weight."""
-        a = self.lora_A[name].weight.to(dtype).unflatten(0, (self.num_experts, -1))  # (E, r, K)
-        b = (self.lora_B[name].weight * self.scaling[name]).to(dtype).unflatten(1, (-1, self.num_experts))  # (N, r, E)
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
+        a = a.to(dtype).unflatten(0, (self.num_experts, -1))  # (E, r, K)
+        b = (b * self.scaling[name]).to(dtype).unflatten(1, (-1, self.num_experts))  # (N, r, E)
         if self._alternates:
             b = gates_first(b, 0)
         ranks = -a.shape[1] % _RANK_ALIGN

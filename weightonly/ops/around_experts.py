@@ -170,7 +170,7 @@ class _Sort(torch.autograd.Function):
         return rows, offs, places
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None, None]:
         ids, offs, places = ctx.saved_tensors
         ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
@@ -196,7 +196,7 @@ class _Combine(torch.autograd.Function):
         return combine(rows, weights, ids, offs, places, dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights, ids, offs, places = ctx.saved_tensors
         tokens, top_k = ids.shape
