@@ -111,7 +111,7 @@ def quantize_for(
         # The rows of a group first: sums over them are elementwise, see `fold`.
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
         if scratch is None or scratch[0].shape != block.shape:
-            scratch = torch.empty(2, *block.shape, device=w.device)
+            scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
         scale, zero = _by_range(low, high, bits, symmetric, dtype)
         if search:

@@ -6,8 +6,8 @@ Each engine runs in a process of its own, on random weights of a real model's sh
 
 weightonly         vLLM with this plug-in
 weightonly-method  a folder through `--quantization weightonly`
-vllm               vLLM without us: Machete on Hopper, Marlin for experts
-marlin             without Machete, too
+vllm               vLLM without us: Machete on Hopper, Marlin for experts, OpenAI's Triton kernels for gpt-oss
+marlin             Marlin for all
 dense              the same numbers in 16 bits; log-probabilities are compared with it
 """
 

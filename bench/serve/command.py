@@ -65,6 +65,8 @@ def serve(
         raise ValueError(f"providers: expected dense with random weights, {METHOD} with a folder, got {wrong}")
     if quant not in QUANTIZERS:
         raise ValueError(f"quant: expected one of {', '.join(QUANTIZERS)}, got {quant!r}")
+    if model in MODELS and MODELS[model].is_gpt_oss and (quant, dtype) != ("mxfp4", torch.bfloat16):
+        raise ValueError(f"quant and dtype: expected mxfp4 and torch.bfloat16 with {model}, got {quant} and {dtype}")
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     numbers = (

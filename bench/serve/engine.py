@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .models import MODELS, QUANTIZERS, Weights, config_of, with_layers
+from .models import MODELS, Weights, config_of, quantization_of, with_layers
 
 RESULT = "RESULT "
 METHOD = "weightonly-method"
@@ -78,7 +78,7 @@ def set_environment(job: Job) -> None:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions for apply_model
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # ranks know the load format
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # ranks know the load format
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -96,11 +96,14 @@ def engine(job: Job, **more: Any) -> Any:
     folder, arguments = Path(job.model), dict[str, Any]()
     if job.model in MODELS:
         folder = Path(tempfile.mkdtemp(prefix="weightonly_serve_"))
-        quantization = None if job.provider == "dense" else QUANTIZERS[job.quant].config(job.group_size)
-        config = config_of(with_layers(MODELS[job.model], job.layers), quantization, getattr(torch, job.dtype))
+        model = with_layers(MODELS[job.model], job.layers)
+        quantization = None if job.provider == "dense" else quantization_of(model, job.quant, job.group_size)
+        config = config_of(model, quantization, getattr(torch, job.dtype))
         (folder / "config.json").write_text(json.dumps(config))
         register_random()
         arguments |= {"load_format": RANDOM, "model_loader_extra_config": asdict(job)}
+        if job.provider == "marlin" and model.mixture is not None:
+            arguments["moe_backend"] = "marlin"
     elif job.provider == METHOD:
         arguments |= {"quantization": "weightonly", "load_format": "weightonly"}
     if job.mode == "eager":
@@ -167,7 +170,8 @@ def kernels(model: torch.nn.Module) -> dict[str, int]:
         method = getattr(module, "quant_method", None)
         if method is not None:
             kernel = getattr(method, "kernel", None) or getattr(getattr(module, "scheme", None), "kernel", None)
-            found[f"{name.rpartition('.')[2]}: {type(kernel or method).__name__}"] += 1
+            cls = getattr(method, "experts_cls", None) or type(kernel or method)
+            found[f"{name.rpartition('.')[2]}: {cls.__name__}"] += 1
     return dict(found)
 
 

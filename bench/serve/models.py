@@ -18,37 +18,58 @@ _POSITIONS = 8192
 _VARIANTS = 4
 """Weights of one shape that differ; layers take them by turns, each with memory of its own."""
 
+_BIAS = 0.1
+"""The deviation of biases."""
+
 _NVFP4_FACTOR = 2.0**-11
 """What NVFP4's scales are multiplied with: the same for all layers, as merged ones need it."""
 
 Tensors = dict[str, torch.Tensor]
 
 
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+"""model_type in config.json -> the class."""
+
+
 @dataclass(frozen=True)
 class Served:
-    """A model's sizes; mixture: of its experts, None: it is dense. qk_norm: query and key have a norm (Qwen3's)."""
+    """A model's sizes; mixture: of its experts, None: it is dense. kind: a key of `_CLASSES`."""
 
     attention: LlamaSizes
     mixture: MixtureSizes | None = None
     head_dim: int | None = None
-    qk_norm: bool = False
+    kind: str = "llama"
 
     @property
     def head(self) -> int:
         return self.head_dim or self.attention.head_dim
 
+    @property
+    def is_gpt_oss(self) -> bool:
+        """Its experts have one format, MXFP4, all else is in bfloat16."""
+        return self.kind == "gpt_oss"
 
-def _mixture(name: str, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> Served:
-    sizes = MIXTURES[name]
-    return Served(LlamaSizes(sizes.hidden, sizes.inner, layers, heads, kv_heads, vocabulary), sizes, **more)
+
+def _mixture(
+    sizes: MixtureSizes, layers: int, heads: int, kv_heads: int, vocabulary: int, kind: str, head_dim: int | None = None
+) -> Served:
+    attention = LlamaSizes(sizes.hidden, sizes.inner, layers, heads, kv_heads, vocabulary)
+    return Served(attention, sizes, head_dim, kind)
 
 
 MODELS: dict[str, Served] = {
     **{name: Served(sizes) for name, sizes in LLAMAS.items() if name != "tiny"},
-    "mixtral-8x7b": _mixture("mixtral-8x7b", 32, 32, 8, 32000),
-    "qwen3-30b-a3b": _mixture("qwen3-30b-a3b", 48, 32, 4, 151936, head_dim=128, qk_norm=True),
+    "mixtral-8x7b": _mixture(MIXTURES["mixtral-8x7b"], 32, 32, 8, 32000, "mixtral"),
+    "qwen3-30b-a3b": _mixture(MIXTURES["qwen3-30b-a3b"], 48, 32, 4, 151936, "qwen3_moe", 128),
+    "gpt-oss-20b": _mixture(MixtureSizes(2880, 2880, 32, 4), 24, 64, 8, 201088, "gpt_oss", 64),
     "tiny": Served(LlamaSizes(512, 1536, 4, 8, 4, 2048)),
-    "tiny-mixtral": Served(LlamaSizes(512, 512, 4, 8, 4, 2048), MixtureSizes(512, 512, 8, 2)),
+    "tiny-mixtral": _mixture(MixtureSizes(512, 512, 8, 2), 4, 8, 4, 2048, "mixtral"),
+    "tiny-gpt-oss": _mixture(MixtureSizes(512, 512, 8, 4), 4, 8, 4, 2048, "gpt_oss"),
 }
 
 
@@ -57,10 +78,11 @@ def with_layers(model: Served, layers: int | None) -> Served:
 
 
 def config_of(model: Served, quantization: Mapping[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of Llama, Mixtral or Qwen3-MoE."""
+    """config.json. quantization: see `quantization_of`; None: of the dense model."""
     sizes, mixture = model.attention, model.mixture
-    kind, cls = ("llama", "LlamaForCausalLM") if mixture is None else ("mixtral", "MixtralForCausalLM")
     config: dict[str, Any] = {
+        "model_type": model.kind,
+        "architectures": [_CLASSES[model.kind]],
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.intermediate,
         "num_hidden_layers": sizes.layers,
@@ -79,12 +101,20 @@ def config_of(model: Served, quantization: Mapping[str, Any] | None, dtype: torc
     }
     if mixture is not None:
         config |= {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k, "sliding_window": None}
-    if model.qk_norm and mixture is not None:
-        kind, cls = "qwen3_moe", "Qwen3MoeForCausalLM"
-        config |= {"num_experts": mixture.experts, "moe_intermediate_size": mixture.inner, "norm_topk_prob": True}
-        config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    config |= {"model_type": kind, "architectures": [cls]}
+        if model.kind == "qwen3_moe":
+            config |= {"num_experts": mixture.experts, "moe_intermediate_size": mixture.inner, "norm_topk_prob": True}
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if model.is_gpt_oss:
+        yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= {"original_max_position_embeddings": 4096, "truncate": False}
+        config |= {"rope_scaling": yarn, "rope_theta": 150000.0, "max_position_embeddings": 131072}
+        config |= {"sliding_window": 128, "attention_bias": True, "swiglu_limit": 7.0}
     return config if quantization is None else config | {"quantization_config": dict(quantization)}
+
+
+def quantization_of(model: Served, quantizer: str, group: int) -> dict[str, Any]:
+    """quantization_config of `quantizer` in groups of `group` rows."""
+    return {"quant_method": "mxfp4"} if model.is_gpt_oss else QUANTIZERS[quantizer].config(group)
 
 
 # --- quantizers --------------------------------------------------------------------------------------------------
@@ -123,7 +153,7 @@ def _integers(
     half = 1 << (bits - 1)
 
     def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-        q, scales, zeros = wo.quantize(w, bits, group, symmetric=symmetric)
+        q, scales, zeros = wo.quantize(w, bits, group, symmetric=symmetric, search=False)
         z = torch.zeros_like(scales) if zeros is None else zeros.round()
         dense = (q - _rows(z, q)) * _rows(scales, q)
         return tensors(q.to(torch.int16) + half, scales, z.to(torch.int16) + half), dense
@@ -240,32 +270,63 @@ class Weights:
         yield "lm_head.weight", self._normal(1, sizes.vocabulary, sizes.hidden, 2 * sizes.hidden**-0.5)
         yield "model.norm.weight", self._ones(sizes.hidden)
         for layer in range(sizes.layers):
-            base = f"model.layers.{layer}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{base}.{norm}.weight", self._ones(sizes.hidden)
-            if self.model.qk_norm:
-                for norm in ("q_norm", "k_norm"):
-                    yield f"{base}.self_attn.{norm}.weight", self._ones(self.model.head)
-            for number, (name, k, n) in enumerate(self._linears()):
-                for suffix, tensor in self._linear(k, n, (layer + number) % _VARIANTS).items():
-                    yield f"{base}.{name}.{suffix}", tensor
-            if self.model.mixture is not None:
-                name = "mlp.gate" if self.model.qk_norm else "block_sparse_moe.gate"
-                router = self._normal(2 + layer, self.model.mixture.experts, sizes.hidden, sizes.hidden**-0.5)
-                yield f"{base}.{name}.weight", router
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"model.layers.{layer}.{name}.weight", self._ones(sizes.hidden)
+            for name, tensor in self._of_gpt_oss(layer) if self.model.is_gpt_oss else self._of_layer(layer):
+                yield f"model.layers.{layer}.{name}", tensor
 
-    def _linears(self) -> Iterator[tuple[str, int, int]]:
-        """(name, K, N) of the linears of one layer."""
+    def _of_layer(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        has_norms = self.model.kind == "qwen3_moe"
+        if has_norms:
+            for norm in ("q_norm", "k_norm"):
+                yield f"self_attn.{norm}.weight", self._ones(self.model.head)
+        for number, (name, k, n) in enumerate((*self._attention(), *self._mlp())):
+            for suffix, tensor in self._linear(k, n, (layer + number) % _VARIANTS).items():
+                yield f"{name}.{suffix}", tensor
+        if self.model.mixture is not None:
+            yield f"{'mlp' if has_norms else 'block_sparse_moe'}.gate.weight", self._router(layer, self.model.mixture)
+
+    def _of_gpt_oss(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """All experts of a product are one tensor; biases everywhere."""
+        mixture, seed = self.model.mixture, 2 + layer
+        assert mixture is not None
+        for number, (name, k, n) in enumerate(self._attention()):
+            yield f"{name}.weight", self._normal(7 + (layer + number) % _VARIANTS, n, k, k**-0.5)
+            yield f"{name}.bias", self._normal(seed, 1, n, _BIAS)[0]
+        yield "self_attn.sinks", self._normal(seed, 1, self.model.attention.heads, 1.0)[0]
+        yield "mlp.router.weight", self._router(layer, mixture)
+        yield "mlp.router.bias", self._normal(seed, 1, mixture.experts, _BIAS)[0]
+        for product, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            k, n = mixture.shape(product)
+            experts = [self._linear(k, n, (layer + e) % _VARIANTS) for e in range(mixture.experts)]
+            stacks = {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}  # (E, N, ...)
+            if self.is_dense:
+                yield f"mlp.experts.{name}", stacks["weight"].transpose(1, 2)
+            else:
+                yield f"mlp.experts.{name}_blocks", stacks["weight_packed"].unflatten(2, (-1, 16))
+                yield f"mlp.experts.{name}_scales", stacks["weight_scale"]
+            yield f"mlp.experts.{name}_bias", self._normal(seed, mixture.experts, n, _BIAS)
+
+    def _router(self, layer: int, mixture: MixtureSizes) -> torch.Tensor:
+        return self._normal(2 + layer, mixture.experts, mixture.hidden, mixture.hidden**-0.5)
+
+    def _attention(self) -> Iterator[tuple[str, int, int]]:
+        """(name, K, N) of the linears of one layer's attention."""
         sizes, head = self.model.attention, self.model.head
         yield "self_attn.q_proj", sizes.hidden, sizes.heads * head
         yield "self_attn.k_proj", sizes.hidden, sizes.kv_heads * head
         yield "self_attn.v_proj", sizes.hidden, sizes.kv_heads * head
         yield "self_attn.o_proj", sizes.heads * head, sizes.hidden
+
+    def _mlp(self) -> Iterator[tuple[str, int, int]]:
+        """Those of its experts, or of its MLP."""
+        sizes = self.model.attention
         bases, names = ["mlp"], ("gate_proj", "up_proj", "down_proj")
         if self.model.mixture is not None:
-            module = "mlp" if self.model.qk_norm else "block_sparse_moe"
+            is_mixtral = self.model.kind == "mixtral"
+            module = "block_sparse_moe" if is_mixtral else "mlp"
             bases = [f"{module}.experts.{e}" for e in range(self.model.mixture.experts)]
-            names = names if self.model.qk_norm else ("w1", "w3", "w2")
+            names = ("w1", "w3", "w2") if is_mixtral else names
         for base in bases:
             yield f"{base}.{names[0]}", sizes.hidden, sizes.intermediate
             yield f"{base}.{names[1]}", sizes.hidden, sizes.intermediate

@@ -14,18 +14,19 @@ from .gemm_sm90 import GemmSm90
 
 _WARPGROUP_K = 128
 
-# Tokens, columns, warpgroups along K, columns of a warpgroup, stages. A warpgroup of 128 columns reads x once for both
-# of its column panels. Of few tokens warpgroups share K, so that there are more CTAs.
+# Tokens, columns, warpgroups along K, chunks of tokens that a warpgroup multiplies one after another, stages. Of few
+# tokens warpgroups share K, so that there are more CTAs.
 _SHAPES = (
-    (16, 64, 4, 64, 5),
-    (32, 64, 4, 64, 4),
-    (64, 64, 4, 64, 3),
-    (64, 128, 2, 64, 4),
-    (96, 256, 1, 128, 5),
-    (128, 64, 2, 64, 4),
-    (128, 128, 1, 64, 6),
-    (192, 128, 1, 64, 4),
+    (16, 64, 4, 1, 5),
+    (32, 64, 4, 1, 4),
+    (64, 64, 4, 1, 3),
+    (64, 128, 2, 1, 4),
+    (128, 64, 2, 2, 4),
+    (128, 128, 1, 2, 6),
+    (192, 128, 1, 2, 5),
+    (256, 128, 1, 4, 5),
 )
+_CHUNKS = {(tokens, columns, warpgroups_k): chunks for tokens, columns, warpgroups_k, chunks, _ in _SHAPES}
 
 
 class GemmSm90Fp8(GemmSm90):
@@ -44,22 +45,22 @@ class GemmSm90Fp8(GemmSm90):
             ("gemm_sm90_fp8_32x64x512_w32x64_s4", "int4"): TileTimes(0.60, 3.0),
             ("gemm_sm90_fp8_64x64x512_w64x64_s3", "int4"): TileTimes(0.70, 3.0),
             ("gemm_sm90_fp8_64x128x256_w64x64_s4", "int4"): TileTimes(0.70, 3.0),
-            ("gemm_sm90_fp8_96x256x128_w96x128_s5", "int4"): TileTimes(0.78, 2.0),
             ("gemm_sm90_fp8_128x64x256_w128x64_s4", "int4"): TileTimes(0.50, 3.0),
-            ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.47, 1.5),
-            ("gemm_sm90_fp8_192x128x128_w192x64_s4", "int4"): TileTimes(0.72, 2.0),
+            ("gemm_sm90_fp8_128x128x128_w128x64_s6", "int4"): TileTimes(0.45, 1.5),
+            ("gemm_sm90_fp8_256x128x128_w256x64_s5", "int4"): TileTimes(0.85, 2.5),
+            ("gemm_sm90_fp8_192x128x128_w192x64_s5", "int4"): TileTimes(0.65, 2.0),
         },
     )
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
 
     def configs(self) -> Iterable[KernelConfig]:
-        for tokens, columns, warpgroups_k, warp_columns, stages in self.shapes:
+        for tokens, columns, warpgroups_k, _, stages in self.shapes:
             block_k = _WARPGROUP_K * warpgroups_k
-            yield KernelConfig(self.name, tokens, columns, block_k, tokens, warp_columns, stages, 1, ("int4",))
+            yield KernelConfig(self.name, tokens, columns, block_k, tokens, 64, stages, 1, ("int4",))
 
     def least_group(self, config: KernelConfig) -> int:
         """The largest tile has no registers for a second main loop."""
-        return 128 if config.block_m == 192 else 32
+        return 128 if config.block_m >= 192 else 32
 
     def why_unsupported(self, config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
         if (reason := super().why_unsupported(config, problem, dtype)) is not None:
@@ -78,8 +79,5 @@ class GemmSm90Fp8(GemmSm90):
         return config.block_m % 32 == 0 and self.warpgroups_k(config) == 1
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
-        return super().code_constants(config, format) | {"kPanels": config.warp_n // 64}
-
-    def defines(self, config: KernelConfig) -> tuple[str, ...]:
-        # Of 8-bit operands CUTLASS has few shapes among the usual ones.
-        return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",) if config.block_m == 96 else ()
+        shape = (config.block_m, config.block_n, self.warpgroups_k(config))
+        return super().code_constants(config, format) | {"kChunks": _CHUNKS[shape]}

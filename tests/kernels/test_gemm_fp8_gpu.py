@@ -210,11 +210,14 @@ def test_what_is_chosen_computes_every_m(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("k", [1, 7, 8, 16, 100, 2048, 4097, 8192, 28672])
+@pytest.mark.parametrize("k", [1, 7, 8, 16, 100, 2048, 4097, 8192, 28672, 40008])
 def test_quantized_activations_are_those_of_the_cpu(
     cuda_device: torch.device, generator: torch.Generator, k: int, dtype: str
 ) -> None:
     x = torch.randn(37, k, generator=generator) * torch.logspace(-6, 4, 37)[:, None]
+    x[8] *= 2.0**-126 if dtype != "float16" else 2.0**-8  # a scale that is no normal number
+    x[9] = torch.randint(-448, 449, (k,), generator=generator) * 2.0**-6  # ties, if 7 is among them
+    x[9, 0] = 7
     x[3], x[4] = 0, -0.0
     x[5, k // 2], x[6, k // 3], x[7, 0] = float("nan"), float("inf"), -float("inf")
     x = x.to(getattr(torch, dtype))
@@ -223,7 +226,9 @@ def test_quantized_activations_are_those_of_the_cpu(
         got8, got_scales = wo.quantize_activations(given.cuda())
         assert got8.shape == given.shape and got_scales.shape == given.shape[:-1]
         assert torch.equal(got_scales.cpu().nan_to_num(-1.0), x_scales.nan_to_num(-1.0))
-        assert torch.equal(got8.cpu().float().nan_to_num(999.0), x8.float().nan_to_num(999.0))
+        is_nan = x8.float().isnan()
+        assert torch.equal(got8.cpu().float().isnan(), is_nan)
+        assert torch.equal(got8.cpu().view(torch.uint8)[~is_nan], x8.view(torch.uint8)[~is_nan])
 
 
 def test_what_is_refused_on_a_gpu(cuda_device: torch.device, generator: torch.Generator) -> None:

@@ -17,7 +17,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/__init__.py",
-        "vllm_kernel vllm_experts",
+        "vllm_kernel vllm_experts vllm_whose_experts",
         [
             (
                 "the kernel is the last",
@@ -32,7 +32,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/rows.py",
-        "vllm_folders vllm_experts",
+        "vllm_folders vllm_experts vllm_whose_experts",
         [
             ("nibbles change places", "pack_rows", "[:, ::2] | unsigned[:, 1::2]", "[:, 1::2] | unsigned[:, ::2]"),
             ("nibbles beside each other", "unpack_rows", "dim=2", "dim=1"),
@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/support.py",
-        "vllm_experts vllm_kernel vllm_folders",
+        "vllm_experts vllm_whose_experts vllm_kernel vllm_folders",
         [
             ("any value asks for experts", "experts_wanted", 'value not in ("on", "off")', "not value"),
             ("groups that no kernel takes", "why_not", "check_kernel_group_size(group_size, k)\n", ""),
@@ -184,7 +184,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/experts.py",
-        "vllm_experts vllm_fp4_experts vllm_folders",
+        "vllm_experts vllm_whose_experts vllm_fp4_experts vllm_folders",
         [
             ("gate and up change places", "WeightOnlyExpertsMethod.load", '== "w3"', '== "w1"'),
             ("experts of other ranks are said to be loaded", "WeightOnlyExpertsMethod.load", "False if", "True if"),
@@ -298,7 +298,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/expert_layer.py",
-        "vllm_experts vllm_fp4_experts vllm_folders",
+        "vllm_experts vllm_whose_experts vllm_fp4_experts vllm_folders",
         [
             ("LoRA", "why_no_experts", "moe.is_lora_enabled", "False"),
             ("balanced experts", "why_no_experts", "parallel.enable_eplb", "False"),
@@ -358,7 +358,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/expert_tensors.py",
-        "vllm_experts vllm_fp4_experts",
+        "vllm_experts vllm_whose_experts vllm_fp4_experts",
         [
             ("fp8 activations", "_compressed_tensors", "inputs.num_bits == 8", "False"),
             ("compressed-tensors multiplies", "_compressed_tensors", "torch.div", "torch.mul"),

@@ -1,7 +1,8 @@
 """Engines of vLLM, on a GPU, in a process of their own: `python -m tests.vllm.engine_run WHAT PROVIDER`.
 
-logprobs PART: of the prompts of a part of `CASES`. features MODEL: prompts longer than a step takes (chunked prefill),
-cached prefixes, LoRA, sleep, weights that are loaded again. The last line is what was found, as JSON.
+logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes.
+features MODEL: prompts longer than a step takes (chunked prefill), cached prefixes, LoRA, sleep, weights that are
+loaded again. The last line is what was found, as JSON.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CASES = {
     **{f"{quant}-bf16": replace(_JOB, quant=quant, dtype="bfloat16") for quant in ("gptq", "awq", "ct8")},
     **{f"ct-groups-of-{group}": replace(_JOB, group_size=group) for group in (32, 64)},
     **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS},
+    "gpt-oss-experts": replace(_JOB, quant="mxfp4", model="tiny-gpt-oss", layers=2, dtype="bfloat16"),
 }
 
 PARTS = 3
@@ -54,6 +56,16 @@ def logprobs(provider: str, part: str) -> dict[str, Any]:
         found[name] = {"kernels": llm.apply_model(kernels)[0], "logprobs": prompt_logprobs(llm, LENGTH)}
         _free(llm)
     return found
+
+
+def ranks(provider: str, case_and_ranks: str) -> dict[str, Any]:
+    """steps: for each prompt and token that is written, the log-probabilities of the likeliest tokens, by token."""
+    case, _, count = case_and_ranks.partition(":")
+    llm = engine(replace(CASES[case], provider=provider, ranks=int(count), mode="graphs"))
+    outputs = llm.generate(prompts(llm, 8, LENGTH), sampling(16, logprobs=5), use_tqdm=False)
+    steps = [[{token: at.logprob for token, at in step.items()} for step in o.outputs[0].logprobs] for o in outputs]
+    found: dict[str, Any] = {"kernels": llm.apply_model(kernels), "logprobs": prompt_logprobs(llm, LENGTH)}
+    return found | {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "steps": steps}
 
 
 def _free(llm: Any) -> None:
@@ -118,5 +130,6 @@ def _adapter(job: Job) -> Path:
 if __name__ == "__main__":
     what, provider, of = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
-    print(RESULT + json.dumps(features(provider, of) if what == "features" else logprobs(provider, of)), flush=True)
+    found = {"logprobs": logprobs, "features": features, "ranks": ranks}[what](provider, of)
+    print(RESULT + json.dumps(found), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py

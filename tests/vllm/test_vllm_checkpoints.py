@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=f"{CHECKPOINTS}
 
 
 def folder_of(name: str, place: Path) -> Path:
-    """The folder; of ct_moe a copy whose shared_expert_gate is dense, as vLLM has it in this architecture."""
+    """The folder; of ct_moe a copy whose shared_expert_gate is dense, as vLLM's own method wants it."""
     if name != "ct_moe":
         return CHECKPOINTS / name
     read = wo.load_checkpoint(CHECKPOINTS / name, progress=False)
@@ -65,9 +65,8 @@ def test_fp4_by_its_own_method(name: str, generator: torch.Generator, monkeypatc
 @pytest.mark.parametrize(
     "name", ["gptq4", "gptq4_g16", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4", "ct_mxfp4", "ct_nvfp4"]
 )
-def test_by_weightonly(name: str, tmp_path: Path, generator: torch.Generator) -> None:
-    folder = folder_of(name, tmp_path)
-    check(load(folder), folder, generator)
+def test_by_weightonly(name: str, generator: torch.Generator) -> None:
+    check(load(CHECKPOINTS / name), CHECKPOINTS / name, generator)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,14 @@ def _run(*arguments: str) -> dict[str, Any]:
 
 @cache
 def _both(what: str, of: str) -> list[dict[str, Any]]:
-    """Ours and the dense model's, side by side: most of the time goes into imports."""
+    """Ours and the dense model's."""
+    return _beside((what, "weightonly", of), (what, "dense", of))
+
+
+def _beside(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Side by side: most of the time goes into imports."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda provider: _run(what, provider, of), ("weightonly", "dense")))
+        return list(pool.map(lambda arguments: _run(*arguments), runs))
 
 
 @pytest.mark.parametrize(("part", "case"), [(f"part{i % PARTS}", case) for i, case in enumerate(CASES)])
@@ -70,6 +75,21 @@ def test_features(model: str) -> None:
             assert (seen[name] - first).abs().mean() > 5 * LOGPROB_BOUND, name
     firsts = [row[0] for row in ours["tokens"]["first"]]
     assert firsts == [row[0] for row in ours["tokens"]["cached prefixes"]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", ["ct-fp16", "ct-experts", "gpt-oss-experts"])
+def test_two_ranks_write_what_one_writes(case: str) -> None:
+    """Up to a token where two were as likely."""
+    one, two = _beside(("ranks", "weightonly", f"{case}:1"), ("ranks", "weightonly", f"{case}:2"))
+    assert two["kernels"] == one["kernels"] * 2 and "WeightOnly" in str(one["kernels"])
+    difference = (torch.tensor(one["logprobs"]) - torch.tensor(two["logprobs"])).abs().mean()
+    assert 0 < difference < LOGPROB_BOUND  # sums in another order
+    for tokens, others, steps in zip(one["tokens"], two["tokens"], one["steps"], strict=True):
+        for token, other, step in zip(tokens, others, steps, strict=True):
+            assert step[str(token)] - step.get(str(other), -torch.inf) < 2 * LOGPROB_BOUND
+            if token != other:
+                break
 
 
 def test_the_mode_that_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 import weightonly as wo
 from weightonly.formats import IntWeight, QuantizedLayer, open_checkpoint
 from weightonly.formats.layers import LayerShape
-from weightonly.vllm import register
+from weightonly.vllm import folders, register
 from weightonly.vllm.folders import WeightOnlyConfig, WeightOnlyLoader, _one_kind, loadable
 from weightonly.vllm.linear_method import RowGroups, WeightOnlyLinearMethod
 from weightonly.vllm.support import VARIABLE
@@ -117,14 +117,19 @@ def test_biases(name: str, tmp_path: Path, generator: torch.Generator) -> None:
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 
 
-def write_mixtral(folder: Path, packer: Packer, options: dict[str, Any], g: torch.Generator) -> Path:
-    """A model with experts in place of the other's two layers after attention."""
+def write_mixtral(
+    folder: Path, packer: Packer, options: dict[str, Any], g: torch.Generator, routers: bool = False
+) -> Path:
+    """A model with experts in place of the other's two layers after attention. routers: they are quantized, too."""
     folder.mkdir()
     tensors = llama.plain_tensors(g)
     layers = {name: shape for name, shape in llama.LINEARS.items() if "self_attn" in name}
     for i in range(llama.LAYERS):
         block = f"model.layers.{i}.block_sparse_moe"
-        tensors[f"{block}.gate.weight"] = torch.randn(4, llama.HIDDEN, generator=g).half()
+        if routers:
+            layers[f"{block}.gate"] = (llama.HIDDEN, 4)
+        else:
+            tensors[f"{block}.gate.weight"] = torch.randn(4, llama.HIDDEN, generator=g).half()
         for e in range(4):
             layers |= {f"{block}.experts.{e}.{name}": (llama.HIDDEN, llama.FFN) for name in ("w1", "w3")}
             layers[f"{block}.experts.{e}.w2"] = (llama.FFN, llama.HIDDEN)
@@ -143,6 +148,14 @@ def write_mixtral(folder: Path, packer: Packer, options: dict[str, Any], g: torc
 def test_experts_of_each_format(name: str, tmp_path: Path, generator: torch.Generator) -> None:
     folder = write_mixtral(tmp_path / name, *FOLDERS[name], generator)
     check(load(folder), folder, generator)
+
+
+@pytest.mark.parametrize("name", ["ct-8bit-zeros", "bnb-nf4"])
+def test_quantized_routers_are_dequantized(name: str, tmp_path: Path, generator: torch.Generator) -> None:
+    folder = write_mixtral(tmp_path / name, *FOLDERS[name], generator, routers=True)
+    model = load(folder)
+    assert model.get_parameter("model.layers.1.block_sparse_moe.gate.weight").abs().max() > 0
+    check(model, folder, generator)
 
 
 def test_converted_experts(tmp_path: Path, generator: torch.Generator) -> None:
@@ -560,6 +573,26 @@ def test_parts_and_experts_of_several_kinds(other: LayerShape | None) -> None:
 def test_the_method_is_asked_for() -> None:
     asked = [WeightOnlyConfig.override_quantization_method({}, user) for user in ("weightonly", "gptq", None)]
     assert asked == ["weightonly", None, None]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors, float-quantized"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt, FP8"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
+        ({"quant_method": "gptq"}, None),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_the_log_names_methods_that_are_not_taken(
+    config: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(folders.logger, "info_once", lambda text, *values: said.append(text % values))
+    assert WeightOnlyConfig.override_quantization_method(config, None) is None
+    assert said == ([] if named is None else [f"Layers of {named} are left to vLLM's kernels"])
 
 
 def test_layers_have_the_names_of_vllms_model() -> None:

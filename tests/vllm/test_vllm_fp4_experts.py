@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_experts as moe
 from tests.vllm import vllm_fp4 as fp4
+from tests.vllm.vllm_experts import HIDDEN, INNER
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -35,7 +36,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(model, "GptOssRoutedExperts"), reason="this vLLM loads experts of gpt-oss in another way"
 )
 
-HIDDEN, INNER = 128, 192
 FORMATS = [
     pytest.param("compressed-tensors", "nvfp4", id="ct-nvfp4"),
     pytest.param("compressed-tensors", "mxfp4", id="ct-mxfp4"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.vllm import vllm_cases as cases
 from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.fused_moe import MoEActivation
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -22,8 +25,18 @@ from weightonly.vllm import register
 from weightonly.vllm.experts import WeightOnlyExpertsMethod, take_experts
 
 E, TOP_K = 6, 3
+HIDDEN, INNER = 128, 192
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _numbers = itertools.count()
+
+needs_cpu_experts = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is None,
+    reason="experts and routers of this vLLM need its compiled operators",
+)
+
+needs_vllms_experts = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's own quantized experts need a CPU with AMX"
+)
 
 
 def keep_configs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +164,23 @@ def rank_of(monkeypatch: pytest.MonkeyPatch, rank: int, expert_parallel: bool) -
     parallel = ParallelConfig(enable_expert_parallel=expert_parallel)
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         yield
+
+
+def fake_layer(**changes: Any) -> Any:
+    """What `why_no_experts` looks at, of a layer that is computed."""
+    parallel = SimpleNamespace(tp_rank=0, tp_size=1, enable_eplb=False, use_all2all_kernels=False)
+    moe_config = SimpleNamespace(
+        activation=MoEActivation.SILU,
+        moe_parallel_config=parallel,
+        swiglu_limit=None,
+        is_lora_enabled=False,
+        intermediate_size_per_partition=INNER,
+        hidden_dim=HIDDEN,
+        in_dtype=torch.float16,
+        moe_backend="auto",
+    )
+    layer = SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=False, top_k=2, local_num_experts=E)
+    for name, value in changes.items():
+        holder: Any = next(each for each in (layer, moe_config, parallel) if hasattr(each, name))
+        setattr(holder, name, value)
+    return layer

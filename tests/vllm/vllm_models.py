@@ -30,10 +30,10 @@ def built(folder: Path, **arguments: Any) -> tuple[torch.nn.Module, ModelConfig]
     if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
         pytest.skip("models of this vLLM need its compiled operators")
     register()
-    arguments = {"quantization": "weightonly", "load_format": "weightonly"} | arguments
-    with cases.serving():
+    arguments = {"quantization": "weightonly", "load_format": "weightonly", "dtype": "float16"} | arguments
+    with cases.serving(getattr(torch, arguments["dtype"])):
         config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype="float16", enforce_eager=True, **arguments
+            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **arguments
         ).create_engine_config()
         with set_current_vllm_config(config):
             model = initialize_model(vllm_config=config)
@@ -48,15 +48,19 @@ def load(folder: Path, **arguments: Any) -> torch.nn.Module:
 
 
 def check(model: torch.nn.Module, folder: Path, g: torch.Generator) -> None:
-    """Every layer that is quantized in the folder is ours; linear ones are `gemm` of its records, experts
-    `fused_experts`, bit for bit, and near the dense weights in fp32."""
+    """Every layer that is quantized in the folder is ours, but for routers. Linear ones are `gemm` of its records,
+    experts `fused_experts`, bit for bit, and near the dense weights in fp32."""
     read = wo.load_checkpoint(folder, progress=False)
     records = {r.name: r for r in read if isinstance(r, QuantizedLayer)}
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
             parent, _, last = name.rpartition(".")
             names = [f"{parent}.{part}" for part in MERGED.get(last, (last,))]
-            if names[0] in records:
+            if last in ("gate", "shared_expert_gate"):  # vLLM has it dense
+                if name in records:
+                    dense = records.pop(name).dequantize().t().to(module.weight.dtype)
+                    assert torch.equal(module.weight, dense)
+            elif names[0] in records:
                 check_linear(module, [records.pop(part) for part in names], g)
         elif isinstance(getattr(module, "quant_method", None), WeightOnlyExpertsMethod):
             check_experts(module, name.removesuffix(".routed_experts"), records, g)

@@ -182,6 +182,23 @@ def test_strided_weight_and_parameter(generator: torch.Generator) -> None:
     assert not got[1].requires_grad
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch."))
+@bits_4_and_8
+@symmetries
+def test_the_default_dtype_changes_nothing(
+    default: torch.dtype, bits: int, symmetric: bool, generator: torch.Generator
+) -> None:
+    """Loaders of models set it to the model's."""
+    w = torch.randn(256, 24, generator=generator).half()
+    want = wo.quantize(w, bits=bits, group_size=64, symmetric=symmetric)
+    torch.set_default_dtype(default)
+    try:
+        got = wo.quantize(w, bits=bits, group_size=64, symmetric=symmetric)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(got, want)
+
+
 @symmetries
 @pytest.mark.parametrize("block_elems", [1, 64, 1000], ids=lambda b: f"block{b}")
 def test_blocks_do_not_change_the_result(

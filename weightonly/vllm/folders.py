@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -33,6 +34,13 @@ from .blocks import in_blocks
 from .linear_method import WeightOnlyLinearMethod
 from .rows import LOADED_FORMATS, pack_rows
 from .support import VARIABLE, experts_wanted
+
+logger = init_logger(f"vllm.{__name__}")
+
+_LEFT_TO_VLLM = {"fp8", "fbgemm_fp8", "deepseek_v4_fp8", "experts_int8", "torchao"}
+_LEFT_TO_VLLM |= {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"}
+_LEFT_TO_VLLM |= {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"}
+"""What a config.json calls its quant_method, format or quant_algo where it has nothing for our kernels."""
 
 
 class WeightOnlyConfig(QuantizationConfig):
@@ -77,8 +85,15 @@ class WeightOnlyConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Folders of other methods are taken where the user asks for it: `--quantization weightonly`."""
-        return METHOD if user_quant == METHOD else None
+        """Folders of other methods are taken where the user asks for it: `--quantization weightonly`. vLLM shows every
+        config here; the log names those that have nothing for our kernels."""
+        if user_quant == METHOD:
+            return METHOD
+        keys = ("quant_method", "format", "quant_algo")
+        named = [str(hf_quant_cfg[key]) for key in keys if hf_quant_cfg.get(key)]
+        if not _LEFT_TO_VLLM.isdisjoint(named):
+            logger.info_once("Layers of %s are left to vLLM's kernels", ", ".join(named))
+        return None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Reads the headers of the folder `model_name`.
@@ -186,19 +201,27 @@ class WeightOnlyLoader(DefaultModelLoader):
         open_checkpoint(model_config.model)  # raises for what is no folder on this machine
 
     def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the folder, those of quantized layers in the form at the top of this module."""
+        """The tensors of the folder, those of quantized layers in the form at the top of this module, or dequantized
+        where vLLM has a dense layer: routers."""
         found = [getattr(module, "quant_method", None) for module in model.modules()]
         methods = [method for method in found if isinstance(method, WeightOnlyLinearMethod)]
         folder = next((method.folder for method in methods if method.folder is not None), WeightOnlyConfig())
         checkpoint = folder.checkpoint(model_config.model)
         packed = {layer for method in methods if method.takes_blocks for layer in method.layers}
+        places, parameters = {old: new for new, old in folder.names.items()}, dict(model.named_parameters())
+        dense = [name for name in checkpoint.layers if f"{places.get(name, name)}.weight" in parameters]
+        if dense:
+            logger.warning("%s and %d more are dense in vLLM's model: dequantized", dense[0], len(dense) - 1)
         for name in checkpoint.plain:
             if name not in checkpoint.unused:
                 yield name, checkpoint.shards.read(name)
         for layer in checkpoint.layers.values():
             weight, bias = checkpoint.read(layer)
-            for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name], layer.name in packed).items():
-                yield f"{layer.name}.{suffix}", tensor
+            if layer.name in dense:
+                yield f"{layer.name}.weight", weight.dequantize(torch.float32).t()
+            else:
+                for suffix, tensor in loadable(weight, checkpoint.shapes[layer.name], layer.name in packed).items():
+                    yield f"{layer.name}.{suffix}", tensor
             if bias is not None:
                 yield f"{layer.name}.bias", bias
 

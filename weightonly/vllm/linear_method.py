@@ -92,7 +92,8 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         if input_size != shape.k:
             raise ValueError(f"{self.name}: expected K = {input_size} as the model has, got {shape.k} in the folder")
         if shape.format not in LOADED_FORMATS:
-            raise ValueError(f"{self.name}: expected one of {', '.join(LOADED_FORMATS)}, got {shape.format}")
+            hint = "; vLLM serves it without --quantization weightonly" if shape.format == "fp8" else ""
+            raise ValueError(f"{self.name}: expected one of {', '.join(LOADED_FORMATS)}, got {shape.format}{hint}")
         # Whole groups lie in this shard, side by side: scales are cut as the weight is.
         self.is_whole = not shape.act_order and k % shape.group_size == 0
         if not self.is_whole and shape.format in FORMAT_GROUPS:

@@ -18,44 +18,28 @@ struct Consumers {
   using Loop = Mainloop<Traits>;
   using Store = sm90::StagedStore<Traits>;
   using Reduce = sm90::ClusterReduce<Traits>;
-  static constexpr int kPanels = Traits::kPanels;
 
   CUTLASS_DEVICE static void consume(Params const& p, typename Scheduler::Tile const& first, Smem const& smem) {
     using namespace cute;
     typename Traits::TiledMma tiled_mma;
     auto const thread_mma = tiled_mma.get_slice(threadIdx.x % Traits::kWarpgroupThreads);
     Tensor const sX = make_tensor(make_smem_ptr(reinterpret_cast<typename Traits::XElement*>(smem.x())),
-                                  typename Traits::SmemLayoutX{});  // (kTileM,128)
+                                  typename Traits::SmemLayoutX{});  // (kChunkM,128)
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
-    typename Loop::Partial accum[kPanels];  // (V,1,1) each: 64 columns x kTileM
+    typename Loop::Accum accum;  // (V,1,kChunks): 64 columns x kTileM
     typename Loop::Reader reader(p, smem);
     if (p.split_k > 1) cluster_wait();
-    int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
-    Loop::begin_turns(warpgroup);
     bool const is_staged = Store::serves(p);
     Scheduler::for_each(p, first, [&](sm90::WorkTile const& work) {
       Loop::run(p, work, reader, tCrX, accum);
       if constexpr (Traits::kMayStageStore) {
         if (!is_staged) return;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kPanels; ++i) {
-          Store::store_panel(p, work, smem, accum[i], warpgroup, warpgroup * kPanels + i);
-        }
+        Store::store(p, work, smem, accum);
       }
     });
-    Loop::end_turns(warpgroup);
     if (is_staged) return;
-    int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPanels; ++i) {
-      Reduce(p, first, smem, 4 * (warpgroup * kPanels + i) + warp, lane).store_partials(accum[i]);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPanels; ++i) {
-      Reduce reduction(p, first, smem, 4 * (warpgroup * kPanels + i) + warp, lane);
-      p.activation == int(Activation::kIdentity) ? reduction.template reduce<true>()
-                                                 : reduction.template reduce<false>();
-    }
+    Reduce reduction(p, first, smem, threadIdx.x / 32, threadIdx.x % 32);
+    sm90::Epilogue<Traits>::reduce(p, reduction, accum);
   }
 };
 

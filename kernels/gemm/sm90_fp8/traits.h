@@ -1,7 +1,4 @@
 // What gemm_sm90_fp8 knows at compile time. It is gemm_sm90 with x in E4M3: MMAs of 32 k, rows of x of 128 k.
-//
-// A consumer warpgroup may have two column panels, for all of which x is read from shared memory once: that is what
-// bounds tiles of many tokens.
 #pragma once
 
 #include "cutlass/float8.h"
@@ -9,7 +6,7 @@
 
 namespace weightonly::sm90_fp8 {
 
-/// Config: as that of sm90::Traits, and kPanels: column panels of a warpgroup. kWarpgroupsN counts warpgroups.
+/// Config: as that of sm90::Traits, and kChunks.
 template <class Config>
 struct Traits {
   using Element = typename Config::Element;  // of scales, zero points, bias and y
@@ -21,9 +18,7 @@ struct Traits {
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
   static constexpr bool kHasXScales = true;
 
-  static constexpr int kPanels = Config::kPanels;
-  /// Column panels of a CTA. What exchanges partials, or stores y, takes each of them for a warpgroup.
-  static constexpr int kWarpgroupsN = Config::kWarpgroupsN * kPanels;
+  static constexpr int kWarpgroupsN = Config::kWarpgroupsN;
   static constexpr int kWarpgroupsK = Config::kWarpgroupsK;
   static constexpr int kWarpgroups = kWarpgroupsN * kWarpgroupsK;
   static constexpr int kWarpgroupN = Layout::kPanelColumns;
@@ -36,12 +31,20 @@ struct Traits {
   static constexpr int kXBlockK = 128, kXBlocks = kTileK / kXBlockK;
   static constexpr int kStages = Config::kStages;
 
-  using MmaN = cute::Int<kTileM>;
+  /// A job of the main loop multiplies one of kChunks chunks of tokens. kBuffers: partial sums and converted weights that
+  /// there are registers for.
+  static constexpr int kChunks = Config::kChunks;
+  static constexpr int kBuffers = kWarpgroups == 2 ? 2 : 1;
+  static constexpr int kChunkM = kTileM / kChunks;
+  static_assert(kChunkM * kChunks == kTileM && kChunkM % 8 == 0);
+
+  using MmaN = cute::Int<kChunkM>;
   using MmaOp = decltype(cute::GMMA::rs_op_selector<XElement, XElement, float,
                                                     cute::Shape<cute::Int<kWarpgroupN>, MmaN, cute::Int<32>>>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
   using ShapeA = cute::Shape<cute::Int<kWarpgroupN>, cute::Int<kWarpgroupK>>;
-  using ShapeC = cute::Shape<cute::Int<kWarpgroupN>, MmaN>;
+  using ShapeC = cute::Shape<cute::Int<kWarpgroupN>, cute::Int<kTileM>>;
+  using ShapeChunk = cute::Shape<cute::Int<kWarpgroupN>, MmaN>;
   static constexpr int kDescriptorBytes = 16;
   using SmemLayoutX = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{},
                                                    cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
@@ -53,15 +56,14 @@ struct Traits {
   static constexpr bool kMayStageStore = kWarpgroupsK == 1 && kTileM % 32 == 0;
 
   static constexpr int kWarpgroupThreads = 128;
-  static constexpr int kThreadWarpgroups = Config::kWarpgroupsN * kWarpgroupsK;
-  static constexpr int kConsumerWarps = 4 * kThreadWarpgroups;
-  static constexpr int kConsumers = kWarpgroupThreads * kThreadWarpgroups;
+  static constexpr int kConsumerWarps = 4 * kWarpgroups;
+  static constexpr int kConsumers = kWarpgroupThreads * kWarpgroups;
   static constexpr int kProducerWarps = kHasZeros ? 4 : kHasScales ? 3 : 2;
   static constexpr int kThreads = kConsumers + kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kThreadWarpgroups == 2 ? 40 : 32;
+  static constexpr int kProducerRegisters = kTileM == 256 ? 24 : kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = cutlass::const_min(
-      240, (kLaunchRegisters * (kThreadWarpgroups + 1) - kProducerRegisters) / kThreadWarpgroups / 8 * 8);
+      240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
 
   static constexpr int kXRowBytes = kXBlockK;
   static constexpr int kXStageBytes = kXBlocks * kTileM * kXRowBytes;
@@ -80,7 +82,7 @@ struct Traits {
   static constexpr int kStagedRowElements = kWarpgroupN + 16 / int(sizeof(Element));
   static constexpr int kStagedElements = kStagedTokens * kStagedRowElements;
   static constexpr int kStagedBytes =
-      kMayStageStore ? 2 * kThreadWarpgroups * kStagedElements * int(sizeof(Element)) : 0;
+      kMayStageStore ? 2 * kWarpgroups * kStagedElements * int(sizeof(Element)) : 0;
 
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagesBytes = kStages * (kXStageBytes + kWeightStageBytes + kScaleStageBytes);
