@@ -14,6 +14,7 @@ from tests.expert_cases import KINDS, Stack, ends, exact_stack, random_stack
 import weightonly as wo
 from weightonly import grouped_gradient
 from weightonly.grouped_gradient import by_slices
+from weightonly.ops.around_experts import combine
 
 COUNTS = [3, 0, 4, 1]
 ACTIVATIONS = {
@@ -170,8 +171,8 @@ def test_gradients_of_a_layer_on_a_gpu(cuda_device: torch.device, generator: tor
 
 def test_what_a_layer_keeps_for_its_gradients(generator: torch.Generator) -> None:
     """Rows of the products and of what is between; of x, and of copies in fp32, nothing."""
-    first, second = exact_stack(5, 64, 128, generator), exact_stack(5, 64, 64, generator)
-    x = torch.randn(6, 64, generator=generator).requires_grad_()
+    first, second = (exact_stack(5, 64, n, generator, dtype=torch.bfloat16) for n in (128, 64))
+    x = torch.randn(6, 64, generator=generator).bfloat16().requires_grad_()
     weights = torch.rand(6, 2, generator=generator).requires_grad_()
     ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(6)])
     kept: dict[int, int] = {}
@@ -184,8 +185,24 @@ def test_what_a_layer_keeps_for_its_gradients(generator: torch.Generator) -> Non
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         w13, w2 = ((s.qweight, s.scales, s.zeros) for s in (first, second))
         wo.fused_experts(x, w13, w2, ids, weights)
-    rows = 12 * 4 * (128 + 64 + 64)  # gate and up, silu(gate), the rows of down; fp32
+    rows = 12 * 2 * (128 + 64 + 64)  # gate and up, silu(gate), the rows of down
     assert rows <= sum(kept.values()) - sum(weight_bytes) <= rows + 512  # the choice
+
+
+def test_rows_of_no_expert_have_no_gradient(generator: torch.Generator) -> None:
+    """Kernels leave any numbers in them."""
+    rows = torch.randn(4, 8, generator=generator)
+    rows[3] = torch.nan
+    rows.requires_grad_()
+    weights = torch.rand(2, 2, generator=generator).requires_grad_()
+    ids, offs, places = torch.tensor([[0, 1], [1, -1]]), ends([1, 2]), torch.tensor([0, 1, 2, 3])
+    y = combine(rows, weights, ids, offs, places, torch.float32)
+    grad = torch.randn(2, 8, generator=generator)
+    y.backward(grad)
+    assert rows.grad is not None and weights.grad is not None
+    torch.testing.assert_close(weights.grad[0], rows.detach()[:2] @ grad[0])
+    torch.testing.assert_close(rows.grad[2], weights.detach()[1, 0] * grad[1])
+    assert not weights.grad[1, 1] and not rows.grad[3].any()
 
 
 def test_what_has_no_gradient(stack: Stack) -> None:

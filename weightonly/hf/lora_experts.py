@@ -21,6 +21,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import _get_submodules
+from torch.compiler import is_compiling
 from transformers.integrations.moe import _grouped_mm
 
 from ..experts import Multiply
@@ -103,7 +104,7 @@ class LoraExperts(lora_layer.ParamWrapper):
         ranks = -a.shape[1] % _RANK_ALIGN
         a = F.pad(a, (0, 0, 0, ranks, 0, 1))  # (E + 1, r, K)
         b = F.pad(b.permute(2, 1, 0), (0, 0, 0, ranks, 0, 1))  # (E + 1, r, N)
-        return a.mT, b.contiguous()
+        return a.mT, _copied(b) if is_compiling() else b.contiguous()
 
     @property
     def _alternates(self) -> bool:
@@ -157,6 +158,25 @@ class LoraExperts(lora_layer.ParamWrapper):
         for name in experts.products:
             getattr(experts, name).locked = None
         return experts
+
+
+# Inductor gives what it computes strides of its own choice, and lowers grouped_mm for those that it reads alone. It
+# leaves those of an operator.
+@torch.library.custom_op("weightonly::contiguous_copy", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_copied.register_fake
+def _result_of_copied(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gradient_of_copied(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+_copied.register_autograd(_gradient_of_copied)
 
 
 def inject(
