@@ -53,8 +53,9 @@ def dense_experts(model: str, dtype: torch.dtype, device: torch.device) -> torch
         num_experts_per_tok=sizes.top_k,
     )
     config._experts_implementation = "grouped_mm"
-    with torch.device(device):
+    with torch.device("meta"):
         experts = Qwen3MoeExperts(config).to(dtype).requires_grad_(False)
+    experts.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for weights in experts.parameters():  # (E, N, K)
         weights.normal_(std=weights.shape[2] ** -0.5, generator=generator)
