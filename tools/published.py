@@ -1,4 +1,4 @@
-"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements.
+"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements, or counted.
 
     python -m tools.published     writes them anew, from a checkout
 
@@ -29,6 +29,7 @@ from weightonly.bench.shapes import MIXTURES, Shape
 from weightonly.heuristics.problem import FORMATS
 
 from .regret_experts import problem_of, regret, rows_of_experts
+from .training_memory import training_memory_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +45,7 @@ DOCUMENTS = tuple(
         "docs/performance.md",
         "docs/kernels/sm90_grouped.md",
         "docs/guides/quantize.md",
+        "docs/guides/finetune_mixture.md",
         "docs/guides/vllm.md",
     )
 )
@@ -401,6 +403,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve": serve_table,
     "accuracy": accuracy_table,
     "activations": activations_table,
+    "training-memory": training_memory_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

@@ -75,6 +75,7 @@ class PackedLayer(torch.nn.Module):
         self.register_parameter("bias", None if bias is None else frozen(bias))
         self.register_buffer("perm", w.perm)
         self.register_buffer("codebook", codebook_bits(w.packed) if self.format == "code4" else None)
+        self._scales_from = (self.scales, self.scales.dtype)
         self._hold(w.packed)
 
     def _hold(self, weight: PackedWeight) -> None:
@@ -225,7 +226,7 @@ class PackedLayer(torch.nn.Module):
 
     def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
         """w: [K, N] or [E, K, N], of the whole layer."""
-        return checked(name, self.operand, w, self._dtype(), in_turns)
+        return checked(name, self.operand, w, self.compute_dtype, in_turns)
 
     def _bias_update(self, bias: torch.Tensor, in_turns: bool = False) -> Callable[[], object]:
         mine = self.bias
@@ -234,7 +235,7 @@ class PackedLayer(torch.nn.Module):
         check_dense("bias", bias)
         if bias.shape != mine.shape:
             raise ValueError(f"bias: expected shape {list(mine.shape)}, got {list(bias.shape)}")
-        new = bias.detach().to(self._dtype())
+        new = bias.detach().to(self.compute_dtype)
         new = torch.cat([new[..., ::2], new[..., 1::2]], -1) if in_turns else new
         if not bool(new.isfinite().all()):
             raise ValueError(f"bias: expected finite values in {new.dtype}, got NaN or Inf")
@@ -245,9 +246,12 @@ class PackedLayer(torch.nn.Module):
         """[K, N] or [E, K, N] of the whole layer."""
         return [*([] if self._experts is None else [self._experts]), self.in_features, self.out_features]
 
-    def _dtype(self) -> torch.dtype:
-        """What the product computes in."""
-        return self.scales.dtype
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the product computes in: the dtype of the scales, unless something casts them in place, as PEFT's
+        prepare_model_for_kbit_training does; then that from before."""
+        scales, dtype = self._scales_from
+        return dtype if scales is self.scales else self.scales.dtype
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -296,6 +300,7 @@ class PackedLayer(torch.nn.Module):
         super()._apply(fn, recurse)
         # Of the bytes from before: they would stay alive, and stay in use.
         self._packed = self._operand = self._view = None
+        self._scales_from = (self.scales, self.scales.dtype)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

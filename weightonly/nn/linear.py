@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -122,10 +122,6 @@ class Linear(PackedLayer):
         self.layer_name: str | None = None
         self._set_operand(w, bias)
 
-    def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        super()._set_operand(w, bias)
-        self._scales_from = (self.scales, self.scales.dtype)
-
     @classmethod
     def from_quantized(
         cls,
@@ -235,18 +231,13 @@ class Linear(PackedLayer):
         return self._product(x, self.bias, self.activation)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-        w, dtype = self.operand, self._dtype()
+        w, dtype = self.operand, self.compute_dtype
         product = gemm if self.activations is None else gemm_in_fp8
         if dtype == w.dtype or not isinstance(x, torch.Tensor):
             return product(x, w, bias=bias, activation=activation)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
         bias = None if bias is None else bias.to(dtype)
         return product(x.to(dtype), w.with_dtype(dtype), bias=bias, activation=activation).to(x.dtype)
-
-    def _dtype(self) -> torch.dtype:
-        """That of the scales, unless something casts them in place: then that from before."""
-        scales, dtype = self._scales_from
-        return dtype if scales is self.scales else self.scales.dtype
 
     def _title(self) -> str:
         name = "without a name" if self.layer_name is None else repr(self.layer_name)
@@ -255,7 +246,7 @@ class Linear(PackedLayer):
     @torch.no_grad()
     def requantize(self, w: torch.Tensor) -> None:
         """`update_` of w [K, N], which of a layer that is cut among ranks is this rank's part."""
-        for update in checked("w", self.operand, w, self._dtype()):
+        for update in checked("w", self.operand, w, self.compute_dtype):
             update.write()
 
     def extra_repr(self) -> str:
@@ -310,11 +301,6 @@ class Linear(PackedLayer):
                 self.layout = layout
                 self.qweight = frozen(self.qweight.new_empty(rows))
         return state
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
-        super()._apply(fn, recurse)
-        self._scales_from = (self.scales, self.scales.dtype)
-        return self
 
 
 def _old_fields(name: str, extra_state: Any) -> Mapping[str, Any]:

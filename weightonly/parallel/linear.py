@@ -70,7 +70,7 @@ class ParallelLinear(Linear):
 
     def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
         """w: whole, on every rank."""
-        largest = largest_of(name, w, self._dtype())
+        largest = largest_of(name, w, self.compute_dtype)
         if self.is_empty:
             return []
         check_target(self.operand)
@@ -323,7 +323,7 @@ class ColwiseLinear(ParallelLinear):
 
     def _update(self, w: torch.Tensor, largest: float) -> Update:
         parts = [w[:, begin:end] for begin, end in self.ranges]
-        return Update(self.operand, parts, self._dtype(), largest, self.full_group_size, self.perm)
+        return Update(self.operand, parts, self.compute_dtype, largest, self.full_group_size, self.perm)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = parts[0].new_empty(*parts[0].shape[:-1], self.full_out_features)
@@ -441,7 +441,7 @@ class RowwiseLinear(ParallelLinear):
         if self.perm is not None and (first, last) != (begin, end):
             raise ValueError(f"rows: expected whole groups of {group} in act-order, got {begin} .. {end} of this rank")
         w = w[first:last] if self.perm is None else w
-        return Update(self.operand, [w], self._dtype(), largest, group, self.perm, begin - first)
+        return Update(self.operand, [w], self.compute_dtype, largest, group, self.perm, begin - first)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         if name not in ("scales", "zeros"):
