@@ -419,8 +419,8 @@ MUTATIONS = [
             (
                 "folders that nobody asked for",
                 "WeightOnlyConfig.override_quantization_method",
-                " if user_quant == METHOD else None",
-                "",
+                "user_quant == METHOD",
+                "True",
             ),
             (
                 "a part that is not quantized",
