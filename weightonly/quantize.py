@@ -98,7 +98,7 @@ def quantize_for(
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
         if format in FLOAT_DTYPES:
             return *quantize_fp8(w, dtype, resolve_group_size(group_size, w.shape[0])), None
-        return *quantize_codes(w, dtype, format, group_size, search, code, largest), None
+        return *quantize_codes(w, dtype, format, group_size, bool(search), code, largest), None
     bits = FORMATS[format]
     k, n = w.shape
     group = resolve_group_size(group_size, k)

@@ -14,8 +14,8 @@ from ..args import check_single
 from ..fp8_product import gemm_in_fp8
 from ..gemm import gemm
 from ..heuristics.arch import Arch
-from ..least_squares import SearchFor
 from ..layout import TILED_FP8
+from ..least_squares import SearchFor
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool
