@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+import weightonly as wo
 from weightonly.heuristics import KernelConfig
+from weightonly.heuristics.problem import FP8_LAYOUT
 
 from .providers import Packed
 from .timing import CallTimer, Timing, copies_beyond_l2, overlapping, time_calls, time_in_rounds
@@ -26,6 +28,9 @@ class ConfigTimer:
         copies = copies_beyond_l2(packed.nbytes, self.device)
         self._weights = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
         self._x = torch.randn(max_m, weights.k, device=self.device, dtype=weights.scales.dtype)  # [max_m, k]
+        self._x_scales: torch.Tensor | None = None  # [max_m]
+        if layout == FP8_LAYOUT:
+            self._x, self._x_scales = wo.quantize_activations(self._x)
         self._out = torch.empty(max_m, weights.n, device=self.device, dtype=weights.scales.dtype)  # [max_m, n]
 
     def __call__(self, m: int, config: KernelConfig, *, budget_ms: float, give_up_us: float = math.inf) -> Timing:
@@ -42,4 +47,5 @@ class ConfigTimer:
     def _calls(self, m: int, config: KernelConfig) -> list[Callable[[], object]]:
         x, out = self._x[:m], self._out[:m]
         count = copies_beyond_l2(self._weights[0].nbytes, self.device, x.nbytes + out.nbytes)
-        return [functools.partial(w.multiply, x, out, config) for w in self._weights[:count]]
+        x_scales = None if self._x_scales is None else self._x_scales[:m]
+        return [functools.partial(w.multiply, x, out, config, x_scales) for w in self._weights[:count]]

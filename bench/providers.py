@@ -28,12 +28,14 @@ import torch
 
 import weightonly as wo
 from weightonly.heuristics import KernelConfig
-from weightonly.heuristics.problem import FORMATS
+from weightonly.heuristics.problem import FORMATS, FP8_LAYOUT
 
 from .shapes import Shape
 from .weights import DTYPES, Weights, dtype_name
 
 Operand = TypeVar("Operand")
+
+_FP8_TOLERANCE = 6e-2  # E4M3 has three bits of mantissa
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class Prepared(Generic[Operand]):
                   On a GPU it is captured in a CUDA graph: on the current stream, without synchronizing
     weight_bytes  what one call reads of the weight, scales and zeros
     expected      [k, n] dense: the product that `run` must give is x @ expected
+    tolerance     ||y - product|| / ||product|| at most: rounding to bf16 is below 1e-2, a wrong layout or scale near 1
     """
 
     operand: Operand
     run: Callable[[Operand, torch.Tensor, torch.Tensor], torch.Tensor]
     weight_bytes: int
     expected: torch.Tensor
+    tolerance: float = 2e-2
 
     def copies(self, count: int) -> list[Operand]:
         """The operand and count - 1 copies of it, in memory of their own."""
@@ -149,9 +153,15 @@ class Packed:
     def nbytes(self) -> int:
         return nbytes(self.qweight.data, self.scales, self.zeros)
 
-    def multiply(self, x: torch.Tensor, out: torch.Tensor, config: KernelConfig | None = None) -> torch.Tensor:
+    def multiply(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        config: KernelConfig | None = None,
+        x_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`wo.gemm`."""
-        return wo.gemm(x, self.qweight, self.scales, zeros=self.zeros, out=out, config=config)
+        return wo.gemm(x, self.qweight, self.scales, zeros=self.zeros, out=out, config=config, x_scales=x_scales)
 
     def dequantized(self) -> torch.Tensor:
         """`wo.dequantize`: [k, n]."""
@@ -166,6 +176,59 @@ class Ours(Provider):
     def prepare(self, weights: Weights) -> Prepared[Packed]:
         packed = Packed.of(weights)
         return Prepared(packed, Packed.multiply, packed.nbytes, weights.dense)
+
+
+class OursFp8(Provider):
+    """`wo.quantize_activations`, then `wo.gemm` of its result."""
+
+    name = "ours fp8"
+    formats = ("int4",)
+    cuda_only = True
+    dtypes = (torch.float16, torch.bfloat16)
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
+        if device.type == "cuda" and not wo.fp8_kernels(device.index or 0):
+            return "no kernel of this build and GPU takes x in 8 bits"
+        return super().unavailable(device, dtype, format, group_size)
+
+    def prepare(self, weights: Weights) -> Prepared[Packed]:
+        def run(w: Packed, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            x8, x_scales = wo.quantize_activations(x)
+            return w.multiply(x8, out, x_scales=x_scales)
+
+        packed = Packed.of(weights, FP8_LAYOUT)
+        return Prepared(packed, run, packed.nbytes, weights.dense, _FP8_TOLERANCE)
+
+
+class DenseFp8(Provider):
+    """Dense weights and x in E4M3, each with one scale: a cast of x, then `torch._scaled_mm`, cuBLAS."""
+
+    name = "dense fp8"
+    cuda_only = True
+    dtypes = (torch.bfloat16,)  # of y
+
+    def label(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "cuBLAS fp8"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype, format: str, group_size: int) -> str | None:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "it needs compute capability 8.9"
+        return super().unavailable(device, dtype, format, group_size)
+
+    def unfit(self, device: torch.device, k: int, n: int) -> str | None:
+        return f"its K and N are multiples of 16, not {k} and {n}" if k % 16 or n % 16 else None
+
+    def prepare(self, weights: Weights) -> Prepared[tuple[torch.Tensor, torch.Tensor]]:
+        scale = weights.dense.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
+        w8 = (weights.dense.t() / scale).to(torch.float8_e4m3fn).contiguous()  # [n, k]
+        one = torch.ones_like(scale)  # of x, whose numbers are near 1
+
+        def run(w: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            values, w_scale = w
+            x8 = x.to(torch.float8_e4m3fn)
+            return torch._scaled_mm(x8, values.t(), one, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+
+        return Prepared((w8, scale), run, nbytes(w8), weights.dense, _FP8_TOLERANCE)
 
 
 class Dense(Provider):
@@ -321,11 +384,8 @@ PROVIDERS: Registry[Provider] = Registry()
 
 register = PROVIDERS.register
 
-for _provider in (Ours(), Dense(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
+for _provider in (Ours(), OursFp8(), Dense(), DenseFp8(), DequantizeMatmul(), Tinygemm(), BitsAndBytes()):
     register(_provider)
-
-# ||y - dense product|| / ||dense product||: bf16 rounding stays below 1e-2, a wrong layout or scale is near 1.
-_CHECK_TOLERANCE = 2e-2
 
 
 def check_product(
@@ -336,11 +396,11 @@ def check_product(
     for operand in (copies[0], copies[-1]):
         out.fill_(torch.nan)
         error = (prepared.run(operand, x, out).float() - expected).norm() / expected.norm()
-        if not error.item() <= _CHECK_TOLERANCE:
+        if not error.item() <= prepared.tolerance:
             m, k = x.shape
             raise RuntimeError(
                 f"provider {name}: relative error {error.item():.3g} against the dense product at "
-                f"m={m}, k={k}, n={out.shape[1]}; expected at most {_CHECK_TOLERANCE}"
+                f"m={m}, k={k}, n={out.shape[1]}; expected at most {prepared.tolerance}"
             )
 
 

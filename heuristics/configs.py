@@ -15,11 +15,11 @@ def _configs(grouped: bool, x_bytes: int = 2) -> tuple[KernelConfig, ...]:
 
 CONFIGS = _configs(grouped=False)
 
-FITTED_CONFIGS = tuple(c for c in CONFIGS if not c.groups_of_16)
-"""Configurations that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
-
 FP8_CONFIGS = _configs(grouped=False, x_bytes=1)
 """Configurations that take x in E4M3 with a scale for each row, and nothing else."""
+
+FITTED_CONFIGS = tuple(c for c in (*CONFIGS, *FP8_CONFIGS) if not c.groups_of_16)
+"""Configurations that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
 
 GROUPED_CONFIGS = _configs(grouped=True)
 """Configurations of grouped products, which compute nothing else."""

@@ -1,4 +1,4 @@
-"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements.
+"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements, or counted.
 
     python -m tools.published     writes them anew, from a checkout
 
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from weightonly.bench import accuracy
+from weightonly.bench import accuracy, activations
 from weightonly.bench.kept import read as read_kept
 from weightonly.bench.model import tables as models
 from weightonly.bench.model.measure import COLUMNS as OF_MODELS
@@ -29,6 +29,7 @@ from weightonly.bench.shapes import MIXTURES, Shape
 from weightonly.heuristics.problem import FORMATS
 
 from .regret_experts import problem_of, regret, rows_of_experts
+from .training_memory import training_memory_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +45,7 @@ DOCUMENTS = tuple(
         "docs/performance.md",
         "docs/kernels/sm90_grouped.md",
         "docs/guides/quantize.md",
+        "docs/guides/finetune_mixture.md",
         "docs/guides/vllm.md",
     )
 )
@@ -344,12 +346,14 @@ def layer_table(routing: str) -> str:
 
 
 def serve_table() -> str:
-    """vLLM's engine with our kernels and with its own: tokens/s of all prompts, ms to the first token."""
+    """vLLM's engine with our kernels and with the quickest of its own: tokens/s, ms to a first token."""
     models = {
         "H200": "h200_serve.csv",
         "20 layers, H200": "h200_serve_70b.csv",
         "16 layers, H200": "h200_serve_mixtral.csv",
         "16 layers, H100": "h100_serve.csv",
+        "12 layers, H200": "h200_serve_gpt_oss.csv",
+        "16 layers, 2 H200": "h200_serve_70b_two.csv",
     }
     frame = pd.concat(pd.read_csv(MEASUREMENTS / file, comment="#").assign(on=on) for on, file in models.items())
     units = {"decode": "tokens/s, {} prompts", "ttft": "ms to the first token of {}"}
@@ -358,7 +362,8 @@ def serve_table() -> str:
         ["model", "on", "quant", "measure", "size"], sort=False
     ):
         of = rows.set_index("provider")["value"]
-        ours, theirs = of["weightonly"], of.drop("weightonly").item()
+        ours, others = of["weightonly"], of.drop("weightonly")
+        theirs = others.max() if measure == "decode" else others.min()
         ratio = ours / theirs if measure == "decode" else theirs / ours
         what = units[measure].format(size).replace(" 1 prompts", " 1 prompt")
         digits = 0 if measure == "decode" else 1
@@ -370,6 +375,13 @@ def accuracy_table() -> str:
     """What quantizing loses, ours beside others."""
     return accuracy.accuracy_table(
         results.read_rows(MEASUREMENTS / "accuracy.csv", "bench accuracy", accuracy.COLUMNS).rows
+    )
+
+
+def activations_table() -> str:
+    """What rounding activations loses beside int4 weights."""
+    return activations.activations_table(
+        results.read_rows(MEASUREMENTS / "activations.csv", "bench activations", activations.COLUMNS).rows
     )
 
 
@@ -390,6 +402,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-even": lambda: layer_table("even"),
     "serve": serve_table,
     "accuracy": accuracy_table,
+    "activations": activations_table,
+    "training-memory": training_memory_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

@@ -25,7 +25,7 @@ from weightonly.bench.sweep import check_arguments
 from weightonly.bench.timing import Timing
 from weightonly.bench.weights import Weights
 from weightonly.heuristics import KernelConfig, Problem, candidates, select
-from weightonly.heuristics.problem import layouts_of
+from weightonly.heuristics.problem import FP8_LAYOUT, LAYOUTS, is_read
 from weightonly.heuristics.select import likely_pairs
 from weightonly.packing import format_of
 
@@ -68,9 +68,10 @@ def measure_configs(
     sizes = check_arguments(pairs, batch, name, group_size, symmetric, dtype, budget_ms)
     where = require_gpu("regret", device)
     arch, sm_count = gpu_facts(where)
-    if layout is not None and layout not in layouts_of(arch):
-        raise ValueError(f"layout: expected one of {', '.join(layouts_of(arch))}, which the GPU reads, got {layout!r}")
-    compiled = {config.kernel for config in wo.kernels(where.index)}
+    if layout is not None and not is_read(layout, arch):
+        known = ", ".join(name for name in (*LAYOUTS, FP8_LAYOUT) if is_read(name, arch))
+        raise ValueError(f"layout: expected one of {known}, which the GPU reads, got {layout!r}")
+    compiled = {config.kernel for config in (*wo.kernels(where.index), *wo.fp8_kernels(where.index))}
     rows: list[dict[str, object]] = []
     with tqdm(total=len(pairs) * len(sizes), disable=not progress, unit="cell") as bar:
         for k, n in pairs:

@@ -229,11 +229,11 @@ def test_one_layer_is_unpacked_at_a_time(checkpoint: Path, monkeypatch: pytest.M
 
     original, inside, most = Checkpoint.read_layer, [0], [0]
 
-    def counted(*args: Any) -> QuantizedLayer:
+    def counted(*args: Any, **options: Any) -> QuantizedLayer:
         inside[0] += 1
         most.append(inside[0])
         try:
-            return original(*args)
+            return original(*args, **options)
         finally:
             inside[0] -= 1
 

@@ -30,9 +30,7 @@ from .choices import Choices
 Cost = DecodeSm90Constants | GemmSm90Constants
 
 FAMILIES: dict[str, ClusterFamily] = {
-    name: family
-    for name, family in ALL_FAMILIES.items()
-    if isinstance(family, ClusterFamily) and not family.grouped and family.x_bytes == 2
+    name: family for name, family in ALL_FAMILIES.items() if isinstance(family, ClusterFamily) and not family.grouped
 }
 
 CELL = ["k", "n", "m", "format", "group_size", "arch", "sm_count", "layout", "zeros"]
@@ -58,6 +56,7 @@ START: dict[str, dict[str, tuple[float, float, float]]] = {
         "idle": (0.15, 0.002, 0.5),
     },
 }
+START["gemm_sm90_fp8"] = START["gemm_sm90"]
 _UNIT_BOUNDS = (0.25, 4.0)  # times its start
 _END_BOUNDS = (0.02, 15.0)
 
@@ -76,6 +75,11 @@ _DRAWS = 5
 def usable(frame: pd.DataFrame) -> pd.Series:
     """Which rows of `tools.regret --csv` are of these kernels, in one launch."""
     return frame.config.isin(_configs())
+
+
+def measured(frame: pd.DataFrame) -> list[str]:
+    """The families that a frame has times of."""
+    return [name for name in FAMILIES if (frame.family == name).any()]
 
 
 def start_times(config: KernelConfig) -> TileTimes:
@@ -100,7 +104,7 @@ class Constants:
 class Rows:
     """The measurements of a family by (kernel, format), and what the model needs of each.
 
-    best_us  of the best configuration of the same problem, of either family
+    best_us  of the best configuration of the same problem, of any family
     cell     number of the problem
     """
 
@@ -183,7 +187,7 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass
 class Model:
-    """Measurements of both families and the constants that go with them."""
+    """Measurements of families and the constants that go with them."""
 
     rows: list[Rows]
     constants: list[Constants]
@@ -205,7 +209,7 @@ class Model:
 
     def apply_to(self, frame: pd.DataFrame) -> Model:
         """The same constants with other measurements; new kernels have the constants of START."""
-        model = Model([Rows(family, frame) for family in FAMILIES], [])
+        model = Model([Rows(family, frame) for family in measured(frame)], [])
         for rows, mine, constants in zip(model.rows, self.rows, self.constants, strict=True):
             theirs = rows.start()
             theirs.shared = constants.shared.copy()
@@ -218,9 +222,9 @@ class Model:
 
 def from_file(frame: pd.DataFrame) -> Model:
     """The constants of h200.py."""
-    model = Model([Rows(family, frame) for family in FAMILIES], [])
-    for rows, cost in zip(model.rows, (f.constants for f in FAMILIES.values()), strict=True):
-        constants = rows.start()
+    model = Model([Rows(family, frame) for family in measured(frame)], [])
+    for rows in model.rows:
+        cost, constants = FAMILIES[rows.family].constants, rows.start()
         constants.shared = np.log([getattr(cost, name) for name in START[rows.family]])
         for i, key in enumerate(rows.keys):
             constants.kernels[i] = np.log(cost.kernels.get(key, np.exp(constants.kernels[i])))
@@ -230,12 +234,9 @@ def from_file(frame: pd.DataFrame) -> Model:
 
 def least_error(frame: pd.DataFrame) -> Model:
     """The constants with the least weighted squares of log(predicted / measured)."""
-    model = Model([Rows(family, frame) for family in FAMILIES], [])
+    model = Model([Rows(family, frame) for family in measured(frame)], [])
     for rows in model.rows:
         start, (least, most) = rows.start(), rows.bounds()
-        if not rows.keys:
-            model.constants.append(start)
-            continue
         count = len(start.shared)
         flat = [np.concatenate([c.shared, c.kernels.ravel()]) for c in (start, least, most)]
 
@@ -262,7 +263,7 @@ def polish(model: Model, moves: int) -> None:
     fitted = [constants.copy() for constants in model.constants]
     limits = [rows.bounds() for rows in model.rows]
     kernels = [(f, i) for f, rows in enumerate(model.rows) for i in range(len(rows.keys))]
-    families = [f for f, rows in enumerate(model.rows) if rows.keys]
+    families = range(len(model.rows))
     # Where the times of a kernel lie among the times of all that may be chosen.
     offsets = np.cumsum([0, *(rows.is_candidate.sum() for rows in model.rows)])
     places = {}
@@ -347,18 +348,15 @@ def regret_table(frame: pd.DataFrame, regrets: dict[str, pd.Series]) -> str:
     return "\n".join(lines)
 
 
-def as_constants(model: Model, note: str = "") -> tuple[DecodeSm90Constants, GemmSm90Constants]:
-    """Constants as h200.py has them; what was not measured keeps its own."""
+def as_constants(model: Model, note: str = "") -> dict[str, Cost]:
+    """Constants by family, as h200.py has them; kernels that were not measured keep their own."""
 
     def digits(value: float) -> float:
         return float(f"{value:.4g}")
 
-    made: list[Cost] = []
-    for rows, constants, family in zip(model.rows, model.constants, FAMILIES.values(), strict=True):
-        old = family.constants
-        if not rows.keys:
-            made.append(old)
-            continue
+    made: dict[str, Cost] = {}
+    for rows, constants in zip(model.rows, model.constants, strict=True):
+        old = FAMILIES[rows.family].constants
         shared = {name: digits(v) for name, v in zip(START[rows.family], np.exp(constants.shared), strict=True)}
         times = dict(zip(rows.keys, np.exp(constants.kernels), strict=True))
         kernels = {}
@@ -367,16 +365,15 @@ def as_constants(model: Model, note: str = "") -> tuple[DecodeSm90Constants, Gem
                 key = config.kernel, format
                 found = times.get(key, old.kernels.get(key, start_times(config)))
                 kernels[key] = TileTimes(*map(digits, found))
-        made.append(type(old)(fitted_to=note, **shared, kernels=kernels))
-    decode, gemm = made
-    assert isinstance(decode, DecodeSm90Constants) and isinstance(gemm, GemmSm90Constants)
-    return decode, gemm
+        made[rows.family] = type(old)(fitted_to=note, **shared, kernels=kernels)
+    return made
 
 
-def run(frame: pd.DataFrame, moves: int) -> tuple[DecodeSm90Constants, GemmSm90Constants]:
+def run(frame: pd.DataFrame, moves: int) -> dict[str, Cost]:
     """Fit, print what the choices cost."""
     frame = prepare(frame)
-    wanted = {(c.kernel, f) for c in FITTED_CONFIGS if c.family in FAMILIES for f in c.formats}
+    families = measured(frame)
+    wanted = {(c.kernel, f) for c in FITTED_CONFIGS if c.family in families for f in c.formats}
     if missing := sorted(wanted - set(zip(frame.kernel, frame.format, strict=True))):
         names = ", ".join(f"{kernel} {format}" for kernel, format in missing)
         print(f"not measured, constants left as they are: {names}", file=sys.stderr)

@@ -40,6 +40,7 @@ class Constants(NamedTuple):
     waves: WaveConstants
     decode_sm90: DecodeSm90Constants
     gemm_sm90: GemmSm90Constants
+    gemm_sm90_fp8: GemmSm90Constants
     unfused: UnfusedConstants
     grouped: GroupedConstants
 

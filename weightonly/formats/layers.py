@@ -26,6 +26,8 @@ class LayerShape:
     act_order: whether rows are sorted by group, and x is to be permuted.
     layout: of a converted layer; None for others.
     experts: how many weights [K, N] are stacked; None: a single one.
+    activations: "fp8" where the folder asks for x in E4M3, a scale for each row. x of layers of other quantizers stays
+        as it is nevertheless, unless the caller of `load_model` says "fp8", too.
     """
 
     format: str
@@ -36,6 +38,7 @@ class LayerShape:
     act_order: bool
     layout: str | None = None
     experts: int | None = None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)

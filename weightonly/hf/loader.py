@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from ..activation_dtype import activations_of
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
@@ -34,6 +35,7 @@ def load_model(
     device_map: Any = None,
     arch: Arch | None = None,
     revision: str | None = None,
+    activations: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
@@ -47,6 +49,9 @@ def load_model(
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     revision: a branch, tag or commit of a model of the hub; None: the newest files.
+    activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
+        `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder has
+        what it was written with; others "16bit", whatever their config asks for.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
         trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -57,14 +62,16 @@ def load_model(
 
     Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
     for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
-    computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
-    folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
+    computes, with what would help; for layers that are none for activations "fp8"; for a layer of another shape than
+    the model has; for tensors of the model that the folder lacks; for a dtype or device without kernels. Raises
+    ImportError for a device_map without accelerate.
     """
     folder = model_folder(folder, revision)
     if device_map is not None:
         require_package("accelerate")
     if arch is not None:
         target_name(arch)
+    is_fp8 = activations_of(activations) is not None
     shards = open_shards(folder, dtype)
     is_gguf = isinstance(shards, GgufShards)
     if not is_gguf and not (folder / CONFIG).is_file():
@@ -79,6 +86,11 @@ def load_model(
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     if is_dense(shards):
+        if is_fp8:
+            raise ValueError(
+                f"activations: expected None, as {folder} is not quantized, got 'fp8'; from_pretrained(folder, "
+                "quantization_config=WeightOnlyConfig(activations='fp8')) quantizes it"
+            )
         unused = of_activations(shards)
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
@@ -86,7 +98,7 @@ def load_model(
         model, info = cls.from_pretrained(None if is_gguf else folder, config=config, **source, **arguments)
         check_used(model, Names(model), shards, plain)
         return complete(model, info, folder)
-    weights = CheckpointWeights(open_checkpoint(shards), arch)
+    weights = CheckpointWeights(open_checkpoint(shards), arch, activations)
     if weights.pack_arch is None:
         _describe(config, weights, quantization_config(shards)[1])
         try:

@@ -65,6 +65,7 @@ class Kind:
     format: str
     group_size: int
     symmetric: bool
+    activations: str | None
     error: float
 
 
@@ -88,7 +89,7 @@ class FolderSummary:
             (
                 kind.name,
                 counted(kind.layers, "layer"),
-                in_words(kind.format, kind.group_size) + ("" if kind.symmetric else ", zero points"),
+                in_words(kind.format, kind.group_size, kind.activations) + ("" if kind.symmetric else ", zero points"),
                 f"error {100 * kind.error:.2f}%",
             )
             for kind in self.kinds
@@ -344,10 +345,10 @@ def _kinds(plan: Plan, dense: DenseFolder) -> tuple[Kind, ...]:
     for name, shape in shapes.items():
         kind = ".".join(name.split(".")[-2 if name in plan.stacks else -1 :])
         rows = -1 if shape.group_size == shape.k else shape.group_size
-        layers[kind, shape.format, rows, shape.symmetric is not False].append(name)
+        layers[kind, shape.format, rows, shape.symmetric is not False, shape.activations].append(name)
     return tuple(
-        Kind(kind, len(names), format, group_size, symmetric, dense.error(names))
-        for (kind, format, group_size, symmetric), names in layers.items()
+        Kind(kind, len(names), format, group_size, symmetric, activations, dense.error(names))
+        for (kind, format, group_size, symmetric, activations), names in layers.items()
     )
 
 

@@ -16,6 +16,8 @@ class Handler(Protocol):
     """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
 
     kind: str
+    takes_fp8: bool
+    """Whether it can multiply x in E4M3; others are quantized without `activations`."""
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether the module is of this kind."""
@@ -49,6 +51,7 @@ class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
     kind = "Linear"
+    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return is_linear(module)
@@ -66,7 +69,9 @@ class DenseHandler:
         if n == 1:
             return "N = 1: a gate"
         try:
-            recipe.check_k(k, self.weight(module).is_cuda)
+            weight = self.weight(module)
+            recipe.check_k(k, weight.is_cuda)
+            recipe.check_dtype(weight.dtype, weight.is_cuda)
         except ValueError as error:
             return str(error)
         return None
@@ -124,6 +129,7 @@ class ExpertsHandler:
     """Experts of a mixture, stacked in 3-D Parameters: quantized where they are in transformers' interface."""
 
     kind = "experts"
+    takes_fp8 = False
 
     def owns(self, module: torch.nn.Module) -> bool:
         return any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
@@ -150,6 +156,7 @@ class PackedHandler:
     """Layers of this library: they stay as they are."""
 
     kind = "packed layer"
+    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return isinstance(module, PackedLayer)
@@ -162,13 +169,20 @@ class PackedHandler:
     def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
         assert isinstance(module, PackedLayer)
         groups = "per channel" if module.group_size == -1 else f"groups of {module.group_size}"
-        return f"it is {module.format} already, {groups}{'' if module.symmetric else ', with zero points'}"
+        rest = ("" if module.symmetric else ", with zero points") + ("" if module.activations is None else ", x in fp8")
+        return f"it is {module.format} already, {groups}{rest}"
 
     def fits(self, module: torch.nn.Module, recipe: Recipe) -> bool:
         """Whether it is what the recipe would make of it."""
         assert isinstance(module, PackedLayer)
         rows, asked = (module.in_features if size == -1 else size for size in (module.group_size, recipe.group_size))
-        return (module.format, module.symmetric, rows) == (recipe.format, recipe.symmetric, asked)
+        activations = None if module._experts is not None else recipe.activations
+        return (module.format, module.symmetric, rows, module.activations) == (
+            recipe.format,
+            recipe.symmetric,
+            asked,
+            activations,
+        )
 
     def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         raise TypeError("module: expected a dense layer, got one that is packed")
