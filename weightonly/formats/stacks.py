@@ -71,7 +71,7 @@ def take_apart(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     owner: dict[str, str] = {}
     for name, info in tensors.items():
         scales = [suffix for suffix in _SCALES if f"{name}{suffix}" in tensors]
-        if info.dtype == torch.float8_e4m3fn and len(info.shape) == 3 and 0 not in info.shape and scales:
+        if scales and info.dtype == torch.float8_e4m3fn and len(info.shape) == 3 and 0 not in info.shape:
             parts[name] = dict(_parts(name, scales[0], tensors))
             owner |= {f"{name}{suffix}": name for suffix in ("", scales[0], *_BESIDE) if f"{name}{suffix}" in tensors}
             if sum(map(len, parts.values())) > _MAX_PARTS:
