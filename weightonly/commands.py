@@ -76,7 +76,11 @@ def _quantize(commands: Commands) -> None:
         "--group-size", type=int, help="rows that share a scale, -1: all (default: the usual ones of the format)"
     )
     parser.add_argument("--asymmetric", action="store_true", help="with zero points: int4 and int8")
-    parser.add_argument("--no-search", action="store_true", help="integers by the range of a group: faster, worse")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--no-search", action="store_true", help="scales by the range of a group: faster, worse")
+    how.add_argument(
+        "--whole-zeros", action="store_true", help="--asymmetric with whole zero points, which export writes: worse"
+    )
     parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="layers to leave as they are")
     parser.add_argument("--only", metavar="PATTERN", action="append", help="the layers to quantize")
     parser.add_argument(
@@ -105,10 +109,10 @@ def _run_quantize(options: argparse.Namespace) -> None:
     config = WeightOnlyConfig(
         options.format,
         options.group_size,
-        False if options.asymmetric else None,
+        False if options.asymmetric or options.whole_zeros else None,
         options.arch,
         layers={pattern: own for layer in options.layer for pattern, own in layer.items()},
-        search=not options.no_search,
+        search="whole" if options.whole_zeros else not options.no_search,
         activations=options.activations,
     )
     summary = quantize_folder(

@@ -7,13 +7,13 @@ of a codebook see quantize_codes.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
 from .heuristics.problem import CODE_FORMATS, FORMATS
-from .least_squares import fold, least_squares
+from .least_squares import Search, SearchFor, clip, is_better, require_search, squares
 from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
 from .quantize_codes import quantize_codes
 from .quantize_fp8 import quantize_fp8
@@ -25,7 +25,7 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool = True,
-    search: bool = True,
+    search: SearchFor = True,
     *,
     format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -36,14 +36,16 @@ def quantize(
     group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
         which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
     symmetric: True: no zero points. False: with zero points; integers alone.
-    search: True: scales, and zero points, of integers with the least square error that a few trials find. No group has
-        a larger error than with False, and what that represents exactly stays exact. Of no effect on other formats.
+    search: True: scales, and zero points of 4 bits, with the least square error that a few trials find. No group has a
+        larger error than with False, and integers that this represents exactly stay exact. "whole": zero points stay
+        whole numbers, as the formats of `weightonly export` have them, with an error between that of True and False.
         False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the 2^bits levels span the
-        range of the group and 0.
+        range of the group and 0. Of no effect on mxfp4 and fp8, and on 8 bits with zero points, where it finds nothing.
 
     Returns (q, scales, zeros):
         q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8 float8_e4m3fn
-        scales  [K / g, N] in the dtype of w. The search makes some of them negative: there is a level more below 0.
+        scales  [K / g, N] in the dtype of w. The search makes some of integers and nf4 negative, as the levels above 0
+                are others than below.
         zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
                 fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
                 remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
@@ -52,10 +54,11 @@ def quantize(
     group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to
     it.
 
-    Codes of nf4 and fp4 are bitsandbytes', with absmax rounded to the dtype of w. Scales of mxfp4 are powers of two:
-    the one of OCP's specification, or the next one where the sum of squares is smaller. Scales of nvfp4 are numbers of
-    E4M3 times one power of two for all of w. Both are exact in the dtype of w, and what mxfp4 represents is given
-    back exactly. Scales of fp8 are the largest magnitude over 448, and each weight is the nearest 8-bit float (E4M3).
+    Codes are the nearest ones of the scale. Without the search those of nf4 and fp4 are bitsandbytes', with absmax
+    rounded to the dtype of w. Scales of mxfp4 are powers of two: the one of OCP's specification, or the next one where
+    the sum of squares is smaller. Scales of nvfp4 are numbers of E4M3 times one power of two for all of w. Both are
+    exact in the dtype of w, and what mxfp4 represents is given back exactly. Scales of fp8 are the largest magnitude
+    over 448, and each weight is the nearest 8-bit float (E4M3).
 
     Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
     it, other `bits`, an unknown format, zero points of codes, and a group size that does not divide K or is none of the
@@ -73,7 +76,7 @@ def quantize_for(
     format: str,
     group_size: int,
     symmetric: bool,
-    search: bool = True,
+    search: SearchFor = True,
     *,
     code: Sequence[float] | None = None,
     largest: float | None = None,
@@ -89,13 +92,13 @@ def quantize_for(
     check_weight(w, dtype)
     assert dtype is not None
     require_bool("symmetric", symmetric)
-    require_bool("search", search)
+    require_search(search)
     if format in CODE_FORMATS:
         if not symmetric:
             raise ValueError(f"symmetric: expected True for {format}, which has no zero points, got False")
         if format in FLOAT_DTYPES:
             return *quantize_fp8(w, dtype, resolve_group_size(group_size, w.shape[0])), None
-        return *quantize_codes(w, dtype, format, group_size, code, largest), None
+        return *quantize_codes(w, dtype, format, group_size, bool(search), code, largest), None
     bits = FORMATS[format]
     k, n = w.shape
     group = resolve_group_size(group_size, k)
@@ -114,10 +117,11 @@ def quantize_for(
             scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
         scale, zero = _by_range(low, high, bits, symmetric, dtype)
-        if search:
-            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, scratch)
+        if search and (bits == 4 or symmetric):
+            scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, search == "whole", scratch)
         scales[groups, columns] = scale
-        level = _nearest(torch.div(block, scale.float(), out=scratch[0]), scale.float(), zero, bits, dtype, scratch[1])
+        level = torch.div(block, scale.float(), out=scratch[0])
+        level = _nearest(level, scale.float(), zero, bits, dtype, level)
         if zeros is not None and zero is not None:
             zeros[groups, columns] = zero
             level.add_(zero).round_()  # a fraction was taken off
@@ -125,6 +129,9 @@ def quantize_for(
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
+
+
+_Levels = tuple[torch.Tensor, torch.Tensor]
 
 
 def _smallest(bits: int) -> int:
@@ -173,9 +180,11 @@ def _within_half(
         return torch.maximum(above, below)
 
     zero = zero_of(scale)
-    error = error_of(scale, zero)
     peak = torch.maximum(high, -low)
-    if float(peak.max()) < torch.finfo(dtype).max / 2 or not bool((error > 0.5).any()):  # nearly always
+    if float(peak.max()) < torch.finfo(dtype).max / 2:  # nearly always
+        return scale, zero
+    error = error_of(scale, zero)
+    if not bool((error > 0.5).any()):
         return scale, zero
     reach = torch.floor(torch.finfo(dtype).max / scale.double())
     wide = (peak / (reach + 0.5)).to(dtype)
@@ -208,11 +217,26 @@ def _by_range(
     return scale, zero.float()
 
 
-_GAIN = 1e-5
-"""By what part the error has to be smaller to replace what there is: more than the sums in fp32 are off."""
+_PARTS = (1.0, 0.93, 1.07)
+"""Of what the levels should cover of the largest magnitude, without zero points."""
 
-_NOISE = 2.0**-20
-"""Of the largest weight of a group: an error so small is none."""
+_ENDS = ((0.01, 0.01), (-0.026, 0.046), (0.046, -0.026))
+"""Beyond what they should cover of the range below 0, and above it, with zero points."""
+
+
+def _starts(low: torch.Tensor, high: torch.Tensor, group: int, bits: int, symmetric: bool) -> Iterator[_Levels]:
+    """Scales and zero points to try, fp32 (G, n). low, high: the ends of the range."""
+    lowest, largest, part = _smallest(bits), _largest(bits), clip(group) if bits == 4 else 1.0
+    if symmetric:
+        peak, none = torch.where(high > -low, high, low), torch.zeros_like(low)
+        for other in _PARTS:  # there is one level more below 0 than above
+            yield peak * (part * other / lowest), none
+        return
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    for more_below, more_above in _ENDS:
+        below, above = low * (part + more_below), high * (part + more_above)
+        scale = (above - below) / (largest - lowest)
+        yield scale, lowest - below / scale
 
 
 def _by_search(
@@ -223,51 +247,36 @@ def _by_search(
     zero: torch.Tensor | None,
     bits: int,
     dtype: torch.dtype,
+    whole: bool,
     scratch: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these.
 
-    scratch: fp32 (2, g, G, n), overwritten.
+    whole: whether zero points have to be whole numbers. scratch: fp32 (2, g, G, n), overwritten.
     """
-    size = torch.maximum(high, -low)
+    size, group = torch.maximum(high, -low), len(block)
     lowest, largest = _smallest(bits), _largest(bits)
-    # 0 stays exact where there is any. Fractions of 8 bits are too fine for what kernels compute in.
-    whole = torch.ones_like(size, dtype=torch.bool)
-    if bits == 4 and zero is not None:
-        whole = torch.abs(block, out=scratch[0]).amin(dim=0) == 0
+    # 0 stays exact where there is any.
+    is_whole = None if zero is None or whole else torch.abs(block, out=scratch[0]).amin(dim=0) == 0
 
     def store_zero(zero: torch.Tensor) -> torch.Tensor:
         zero = zero.clamp(lowest, largest)
-        return torch.where(whole, zero.round(), zero.float().to(dtype).double())
+        return zero.round() if is_whole is None else torch.where(is_whole, zero.round(), zero.to(dtype).float())
 
-    fitted, found = least_squares(block, low, high, lowest, largest, None if zero is None else store_zero, scratch)
-    new_scale, new_zero = fitted.float().to(dtype), None if zero is None else found.float()
-    before = _squares(block, scale.float(), zero, bits, dtype, scratch)
-    better = _squares(block, new_scale.float(), new_zero, bits, dtype, scratch) < before * (1 - _GAIN)  # NaN never is
-    # What fp32 rounds in block / scale is no error that could be made smaller.
-    better &= (before > len(block) * (_NOISE * size).square()) & (new_scale != 0)
-    # Near the largest number of the dtype few levels are finite, sums overflow near that of fp32, and its subnormal
-    # numbers divide to few digits: there the range decides.
-    single = torch.finfo(torch.float32)
-    better &= (size < min(torch.finfo(dtype).max / 4, single.max * 2.0**-40)) & (size > single.tiny * 2.0**16)
+    def round_(ratio: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.round(ratio, out=out).clamp_(lowest, largest)
+
+    def error(scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        scale = scale.float()
+        return squares(block, scale, lambda ratio, out: _nearest(ratio, scale, zero, bits, dtype, out), scratch)
+
+    search = Search(block, round_, None, None if zero is None else store_zero, scratch)
+    fitted, found = search.best(_starts(low.float(), high.float(), group, bits, zero is None))
+    new_scale, new_zero = fitted.to(dtype), None if zero is None else found
+    better = is_better(error(scale, zero), error(new_scale, new_zero), size, group, dtype) & (new_scale != 0)
     if zero is not None and new_zero is not None:
         zero = torch.where(better, new_zero, zero)
     return torch.where(better, new_scale, scale), zero
-
-
-def _squares(
-    block: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    bits: int,
-    dtype: torch.dtype,
-    scratch: torch.Tensor,
-) -> torch.Tensor:
-    """The sum of squares of what rounding changes, fp64 (G, n)."""
-    ratio = torch.div(block, scale, out=scratch[0])
-    off = _nearest(ratio, scale, zero, bits, dtype, scratch[1]).sub_(ratio)
-    exact = scale.double()
-    return exact * exact * fold(off.mul_(off))
 
 
 def _nearest(
@@ -278,7 +287,10 @@ def _nearest(
     dtype: torch.dtype,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The levels next to block / scale, fp32 (g, G, n), less the zero point; scale * level is finite in `dtype`."""
+    """The levels next to ratio = weights / scale, fp32 (g, G, n), less the zero point; see `Round`.
+
+    scale * level is finite in `dtype`.
+    """
     reach = torch.floor(torch.finfo(dtype).max / scale.abs())  # (G, n)
     if zero is None:
         low, high = (-reach).clamp(min=_smallest(bits)), reach.clamp(max=_largest(bits))

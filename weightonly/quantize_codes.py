@@ -2,27 +2,31 @@
 
 w[k, n] is approximated by  scales[k // g, n] * codebook[q[k, n]].
 
-    nf4, fp4  scale = the largest magnitude of a group; see ops/blocks_4bit.py
-    mxfp4     scale = 2^e (E8M0), groups of 32
-    nvfp4     scale = an 8-bit float (E4M3) times one factor for all of the weight, groups of 16
+    nf4, fp4  scale = the largest magnitude of a group; see ops/blocks_4bit.py; searched (least_squares.py), any number
+    mxfp4     scale = 2^e (E8M0), groups of 32; the better one of two
+    nvfp4     scale = an 8-bit float (E4M3) times one factor for all of the weight, groups of 16; searched, such a float
 
 The codes of the last two are 4-bit floats (E2M1), rounded to nearest, ties to the even code. What they stand for, and
-the scales, are exact in 16 bits: a weight is what its bits say, in float16 and bfloat16, too.
+the scales, are exact in 16 bits: a weight is what its bits say, in float16 and bfloat16, too. That is why the factor
+is a power of two; it has no part in the error, but for scales 2^15 times smaller than the largest.
 
 E2M1, E8M0 and mxfp4: OCP Microscaling Formats (MX) Specification 1.0.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from .codebooks import BLOCK_FORMATS, E2M1
+from .codebooks import BLOCK_FORMATS, CODEBOOKS, E2M1
 from .dense import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
 from .formats.words import unpack_nibbles
 from .heuristics.problem import FORMAT_GROUPS, check_format_groups
+from .least_squares import Nearest, Search, Store, clip, is_better, squares
 from .ops.blocks_4bit import BLOCKSIZES, quantize_4bit
 
 _LARGEST_E4M3 = 448.0
@@ -49,6 +53,7 @@ def quantize_codes(
     dtype: torch.dtype,
     format: str,
     group_size: int,
+    search: bool = True,
     code: Sequence[float] | None = None,
     largest: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,23 +62,92 @@ def quantize_codes(
     Raises what `weightonly.quantize` raises.
     """
     check_weight(w, dtype)
-    k = w.shape[0]
+    k, n = w.shape
     group = resolve_group_size(group_size, k)
     check_code_groups(format, group, code is not None)
-    if format in BLOCK_FORMATS or code is not None:
+    if format not in FORMAT_GROUPS and not search:
         return _quantize_blocks(w, dtype, format, group, code)
     largest = check_values(w, dtype) if largest is None else largest
-    factor = _factor(largest, dtype) if format == "nvfp4" else None
-    q = torch.empty(k, w.shape[1], dtype=torch.int8, device=w.device)
-    scales = torch.empty(k // group, w.shape[1], dtype=dtype, device=w.device)
-    for groups, columns in blocks_of(k // group, group, w.shape[1], w.device):
+    factor = _factor(largest, dtype)
+    to_codes = _to_codes(CODEBOOKS[format] if code is None else tuple(code), format in FORMAT_GROUPS, w.device)
+    q = torch.empty(k, n, dtype=torch.int8, device=w.device)
+    scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
+    for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        block = w[rows, columns].to(torch.float32).contiguous().unflatten(0, (-1, group))  # (G, g, n)
-        peak = block.abs().amax(dim=1)  # (G, n)
-        scale = _e8m0_scale(block, peak, dtype) if factor is None else _e4m3_scale(peak, factor, dtype)
+        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
+        scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
+        peak = torch.abs(block, out=scratch[0]).amax(dim=0)  # (G, n)
+        if format == "mxfp4":
+            scale = _e8m0_scale(block, peak, dtype, to_codes.nearest, scratch)
+        else:
+            scale = _e4m3_scale(peak, factor, dtype) if format == "nvfp4" else peak.to(dtype).float()
+            if search:
+                store = partial(_as_e4m3, factor=factor) if format == "nvfp4" else None
+                scale = _by_search(
+                    block, peak, scale, _PARTS.get(format, _PARTS["nf4"]), store, dtype, to_codes, scratch
+                )
         scales[groups, columns] = scale
-        q[rows, columns] = _e2m1_codes(block, scale).flatten(0, 1)
+        codes = to_codes(torch.div(block, _divisor(scale), out=scratch[0]))
+        q[rows, columns] = codes.transpose(0, 1).flatten(0, 1)
     return q, scales
+
+
+_PARTS = {
+    "nf4": (-1.015, 1.055, 0.95, -1.1, -0.95),
+    "fp4": (0.99, 0.91, 1.08),
+    "nvfp4": (0.995, 1.52, 0.91, 1.075),
+}
+"""Scales to try, of the largest magnitude clipped. The numbers of NF4 are others below 0 than above."""
+
+
+def _by_search(
+    block: torch.Tensor,
+    peak: torch.Tensor,
+    scale: torch.Tensor,
+    parts: Sequence[float],
+    store: Store | None,
+    dtype: torch.dtype,
+    to_codes: _ToCodes,
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """Scales, fp32 (G, n), with a smaller square error than those given, or these. scratch: see `squares`."""
+    nearest, none = to_codes.nearest, torch.zeros_like(peak)
+    whole = peak * (clip(len(block)) / to_codes.largest)
+    found, _ = Search(block, nearest, store, None, scratch).best((whole * part, none) for part in parts)
+    found = found.to(dtype).float()
+    before, after = (squares(block, _divisor(s), nearest, scratch) for s in (scale, found))
+    better = is_better(before, after, peak.double(), len(block), dtype) & (found != 0)
+    return torch.where(better, found, scale)
+
+
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    """Of weights: what is 0 with a scale is 0 without."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+class _ToCodes:
+    """Weights / scale, fp32 -> codes of a book, int8."""
+
+    def __init__(self, book: tuple[float, ...], is_e2m1: bool, device: torch.device) -> None:
+        order = sorted(range(len(book)), key=book.__getitem__)  # stable: equal numbers keep their order
+        self.is_e2m1 = is_e2m1
+        if is_e2m1:
+            order.remove(8)  # -0: the sign says it
+        numbers = torch.tensor([book[code] for code in order], dtype=torch.float32, device="cpu")
+        bounds = (numbers[:-1] + numbers[1:]) / 2  # which are of the number below
+        if is_e2m1:
+            is_odd = torch.tensor([code % 2 == 1 for code in order[:-1]], device="cpu")
+            bounds = torch.where(is_odd, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)), bounds)
+        self.nearest = Nearest(numbers, bounds, device)
+        self.order = torch.tensor(order, dtype=torch.int8, device=device)
+        self.largest = max(map(abs, book))
+
+    def __call__(self, ratio: torch.Tensor) -> torch.Tensor:
+        codes = self.order.index_select(0, self.nearest.index(ratio).view(-1)).view(ratio.shape)
+        return codes.bitwise_or_(ratio.signbit().to(torch.int8) << 3) if self.is_e2m1 else codes
+
+
+_to_codes = functools.cache(_ToCodes)
 
 
 def check_scales_as(scales: torch.Tensor, dtype: torch.dtype, format: str) -> None:
@@ -130,17 +204,9 @@ def _quantize_blocks(
     return codes.contiguous().view(torch.int8), absmax.view(n, -1).t().to(dtype).contiguous()
 
 
-def _e2m1_codes(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes int8 of block / scale: fp32 (G, g, n), (G, n) -> (G, g, n)."""
-    middles = torch.tensor(E2M1, dtype=torch.float32, device="cpu").unfold(0, 2, 1).mean(dim=1)
-    # bucketize puts a number that is on a boundary below it. Every other middle belongs to the even code above it.
-    middles[1::2] = torch.nextafter(middles, torch.zeros_like(middles))[1::2]
-    ratio = block / scale.unsqueeze(1)
-    codes = torch.bucketize(ratio.abs(), middles.to(block.device), out_int32=True).to(torch.int8)
-    return codes | ratio.signbit().to(torch.int8) << 3
-
-
-def _e8m0_scale(block: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _e8m0_scale(
+    block: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype, nearest: Nearest, scratch: torch.Tensor
+) -> torch.Tensor:
     """Powers of two, fp32 (G, n), with the smaller sum of squares of two: by OCP's rule, and the next one.
 
     OCP's rule is the largest power of two in a group over the largest in E2M1, which is 4. A group of zeros gets 1.
@@ -149,16 +215,8 @@ def _e8m0_scale(block: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> 
     exponent = torch.frexp(peak).exponent - 3
     ocp = power_of_two(exponent.clamp(-127, 127)).clamp(low, high)
     wide = (ocp * 2).clamp(max=high)
-    scale = torch.where(_squares(block, wide) < _squares(block, ocp), wide, ocp)
-    return torch.where(peak == 0, torch.ones_like(scale), scale)
-
-
-def _squares(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of what rounding to the codes of a scale changes, fp64 (G, n)."""
-    magnitudes = torch.tensor(E2M1, dtype=torch.float32, device="cpu").to(block.device)
-    codes = _e2m1_codes(block, scale) & 7
-    error = block.abs() - magnitudes[codes.int()] * scale.unsqueeze(1)
-    return torch.linalg.vector_norm(error, dim=1, dtype=torch.float64)
+    before, after = (squares(block, scale, nearest, scratch) for scale in (ocp, wide))
+    return torch.where(peak == 0, torch.ones_like(ocp), torch.where(after < before, wide, ocp))
 
 
 def _factor(peak: float, dtype: torch.dtype) -> float:
@@ -183,3 +241,8 @@ def _e4m3_scale(peak: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.
     too_large = scale.double() * (E2M1[-1] * factor) > torch.finfo(dtype).max
     scale = torch.where(too_large, below.float(), scale.float())
     return torch.where(peak == 0, torch.ones_like(scale), scale) * factor
+
+
+def _as_e4m3(scale: torch.Tensor, factor: float) -> torch.Tensor:
+    """The nearest number of E4M3 times `factor`."""
+    return (scale / factor).clamp(_SMALLEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn).float() * factor

@@ -71,12 +71,12 @@ def test_ours_by_the_formula(method: Method) -> None:
     assert "cosine_mean" not in row
 
 
-def test_bitsandbytes_has_our_codes() -> None:
+def test_bitsandbytes_has_our_codes_and_larger_errors() -> None:
     pytest.importorskip("bitsandbytes")
     frame = accuracy.accuracy("gaussian", "ours,bitsandbytes", **TINY).set_index(["format", "provider"])
     for format in ("nf4", "fp4"):
         ours, theirs = (frame.loc[(format, provider)] for provider in ("ours", "bitsandbytes"))
-        assert theirs["weight_error_percent"] == pytest.approx(ours["weight_error_percent"], rel=1e-2)
+        assert 0.85 < ours["weight_error_percent"] / theirs["weight_error_percent"] < 0.95
         assert (ours["bits"], theirs["bits"]) == (4.25, 4.5)  # scales in the dtype of w, absmax in fp32
 
 

@@ -18,7 +18,8 @@ from tests.hf_models import llama, logits, quantized, saved, write_model
 
 import weightonly as wo
 from weightonly import __main__ as command
-from weightonly.hf import load_model
+from weightonly.hf import WeightOnlyConfig, load_model
+from weightonly.nn.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,26 @@ def test_options_reach_the_folder(dense: Path, tmp_path: Path, capsys: pytest.Ca
         assert (tmp_path / "out" / name).read_text() == (dense / name).read_text()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert load_model(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("option", ["--whole-zeros", "--asymmetric"])
+def test_whole_zeros_can_be_exported(
+    option: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--group-size", "32", "--dtype", "float16", "--arch", "cpu", option]
+    assert command.main(["quantize", str(dense), str(tmp_path / "ours"), *words]) == 0
+    assert not any(shape.symmetric for shape in wo.formats.open_checkpoint(tmp_path / "ours").shapes.values())
+    for to in ("gptq", "awq", "compressed-tensors"):
+        failed = command.main(["export", str(tmp_path / "ours"), str(tmp_path / to), "--to", to])
+        assert failed == (option == "--asymmetric")
+        assert failed == ("--whole-zeros" in capsys.readouterr().err)
+
+
+def test_one_default_for_all() -> None:
+    by_command, by_config = command._parser().parse_args(["quantize", "a", "b"]), WeightOnlyConfig().recipe(None)
+    assert (by_command.format, by_command.group_size, by_command.asymmetric) == (None, None, False)
+    assert by_config == Recipe.of(None, None, None, True, None, None)
+    assert (by_config.format, by_config.group_size, by_config.symmetric) == ("int4", 128, True)
 
 
 def test_defaults_and_an_empty_folder(dense: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def mixed_folder(folder: Path) -> Path:
     torch.manual_seed(0)
     kinds: dict[str, dict[str, Any]] = {
         "a": {"group_size": 32},
-        "b": {"group_size": 64, "symmetric": False, "search": False},
+        "b": {"group_size": 64, "symmetric": False, "search": "whole"},
         "c": {"format": "int8", "group_size": -1},
         "d": {"group_size": 128},  # of K = 128
     }
@@ -204,7 +204,7 @@ def test_fractional_zeros_are_held_by_none(tmp_path: Path, generator: torch.Gene
     for to in TARGETS:
         message = refused(tmp_path, source, to)
         assert "zeros: expected whole numbers in -8 .. 7, got" in message and "which no target holds" in message
-        assert "search=False (weightonly quantize --no-search)" in message
+        assert "search='whole' (weightonly quantize --whole-zeros)" in message
         assert message.startswith("model.layers.")
 
 

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def saved(folder: Path, model: Any, dtype: torch.dtype = torch.float16, **kind: Any) -> Path:
     """What `save_pretrained` of a quantized model writes."""
     model.to(dtype).save_pretrained(folder / "dense")
-    config = WeightOnlyConfig(**kind, arch="cpu", search="symmetric" not in kind)
+    config = WeightOnlyConfig(**kind, arch="cpu", search="whole")
     quantized = type(model).from_pretrained(folder / "dense", dtype=dtype, quantization_config=config)
     quantized.save_pretrained(folder / "ours")
     return folder / "ours"

@@ -26,6 +26,27 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/least_squares.py",
+        "search",
+        [
+            ("a worse trial is taken", "Search.try_", "better = gain > self.gain", "better = gain < self.gain"),
+            ("a worse group is taken", "is_better", "after < before * (1 - _GAIN)", "after > 0"),
+            ("bounds of a cell are not looked at", "Nearest.index", "for bounds in self.inside:", "for bounds in ():"),
+            ("a bound is of the number above", "Nearest.index", "torch.gt", "torch.ge"),
+        ],
+    ),
+    *of(
+        "weightonly/quantize_codes.py",
+        "search microscaling",
+        [
+            ("a scale of 0 divides", "_divisor", "torch.where(scale == 0, torch.ones_like(scale), scale)", "scale"),
+            ("ties go to the odd code", "_ToCodes.__init__", "code % 2 == 1", "code % 2 == 0"),
+            ("-0 is 0", "_ToCodes.__call__", "if self.is_e2m1", "if False"),
+            ("scales that E4M3 has not", "_as_e4m3", ".to(torch.float8_e4m3fn).float()", ""),
+            ("the wide power of two is never taken", "_e8m0_scale", "after < before", "after < 0"),
+        ],
+    ),
+    *of(
         "weightonly/dense.py",
         "quantize",
         [

@@ -260,14 +260,18 @@ def test_bad_input(case: str) -> None:
 
 @pytest.mark.gpu
 @dtypes
-@symmetries
+@pytest.mark.parametrize("search", [True, False, "whole"])
+@pytest.mark.parametrize("format", ["int4", "int4 zeros", "int8", "int8 zeros", "nf4", "fp4", "mxfp4", "nvfp4"])
 def test_gpu_agrees_with_cpu(
-    dtype: torch.dtype, symmetric: bool, cuda_device: torch.device, generator: torch.Generator
+    dtype: torch.dtype, search: Any, format: str, cuda_device: torch.device, generator: torch.Generator
 ) -> None:
-    w = torch.randn(256, 96, generator=generator).to(dtype)
-    got = wo.quantize(w.to(cuda_device), symmetric=symmetric)
+    w = torch.randn(256, 96, generator=generator) * torch.exp2(-20 * torch.rand(1, 96, generator=generator))
+    w[:64, 0], w[:64, 1] = 0, -0.0
+    w = w.to(dtype)
+    options: dict[str, Any] = {"format": format.split()[0], "symmetric": "zeros" not in format, "search": search}
+    got = wo.quantize(w.to(cuda_device), **options)
     assert all(tensor is None or tensor.device == cuda_device for tensor in got)
-    assert_same(got, wo.quantize(w, symmetric=symmetric))
+    assert_same(got, wo.quantize(w, **options))
 
 
 def test_slack_keeps_the_nearest_scale() -> None:

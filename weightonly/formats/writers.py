@@ -50,7 +50,7 @@ def whole_zeros(w: IntWeight) -> torch.Tensor:
     if bool(bad.any()):
         raise ValueError(
             f"zeros: expected whole numbers in {-middle} .. {middle - 1}, got {z[bad][0].item():g}, which no target "
-            "holds; quantize again with search=False (weightonly quantize --no-search), or without zero points"
+            "holds; quantize again with search='whole' (weightonly quantize --whole-zeros), or without zero points"
         )
     return to_unsigned(z.to(torch.int8), w.bits)
 

@@ -18,6 +18,7 @@ from ..formats.packed_config import METHOD, VERSION, check_version, options_of
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS
+from ..least_squares import SearchFor
 from ..nn.choice import check_own
 from ..nn.recipe import Recipe
 from ..packing import format_of, layout_for_arch, record_code_layout, target_name
@@ -65,7 +66,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         arch: Arch | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         layers: Mapping[str, Mapping[str, Any]] | None = None,
-        search: bool = True,
+        search: SearchFor = True,
         activations: str | None = None,
         **layer_options: Any,
     ) -> None:

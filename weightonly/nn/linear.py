@@ -15,6 +15,7 @@ from ..fp8_product import gemm_in_fp8
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..layout import TILED_FP8
+from ..least_squares import SearchFor
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool
@@ -164,7 +165,7 @@ class Linear(PackedLayer):
         arch: Arch | None = None,
         activation: str | None = None,
         format: str | None = None,
-        search: bool = True,
+        search: SearchFor = True,
         activations: str | None = None,
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.

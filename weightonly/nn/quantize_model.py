@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..heuristics.arch import Arch
+from ..least_squares import SearchFor
 from .base import PackedLayer
 from .choice import check_own, named, recipe_of
 from .experts import Experts
@@ -38,7 +39,7 @@ def quantize_model(
     *,
     format: str | None = None,
     only: Choice | None = None,
-    search: bool = True,
+    search: SearchFor = True,
     layers: Mapping[str, Mapping[str, Any]] | None = None,
     activations: str | None = None,
 ) -> torch.nn.Module:
@@ -53,7 +54,7 @@ def quantize_model(
         of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
         table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
     symmetric: False adds zero points to integers.
-    search: as for `quantize`: False takes scales by the largest value of a group.
+    search: as for `quantize`: False takes scales by the largest value of a group, "whole" keeps zero points whole.
     skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, and the
         ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
         returns True for those.

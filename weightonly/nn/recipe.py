@@ -12,6 +12,7 @@ from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, default_group_size, 
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, check_group_size
+from ..least_squares import SearchFor, require_search
 from ..packed import format_bits
 from ..packing import format_of, preprocess, resolve_layout
 from ..quantize import quantize_for
@@ -38,7 +39,7 @@ class Recipe:
     symmetric: bool = True
     dtype: torch.dtype | None = None
     arch: Arch | None = None
-    search: bool = True
+    search: SearchFor = True
     activations: str | None = None
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class Recipe:
             known = ", ".join(DEFAULT_GROUP_SIZE)
             raise ValueError(f"format: expected one of {known} to quantize to, got {self.format!r}")
         require_bool("symmetric", self.symmetric)
-        require_bool("search", self.search)
+        require_search(self.search)
         if self.is_code and not self.symmetric:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
         if self.dtype is not None:
@@ -65,7 +66,7 @@ class Recipe:
         symmetric: bool,
         dtype: torch.dtype | None,
         arch: Arch | None,
-        search: bool = True,
+        search: SearchFor = True,
         activations: str | None = None,
     ) -> Recipe:
         """From the arguments of `quantize_model`; see there."""
