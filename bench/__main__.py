@@ -1,7 +1,8 @@
 """Time `gemm` beside others (`sweep`, `report`), the linears of a model one after another (`chain`), whole models
-(`model`), their linears on several GPUs (`parallel`), vLLM's engine (`serve`), mixtures of experts (`experts`) and what
-a call costs the host (`host`); say what quantizing loses (`accuracy`); find the configurations that are the quickest on
-this GPU (`tune`)."""
+(`model`), their linears on several GPUs (`parallel`), vLLM's engine (`serve`), mixtures of experts (`experts`) and
+training through them (`experts-train`), and what a call costs the host (`host`); say what quantizing loses
+(`accuracy`), and what rounding activations to FP8 does (`activations`); find the configurations that are the quickest
+on this GPU (`tune`)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from .accuracy import COMMAND as ACCURACY
+from .activations import COMMAND as ACTIVATIONS
 from .chain import COMMAND as CHAIN
 from .command import Command, run_commands
 from .experts.measure import COMMAND as EXPERTS
+from .experts.train import COMMAND as EXPERTS_TRAIN
 from .host import COMMAND as HOST
 from .model.measure import COMMAND as MODEL
 from .parallel import COMMAND as PARALLEL
@@ -28,9 +31,11 @@ COMMANDS: dict[str, Command] = {
     "parallel": PARALLEL,
     "serve": SERVE,
     "experts": EXPERTS,
+    "experts-train": EXPERTS_TRAIN,
     "tune": TUNE,
     "host": HOST,
     "accuracy": ACCURACY,
+    "activations": ACTIVATIONS,
 }
 
 

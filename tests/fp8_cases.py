@@ -42,6 +42,24 @@ def dequantize_nvfp4(weight: torch.Tensor, scale: torch.Tensor, factor: torch.Te
     return E2M1[codes] * (scale.double() * factor.double()).repeat_interleave(16, 1)
 
 
+def experts(
+    w: torch.Tensor,
+    block: tuple[int, int],
+    scale: str = "_scale_inv",
+    form: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
+    halves: int = 1,
+    is_transposed: bool = False,
+) -> tuple[Tensors, torch.Tensor]:
+    """Stacked experts w [E, N, K], or [E, K, N], for `write`. halves: in how many parts N is cut before the blocks."""
+    rows = w.transpose(1, 2) if is_transposed else w
+    parts = [[quantize(part, block) for part in expert.chunk(halves)] for expert in rows]
+    q = torch.stack([torch.cat([part for part, _ in expert]) for expert in parts])
+    scales = torch.stack([torch.cat([scale for _, scale in expert]) for expert in parts])
+    exact = torch.stack([torch.cat([dequantize(*part, block) for part in expert]) for expert in parts])
+    stored, dense = (t.transpose(1, 2) if is_transposed else t for t in (q, exact))
+    return {"": stored, scale: form(scales)}, dense
+
+
 def write(
     folder: Path,
     model: Any,
@@ -50,19 +68,23 @@ def write(
     scale_name: str,
     form: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
     beside: Mapping[str, torch.Tensor] | None = None,
+    stack: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]] | None = None,
 ) -> Tensors:
     """Saves a model with its linear layers, but for heads and routers, quantized. Returns its numbers, dense.
 
-    options: quantization_config. form: of the scales. beside: other tensors of each layer.
+    options: quantization_config. form: of the scales. beside: other tensors of each layer. stack: (name of stacked
+    experts, their weight) -> ({what follows the name in the file: tensor}, the numbers, dense).
     """
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=stack is None)
     from safetensors.torch import load_file
 
     tensors, dense = load_file(folder / "model.safetensors"), {}
     written: Tensors = {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        is_linear = tensor.dim() == 2 and not layer.endswith(("embed_tokens", "lm_head", ".gate"))
+        is_linear = (
+            tensor.dim() == 2 and name != layer and not layer.endswith(("embed_tokens", "lm_head", ".gate", ".router"))
+        )
         dense[name] = tensor.float()
         written[name] = tensor
         if is_linear:
@@ -71,6 +93,10 @@ def write(
             written[f"{layer}.{scale_name}"] = stored
             written |= {f"{layer}.{inside}": value.clone() for inside, value in (beside or {}).items()}
             dense[name] = dequantize(written[name], stored.float(), block).float()
+        elif tensor.dim() == 3 and stack is not None:
+            found, w = stack(name, tensor.float())
+            written |= {f"{name}{suffix}": value.contiguous() for suffix, value in found.items()}
+            dense[name] = w.float().contiguous()
     save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))

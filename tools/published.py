@@ -1,4 +1,4 @@
-"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements.
+"""The tables and the pictures of the pages in `DOCUMENTS`, made from the committed measurements, or counted.
 
     python -m tools.published     writes them anew, from a checkout
 
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from weightonly.bench import accuracy
+from weightonly.bench import accuracy, activations
 from weightonly.bench.kept import read as read_kept
 from weightonly.bench.model import tables as models
 from weightonly.bench.model.measure import COLUMNS as OF_MODELS
@@ -29,6 +29,7 @@ from weightonly.bench.shapes import MIXTURES, Shape
 from weightonly.heuristics.problem import FORMATS
 
 from .regret_experts import problem_of, regret, rows_of_experts
+from .training_memory import training_memory_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +45,7 @@ DOCUMENTS = tuple(
         "docs/performance.md",
         "docs/kernels/sm90_grouped.md",
         "docs/guides/quantize.md",
+        "docs/guides/finetune_mixture.md",
         "docs/guides/vllm.md",
     )
 )
@@ -376,6 +378,13 @@ def accuracy_table() -> str:
     )
 
 
+def activations_table() -> str:
+    """What rounding activations loses beside int4 weights."""
+    return activations.activations_table(
+        results.read_rows(MEASUREMENTS / "activations.csv", "bench activations", activations.COLUMNS).rows
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "peer-ratios": peer_losses_table,
@@ -393,6 +402,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-even": lambda: layer_table("even"),
     "serve": serve_table,
     "accuracy": accuracy_table,
+    "activations": activations_table,
+    "training-memory": training_memory_table,
     "layer-skewed": lambda: layer_table("skewed"),
 }
 

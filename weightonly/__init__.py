@@ -21,6 +21,7 @@ if not (_Path(__file__).parent / "heuristics").is_dir():
     __path__ = [*__path__, str(_Path(__file__).parents[1])]
 
 from . import formats, heuristics, nn
+from . import grouped_gradient as _grouped_gradient  # noqa: F401  (operators, which autograd finds by name)
 from .experts import fused_experts
 from .explain import explain
 from .extras import missing_packages_named as _missing_packages_named

@@ -82,7 +82,7 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rule = activation_of(activation).gradient
     if rule is not None:
         if not rule.of_output:
-            product = operators.grouped_gemm if offs else operators.gemm
+            product = operators.grouped_gemm if offs else getattr(ctx, "product", operators.gemm)
             kept = product(kept, data, *fields, scales, zeros, bias, None, perm, *experts, *offs, *has_rest)
         grad = rule.function(grad.float(), kept.float()).to(grad.dtype)
     grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)

@@ -87,6 +87,9 @@ def _quantize(commands: Commands) -> None:
         type=_layer,
         help="another format for some layers, such as down_proj=int8; the last one that matches counts",
     )
+    parser.add_argument(
+        "--activations", metavar="fp8", help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 alone"
+    )
     parser.add_argument("--revision", help="a branch, tag or commit of a model of the hub")
     parser.add_argument("--dtype", help="of scales and dense weights: float16, bfloat16 or float32; default: as it is")
     parser.add_argument("--device", default="cpu", help="where to quantize: cpu (default), cuda")
@@ -106,6 +109,7 @@ def _run_quantize(options: argparse.Namespace) -> None:
         options.arch,
         layers={pattern: own for layer in options.layer for pattern, own in layer.items()},
         search=not options.no_search,
+        activations=options.activations,
     )
     summary = quantize_folder(
         options.source,
@@ -171,6 +175,9 @@ def _run(commands: Commands) -> None:
     text.add_argument("--dtype", help="float16, bfloat16 or float32; default: that of config.json")
     text.add_argument("--device", help="cpu, cuda, auto (accelerate spreads it); default: a GPU with kernels, else cpu")
     text.add_argument("--arch", help=_ARCH)
+    text.add_argument(
+        "--activations", metavar="fp8|16bit", help="fp8: x in E4M3; default: as a packed folder has it, else 16bit"
+    )
 
     def act(options: argparse.Namespace) -> None:
         from .hf.run import run  # transformers: seconds to import, and no dependency of this package

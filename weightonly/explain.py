@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .activation_dtype import FP8, activations_of, check_fp8_format
 from .cpu import library, table
 from .dense import check_weight_dtype, default_group_size, resolve_group_size
 from .device import device_arch
@@ -21,12 +22,12 @@ from .heuristics.grouped import select_grouped, select_layer
 from .heuristics.launches import estimate_us, is_calibrated, launches
 from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, DEQUANTIZED_FORMATS, layouts_of
 from .kernels import is_compiled, runs_on
-from .layout import CPU
+from .layout import CPU, TILED_FP8
 from .nn.base import PackedLayer
 from .nn.experts import Experts
 from .ops.around_experts import MAX_CHOICES
 from .packed import PackedWeight
-from .packing import format_of, target_name
+from .packing import format_of, layout_for_arch, target_name
 from .plan.choose import DTYPE_NAMES, check_sizes, preferred, scale_mode
 from .plan.tuned import table_of
 from .require import require_bool, require_int
@@ -44,7 +45,8 @@ _CPU_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 @dataclass(frozen=True)
 class Kind:
     """Layers that are computed in the same way. experts: how many weights [K, N] are stacked, or None. group_size: rows
-    that share a scale, -1: all. layout: None: the one of the GPU. dtype: of x."""
+    that share a scale, -1: all. layout: None: the one of the GPU. dtype: of x. activations: "fp8" where x becomes E4M3.
+    """
 
     k: int
     n: int
@@ -54,11 +56,13 @@ class Kind:
     experts: int | None = None
     layout: str | None = None
     dtype: torch.dtype = torch.float16
+    activations: str | None = None
 
     def __str__(self) -> str:
         size = f"{self.k} x {self.n}" if self.experts is None else f"{self.experts} x {self.k} x {self.n}"
         groups = "per channel" if self.group_size in (-1, self.k) else f"groups of {self.group_size}"
-        return f"{size} {self.format}, {groups}{', zeros' if self.zeros else ''}"
+        zeros, activations = ", zeros" if self.zeros else "", f", x in {self.activations}" if self.activations else ""
+        return f"{size} {self.format}, {groups}{zeros}{activations}"
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def explain(
     dtype: torch.dtype | None = None,
     arch: Arch | None = None,
     sm_count: int | None = None,
+    activations: str | None = None,
 ) -> Explanation:
     """Which kernel `gemm` runs, for each M, why, and its time by the cost model; needs no GPU.
 
@@ -136,6 +141,8 @@ def explain(
     arch: what computes: a GPU in any spelling, or "cpu". None: the GPU that the weight is on; for others the visible
         GPU, else the CPU. A weight in a layout that the GPU does not read is taken as `repack` makes it.
     sm_count: multiprocessors of the GPU. None: those of the visible GPU of this arch, else of its largest usual board.
+    activations: "fp8", beside `k` and `n`: x is rounded first, by another kernel, whose time is not counted. Layers say
+        it themselves; of a QuantizedWeight and a PackedWeight layout "tiled_fp8" does.
 
     The choice is that of `gemm`, a tuned table of the visible GPU included, and for experts in `nn.Experts` that of the
     whole layer. Raises TypeError for anything else than these, ValueError for a model without packed layers and for
@@ -158,9 +165,15 @@ def explain(
         if zeros and name in CODE_FORMATS:
             raise ValueError(f"zeros: expected none for {name}, got True")
         size = default_group_size(name) if group_size is None else group_size
-        counts = Counter([(Kind(k, n, name, size, bool(zeros), experts, None, dtype or torch.float16), None)])
+        activations = activations_of(activations)
+        if activations is not None:
+            check_fp8_format(name, not zeros)
+            if experts is not None:
+                raise ValueError(f"activations: expected None for experts, got {activations!r}")
+        kind = Kind(k, n, name, size, bool(zeros), experts, None, dtype or torch.float16, activations)
+        counts = Counter([(kind, None)])
     else:
-        given = {"k": k, "n": n, "format": format, "experts": experts}
+        given = {"k": k, "n": n, "format": format, "experts": experts, "activations": activations}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise TypeError(f"{wrong[0]}: expected None beside a weight, which has its own, got {given[wrong[0]]!r}")
         counts, device = _kinds_of(weight, group_size, zeros, dtype)
@@ -175,8 +188,19 @@ def explain_folder(
 ) -> Explanation:
     """`explain` of the layers of a checkpoint, by its headers; x is float16. Raises what `open_checkpoint` raises."""
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder)
-    shapes = checkpoint.shapes.values()
-    kinds = (Kind(s.k, s.n, s.format, s.group_size, s.symmetric is False, s.experts, s.layout) for s in shapes)
+    kinds = (
+        Kind(
+            s.k,
+            s.n,
+            s.format,
+            s.group_size,
+            s.symmetric is False,
+            s.experts,
+            s.layout,
+            activations=checkpoint.activations_of(name),
+        )
+        for name, s in checkpoint.shapes.items()
+    )
     if sm_count is not None:
         require_int("sm_count", sm_count, least=1)
     return _explain(Counter((kind, None) for kind in kinds), _rows(m), arch, sm_count)
@@ -200,14 +224,17 @@ def _kinds_of(
 ) -> tuple[Counts, torch.device]:
     if isinstance(weight, QuantizedWeight):
         w = weight
-        kind = Kind(w.k, w.n, w.format, w.group_size, w.zeros is not None, w.experts, w.packed.layout, w.dtype)
+        layout = w.packed.layout
+        has_zeros = w.zeros is not None
+        kind = Kind(w.k, w.n, w.format, w.group_size, has_zeros, w.experts, layout, w.dtype, _activations(layout))
         return Counter([(kind, None)]), w.device
     if isinstance(weight, PackedWeight):
         p = weight
         size = p.group_size if group_size is None else group_size
         size = default_group_size(p.format) if size is None else size
         has_zeros = bool(p.has_zeros if zeros is None else zeros)
-        kind = Kind(p.k, p.n, p.format, size, has_zeros, p.experts, p.layout, dtype or torch.float16)
+        dtype = dtype or torch.float16
+        kind = Kind(p.k, p.n, p.format, size, has_zeros, p.experts, p.layout, dtype, _activations(p.layout))
         return Counter([(kind, None)]), p.device
     if not isinstance(weight, torch.nn.Module):
         raise TypeError(
@@ -237,7 +264,14 @@ def _kind_of(layer: PackedLayer) -> Kind:
     rows = k // layer.scales.shape[-2]
     dtype = layer.scales.dtype
     has_zeros = layer.zeros is not None
-    return Kind(k, layer.out_features, layer.format, rows, has_zeros, layer._experts, layer.layout, dtype)
+    return Kind(
+        k, layer.out_features, layer.format, rows, has_zeros, layer._experts, layer.layout, dtype, layer.activations
+    )
+
+
+def _activations(layout: str) -> str | None:
+    """Of a weight that belongs to no layer."""
+    return FP8 if layout == TILED_FP8 else None
 
 
 def _explain(
@@ -281,6 +315,9 @@ def _gpu(device: torch.device | None, arch: Arch | None) -> tuple[int, int | Non
 
 def _on_cpu(kind: Kind, count: int, m: int) -> Choice:
     backend = library.backend()
+    if kind.activations is not None:
+        why = "the equation in PyTorch: no kernel of CPUs takes x in 8 bits"
+        return Choice(kind, count, m, "reference", "pytorch", why)
     if backend.library is None:
         why = f"the equation in PyTorch, because {backend.reason}"
         return Choice(kind, count, m, "reference", "pytorch", why)
@@ -318,6 +355,8 @@ def _on_gpu(
 
 def _problem(kind: Kind, m: int, arch: int, sms: int) -> Problem:
     layout = kind.layout if kind.layout in layouts_of(arch) else ""
+    if kind.activations is not None:
+        layout = layout_for_arch(arch, kind.activations)
     if kind.format in CODE_FORMATS and layouts_of(arch)[0] not in CODE_LAYOUTS:
         raise ValueError(f"sm{arch} has no kernels for codes; it dequantizes them")
     if kind.format in DEQUANTIZED_FORMATS:
@@ -327,7 +366,7 @@ def _problem(kind: Kind, m: int, arch: int, sms: int) -> Problem:
 
 def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Choice:
     dtype = DTYPE_NAMES.get(kind.dtype, "f16") if problem.arch >= 80 else "f16"
-    tuned = None if index is None else table_of(index)
+    tuned = None if index is None or kind.activations is not None else table_of(index)
     config = preferred(problem, dtype, tuned)
     is_tuned = tuned is not None and tuned.config(problem, dtype) is not None
     us, bound, parts = _cost(config, problem)
@@ -348,6 +387,8 @@ def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Cho
         runs_on(part, problem.arch) and is_compiled(part, types) for part, _ in launches(config, problem)
     ):
         reasons.append("this build lacks it")
+    if kind.activations is not None:
+        reasons.append("quantize_activations(x) before it")
     if kind.layout not in (None, problem.layout):
         reasons.append(f"packed as {problem.layout}")
     return Choice(

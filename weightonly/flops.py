@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_PRODUCTS = ("gemm", "gemm_gradient", "grouped_gemm", "grouped_gemm_gradient")
+_PRODUCTS = ("gemm", "gemm_fp8", "gemm_in_fp8", "gemm_gradient", "grouped_gemm", "grouped_gemm_gradient")
 
 
 def tell_counters() -> None:

@@ -18,6 +18,14 @@ FP8_OP_SCHEMA = OP_SCHEMA.replace(") ->", ", Tensor x_scales) ->")
 """The operator `weightonly::gemm_fp8`: see `GemmArgs.to_op`."""
 
 
+def check_fp8_layout(x: torch.Tensor, layout: str) -> None:
+    """Raises ValueError for a layout that no kernel of a GPU reads for x in E4M3; x: on the device that computes."""
+    if x.is_cuda and layout != TILED_FP8:
+        raise ValueError(
+            f"qweight: packed in layout {layout!r}, but x is float8_e4m3fn; repack(qweight, layout={TILED_FP8!r})"
+        )
+
+
 class Fp8Args(GemmArgs):
     """The arguments of one call with x_scales. The result, bias and `out` have the dtype of the scales."""
 
@@ -74,10 +82,7 @@ class Fp8Args(GemmArgs):
             raise ValueError(
                 f"x_scales: expected shape {list(x.shape[:-1])}, a scale for each row, got {list(scales.shape)}"
             )
-        if x.is_cuda and layout != TILED_FP8:
-            raise ValueError(
-                f"qweight: packed in layout {layout!r}, but x is float8_e4m3fn; repack(qweight, layout={TILED_FP8!r})"
-            )
+        check_fp8_layout(x, layout)
 
     def check_no_gradient(self) -> None:
         """Raises ValueError where a gradient is asked for."""

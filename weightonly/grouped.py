@@ -1,4 +1,4 @@
-"""grouped_gemm: one product for the rows of many experts, and its gradients.
+"""grouped_gemm: one product for the rows of many experts; grouped_gradient.py has its gradients.
 
 From Ampere on it is one launch. Elsewhere each expert that has rows is a `gemm` of its own, and the host reads how many
 each has.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import autograd
-from .args import GRADIENT_SCHEMA, OP_SCHEMA, GroupedArgs
+from .args import OP_SCHEMA, GroupedArgs
 from .gemm import autocast, compute, dispatch, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
@@ -75,7 +75,7 @@ def grouped_gemm(
     return grouped(GroupedArgs(autocast(x, weight._scales), weight, ends, bias, activation, out, config))
 
 
-def _rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:
+def rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tuple[int, int, int]]:
     """(expert, begin, end) of each expert that has some of `total` rows. Waits for `offs`.
 
     Raises ValueError for ends that do not ascend from 0 to `total`; with `has_rest` the last may be before it.
@@ -162,7 +162,7 @@ class ExpertsPlan(Plan):
     def run(self, args: Any) -> torch.Tensor:
         if args.out is None:
             args.out = args.x.new_empty(self.shape)
-        rows = _rows_of(args.offs, args.x.shape[0], args.has_rest)
+        rows = rows_of(args.offs, args.x.shape[0], args.has_rest)
         for expert, begin, end in rows:
             compute(args.of_expert(expert, begin, end), checks_out=False)
         args.out[rows[-1][2] if rows else 0 :] = 0
@@ -183,45 +183,3 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
 
 
 _grouped_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
-
-
-# --- gradients: as `gemm` has them, expert by expert ---------------------------------------------------------------
-
-_GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
-
-
-@torch.library.custom_op("weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA)
-def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """grad_x [T, K] of grad_z [T, N], zeros in rows of no expert."""
-    *fields, scales, zeros, perm, experts, offs = rest
-    result = grad.new_zeros(grad.shape[0], fields[0])
-    for expert, begin, end in _rows_of(offs, grad.shape[0], has_rest=True):
-        weight = data.view(experts, -1)[expert]
-        others = [None if tensor is None else tensor[expert] for tensor in (scales, zeros, perm)]
-        result[begin:end] = torch.ops.weightonly.gemm_gradient(grad[begin:end], weight, *fields, *others)
-    return result
-
-
-@_gradient_op.register_fake
-def _result_of_gradient(grad: torch.Tensor, data: torch.Tensor, k: int, *rest: Any) -> torch.Tensor:
-    return grad.new_empty((grad.shape[0], k))
-
-
-@torch.library.custom_op(
-    "weightonly::grouped_bias_gradient", mutates_args=(), schema="(Tensor grad, Tensor offs) -> Tensor"
-)
-def _bias_gradient_op(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """[E, N]: the sums of the rows of each expert, in fp32."""
-    result = grad.new_zeros(offs.shape[0], grad.shape[1])
-    for expert, begin, end in _rows_of(offs, grad.shape[0], has_rest=True):
-        result[expert] = grad[begin:end].sum(0, dtype=torch.float32)
-    return result
-
-
-@_bias_gradient_op.register_fake
-def _result_of_bias_gradient(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    return grad.new_empty((offs.shape[0], grad.shape[1]))
-
-
-_gradient_op.register_autograd(autograd.once("grouped_gemm"))
-_bias_gradient_op.register_autograd(autograd.once("grouped_gemm"))

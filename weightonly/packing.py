@@ -9,7 +9,7 @@ import torch
 from .codebooks import codebook_of
 from .dense import resolve_group_size
 from .heuristics.arch import ARCHS, Arch, parse_arch
-from .heuristics.problem import CODE_FORMATS, layouts_of
+from .heuristics.problem import CODE_FORMATS, is_read, layouts_of
 from .layout import (
     CODE_LAYOUTS,
     CPU,
@@ -34,10 +34,20 @@ HAS_ZEROS = "_weightonly_has_zeros"
 """An attribute that `quantize` gives a q with zero points, by which `preprocess` knows. Copies of q do not have it."""
 
 
-def layout_for_arch(arch: Arch) -> str:
-    """The layout that `preprocess` makes for `arch`. Raises ValueError for an unknown one; see `target_name`."""
+def layout_for_arch(arch: Arch, activations: str | None = None) -> str:
+    """The layout that `preprocess` makes for `arch`; with activations "fp8" that of layers which take x in E4M3.
+
+    Raises ValueError for an unknown arch (see `target_name`), and for one whose GPU takes no x in E4M3.
+    """
     name = target_name(arch)
-    return CPU if name == CPU else layouts_of(parse_arch(name))[0]
+    if name == CPU:
+        return CPU
+    if activations is None:
+        return layouts_of(parse_arch(name))[0]
+    if not is_read(TILED_FP8, parse_arch(name)):
+        archs = " or ".join([*(f"sm{a}" for a in ARCHS if is_read(TILED_FP8, a)), CPU])
+        raise ValueError(f"activations: expected None for {name}, as {archs} alone take {activations}, got 'fp8'")
+    return TILED_FP8
 
 
 def target_name(arch: Arch) -> str:
@@ -213,9 +223,13 @@ def format_of(bits: int | None, format: str | None) -> str:
 
 
 def resolve_layout(
-    format: str, arch: Arch | None, layout: str | None = None, device: torch.device | str | int | None = None
+    format: str,
+    arch: Arch | None,
+    layout: str | None = None,
+    device: torch.device | str | int | None = None,
+    activations: str | None = None,
 ) -> str:
-    """The layout to pack a format in: `layout`, or the one for `arch`.
+    """The layout to pack a format in: `layout`, or the one for `arch` and `activations`, as `layout_for_arch` has it.
 
     With neither the one of the GPU `device`, for other devices of the visible GPU, else "cpu". A GPU whose layout has
     no codes gets "tiled" for them, which it can `dequantize`. Raises ValueError for a layout that arch has not,
@@ -226,7 +240,7 @@ def resolve_layout(
         archs = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) in CODE_LAYOUTS)
         raise ValueError(f"arch: expected {archs} for {format}, which has no layout for other GPUs, got {arch!r}")
     if layout is None:
-        return record_code_layout(arch, device) if is_code else default_layout(device, arch)
+        return record_code_layout(arch, device) if is_code else default_layout(device, arch, activations)
     check_layout(layout)
     if is_code:
         check_code_layout(format_bits(format), layout)
@@ -241,15 +255,17 @@ def record_code_layout(arch: Arch | None, device: torch.device | str | int | Non
     return layout if layout in CODE_LAYOUTS else TILED
 
 
-def default_layout(device: torch.device | str | int | None, arch: Arch | None = None) -> str:
+def default_layout(
+    device: torch.device | str | int | None, arch: Arch | None = None, activations: str | None = None
+) -> str:
     """The layout for `arch`; None: for the GPU `device`, for other devices the visible GPU, else "cpu"."""
     if arch is not None:
-        return layout_for_arch(arch)
+        return layout_for_arch(arch, activations)
     device = require_device("cpu" if device is None else device)
     if device.type == "cuda":
-        return layout_for_arch(torch.cuda.get_device_capability(device))
+        return layout_for_arch(torch.cuda.get_device_capability(device), activations)
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         if 10 * major + minor in ARCHS:
-            return layout_for_arch((major, minor))
+            return layout_for_arch((major, minor), activations)
     return CPU

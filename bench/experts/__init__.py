@@ -9,4 +9,5 @@ expert and with torch's bf16 grouped product.
     mixture.py    the rows of a mixture that is in memory
     measure.py    the cells, for ../runner.py
     tables.py     the tables
+    train.py      gradients through a layer: `python -m weightonly.bench experts-train`
 """

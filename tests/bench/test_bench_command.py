@@ -89,7 +89,7 @@ def test_commands_share_the_names_of_options(command: str, capsys: pytest.Captur
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     shared = {"--shapes", "--dtype", "--device", "--quiet"}
-    if command not in ("accuracy", "conversions", "host"):
+    if command not in ("accuracy", "activations", "conversions", "host"):
         shared.add("--batch")
     assert all(f"{option} " in text or f"{option}]" in text for option in shared)
     assert not re.search(r"--(m|model|models|asymmetric)\b", text)

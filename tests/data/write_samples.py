@@ -1,7 +1,9 @@
 """Writes the folders beside this file with the quantizers' own packages:
 
-    pip install --no-deps --target PEERS hqq==0.2.8.post1 termcolor torchao==0.18.0
+    pip install --no-deps --target PEERS hqq==0.2.8.post1 termcolor torchao==0.18.0 amd-quark==0.13
     PYTHONPATH=PEERS:. python tests/data/write_samples.py [NAME ...]
+
+Quark also imports onnx and others, which it does not need here: any package of these names does, or a mock.
 
 torchao_int4 needs mslk, whose wheels are for GPUs: its functions that quantize, in mslk/quantize/shuffle.py, run on a
 CPU. tinygemm.safetensors is of an H100: PyTorch's `_convert_weight_to_int4pack` and `_weight_int4pack_mm` of the unit
@@ -105,6 +107,30 @@ def torchao(folder: Path, config: AOBaseConfig, dense: Sequence[str] = ()) -> to
     return logits(made, torch.nn.Linear, dequantize_torchao, torch.bfloat16)
 
 
+def quark(folder: Path, spec: str, pack_method: str = "reorder", **settings: Any) -> torch.Tensor:
+    """By its ModelQuantizer and `export_safetensors`. spec: the class that describes weights."""
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.quantization.config import config
+
+    def quantized_tensor(name: str, **settings: Any) -> Any:
+        return getattr(config, name)(**settings).to_quantization_spec()
+
+    static = {"observer_method": "min_max", "is_dynamic": False}
+    x = quantized_tensor("FP8E4M3PerTensorSpec", **static) if spec == "FP8E4M3PerTensorSpec" else None
+    settings = (static if x is not None else {"is_dynamic": False}) | settings
+    layer = config.QLayerConfig(weight=quantized_tensor(spec, **settings), input_tensors=x)
+    cache = {"*k_proj": layer, "*v_proj": layer} if x is not None else {}
+    for name in cache:
+        cache[name] = config.QLayerConfig(weight=layer.weight, input_tensors=x, output_tensors=x)
+    options = config.QConfig(global_quant_config=layer, exclude=["lm_head"], layer_quant_config=cache)
+    quantizer = ModelQuantizer(options)
+    made = quantizer.freeze(quantizer.quantize_model(model(torch.bfloat16).to(torch.bfloat16), [TOKENS]))
+    with torch.no_grad():
+        export_safetensors(made, str(folder), custom_mode="quark", pack_method=pack_method)
+    kind = type(made.model.layers[0].mlp.up_proj)
+    return logits(made, kind, lambda layer: layer._get_qweight(layer.weight).float(), torch.bfloat16)
+
+
 def dequantize_torchao(layer: torch.nn.Module) -> torch.Tensor:
     """In fp32. The int4 classes have no such function, and their products need a GPU: by the formulas of their kernels.
     tests/formats/test_torchao.py compares those of tiles with what an H100 made."""
@@ -141,6 +167,8 @@ def tiles(packed: torch.Tensor, inner_k_tiles: int) -> torch.Tensor:
     return words
 
 
+ROUNDED = {"scale_type": "float", "round_method": "half_even"}
+
 SAMPLES: dict[str, Callable[[Path], torch.Tensor]] = {
     "hqq_int4": lambda folder: hqq(folder, nbits=4, group_size=64, axis=1),
     "hqq_int8": lambda folder: hqq(folder, nbits=8, group_size=32, axis=1, view_as_float=True),
@@ -155,6 +183,11 @@ SAMPLES: dict[str, Callable[[Path], torch.Tensor]] = {
         Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
         (".*(o|gate|up)_proj", "model.layers.1"),  # K is padded to 1024
     ),
+    "quark_fp8": lambda folder: quark(folder, "FP8E4M3PerTensorSpec"),
+    "quark_mxfp4": lambda folder: quark(folder, "OCP_MXFP4Spec", ch_axis=-1),
+    "quark_uint4": lambda folder: quark(folder, "Uint4PerGroupSpec", ch_axis=-1, group_size=32),
+    "quark_int4": lambda folder: quark(folder, "Int4PerChannelSpec", "order", ch_axis=0, **ROUNDED, symmetric=True),
+    "quark_uint8": lambda folder: quark(folder, "Uint8PerChannelSpec", ch_axis=0, **ROUNDED, symmetric=False),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.fp8_cases import dequantize, dequantize_nvfp4, quantize
+from tests.fp8_cases import dequantize, dequantize_nvfp4, experts, quantize
 
 import weightonly as wo
 from weightonly.formats import QuantizedLayer, convert, open_checkpoint, read_fp8, read_modelopt_fp4
@@ -202,11 +202,11 @@ WRONG_MODELOPT: dict[str, tuple[Any, str]] = {
     ),
     "excluded": (
         {"config.json": lambda c: c["quantization_config"].update(ignore=["lm_head", "model.layers.0.self*"])},
-        r"expected no quantized layer, as exclude_modules says \('model.layers.0.self\*'\), got one",
+        r"expected no quantized layer, as ignore says \('model.layers.0.self\*'\), got one",
     ),
     "pattern": (
         {"config.json": lambda c: c["quantization_config"].update(ignore=[3])},
-        r"exclude_modules: expected names and patterns, got \[3\]",
+        r"ignore: expected names and patterns, got \[3\]",
     ),
 }
 
@@ -290,12 +290,6 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
         FP8,
         r"a.up.weight: expected float8_e4m3fn \[N, K\], got float16",
     ),
-    "stacked experts": (
-        block_layer()
-        | {"a.experts.up_proj": torch.zeros(2, N, K).to(E4M3), "a.experts.up_proj_scale_inv": scales(1.0)},
-        FP8,
-        r"a.experts.up_proj(_scale_inv)?: expected .*it looks like block FP8",
-    ),
     "fmt": (block_layer(), FP8 | {"fmt": "e5m2"}, "fmt: expected 'e4m3', got 'e5m2'"),
     "fnuz": (block_layer(), FP8 | {"fmt": "e4m3fnuz"}, "fmt: expected 'e4m3', got 'e4m3fnuz'"),
     "scheme": (
@@ -306,7 +300,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "block size": (
         block_layer(),
         FP8 | {"weight_block_size": [128]},
-        r"weight_block_size: expected two sizes of at least 1, got \[128\]",
+        r"weight_block_size: expected two sizes of 1 to 2.31 - 1, got \[128\]",
     ),
     "no block size": (
         block_layer(),
@@ -409,3 +403,125 @@ def test_groups_of_a_ragged_k(tmp_path: Path) -> None:
     assert layer.scales.shape == (3, N) and torch.equal(layer.scales[0], layer.scales[1])
     x = torch.randn(3, K)
     torch.testing.assert_close(layer(x), x @ layer.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+STACK = "a.experts.gate_up_proj"
+
+
+def stacked(**change: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Three experts; of tensors beside them what follows the name."""
+    w = torch.randn(3, 2 * N, K, generator=torch.Generator().manual_seed(0))
+    tensors = experts(w, (32, 32))[0] | change
+    return {f"{STACK}{name}": tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+SCALES_OF_STACKS: dict[str, tuple[Any, list[int] | None]] = {
+    "blocks": (torch.rand(3, 5, 6), [32, 32]),
+    "blocks of halves": (torch.rand(3, 2, 2), [128, 128]),
+    "halves": (torch.rand(3, 2, 1), None),
+    "experts": (torch.rand(3), None),
+    "one": (torch.rand(()), None),
+    "columns": (torch.rand(3, 2 * N, 1), None),
+    "powers": (torch.randint(100, 140, (3, 5, 6)).to(torch.uint8), [32, 32]),
+}
+
+
+@pytest.mark.parametrize("form", SCALES_OF_STACKS)
+def test_stacked_experts(form: str, tmp_path: Path, generator: torch.Generator) -> None:
+    scale, sizes = SCALES_OF_STACKS[form]
+    q = torch.randn(3, 2 * N, K, generator=generator).to(E4M3)
+    folder = write(tmp_path, stacked(**{"": q, "_scale_inv": scale}), FP8 | {"weight_block_size": sizes})
+    numbers = torch.exp2(scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
+    each = numbers.expand(3) if numbers.dim() < 2 else numbers
+    rows, columns = torch.arange(2 * N), torch.arange(K)
+    part = N if "halves" in form else 2 * N
+    for expert, record in enumerate(layers_in(folder)):
+        grid = each[expert].reshape(each[expert].shape if each.dim() == 3 else (1, 1))
+        block = sizes or [part // (len(grid) // (2 * N // part)), K]
+        index = rows // part * (len(grid) // (2 * N // part)) + rows % part // block[0]
+        expected = q[expert].double() * grid[index][:, columns // block[1]]
+        assert record.name == f"a.experts.{expert}.gate_up_proj"
+        assert torch.equal(record.dequantize(), expected.float().t())
+    convert(folder, tmp_path / "packed", progress=False)
+    for one, other in zip(layers_in(folder), layers_in(tmp_path / "packed"), strict=True):
+        assert torch.equal(one.dequantize(), other.dequantize())
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_weight_scale"])
+def test_stacked_experts_the_other_way(suffix: str, tmp_path: Path, generator: torch.Generator) -> None:
+    q = torch.randn(3, K, 2 * N, generator=generator).to(E4M3)
+    scale = torch.rand(3, 1, 2 * N) if suffix == "_scale" else torch.rand(3)
+    method = "fbgemm_fp8" if suffix == "_scale" else "modelopt"
+    tensors = stacked(**{"": q, "_scale_inv": None, suffix: scale})
+    folder = write(tmp_path, tensors, {"quant_method": method, "quant_algo": "FP8"})
+    found = layers_in(folder)
+    assert len(found) == 3
+    for expert, record in enumerate(found):
+        assert torch.equal(record.dequantize(), q[expert].float() * scale[expert])
+
+
+WRONG_STACKS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "another number": ({"_scale_inv": torch.ones(2, 5, 6)}, rf"{STACK}_scale_inv: expected \[3, ...\], as {STACK} is"),
+    "another grid": (
+        {"_scale_inv": torch.ones(3, 4, 6)},
+        r"experts.0.gate_up_proj.weight_scale_inv: expected .* \[5, 6\], got float32 \[4, 6\]",
+    ),
+    "NaN": (
+        {"_scale_inv": torch.full((3, 5, 6), torch.nan)},
+        "weight_scale_inv: expected positive numbers, .* got nan",
+    ),
+    "no scales": ({"_scale_inv": None}, rf"{STACK}: expected weights of 16 bits or more, got float8_e4m3fn \[3, "),
+    "no weight": ({"": None}, rf"{STACK}_scale_inv: expected no tensor of this name, got"),
+    "no experts": (
+        {"": torch.zeros(0, 2, 2).to(E4M3), "_scale_inv": torch.ones(0, 1, 1)},
+        rf"{STACK}_scale_inv: expected no tensor of this name, got float32 \[0, 1, 1\]",
+    ),
+    "too many": (
+        {"": torch.zeros(1 << 18, 1, 1).to(E4M3), "_scale_inv": torch.ones(1 << 18, 1, 1)},
+        rf"{STACK}: expected at most 262144 tensors of experts, got more",
+    ),
+    "bias": ({"_bias": torch.ones(3, 4)}, r"experts.0.gate_up_proj.bias: expected .* \[160\], got float32 \[4\]"),
+    "zero points": (
+        {"_zero_point": torch.ones(3)},
+        r"_zero_point: expected none beside the experts of a",
+    ),
+    "an expert, too": (
+        {".0": None},
+        rf"a.experts.0.gate_up_proj.weight: expected none beside {STACK} of all experts, got one",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_STACKS)
+def test_wrong_stacks(what: str, tmp_path: Path) -> None:
+    change, message = WRONG_STACKS[what]
+    alone = {"a.experts.0.gate_up_proj.weight": torch.ones(2, 2)} if ".0" in change else {}
+    folder = write(
+        tmp_path,
+        stacked(**change) | alone | block_layer(weight_scale_inv=torch.ones(3, 6)),
+        FP8 | {"weight_block_size": [32, 32]},
+    )
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
+        layers_in(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8)], ids=str)
+def test_experts_of_deepseek_v4(dtype: torch.dtype, tmp_path: Path, generator: torch.Generator) -> None:
+    """MXFP4 beside FP8; a module that has a scale, and no weight, is another one."""
+    codes = torch.randint(0, 256, (N, K // 2), generator=generator).to(torch.uint8)
+    exponents = torch.randint(100, 140, (N, K // 32), generator=generator).to(torch.uint8)
+    expert = {"b.w1.weight": codes.view(torch.int8), "b.w1.scale": exponents.view(dtype)}
+    other = {"a.hc.scale": torch.ones(3)}
+    layer = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in block_layer().items()}
+    found = {record.name: record for record in layers_in(write(tmp_path, expert | other | layer, FP8))}
+    assert {name: record.weight.format for name, record in found.items()} == {"a.up": "fp8", "b.w1": "mxfp4"}
+    powers = torch.exp2(exponents.double() - 127)
+    expected = dequantize_nvfp4(codes, powers.repeat_interleave(2, 1), torch.ones(()))
+    assert torch.equal(found["b.w1"].dequantize().double(), expected.t())
+    for change, message in (
+        ({"b.w1.scale": torch.ones(N, K // 32)}, "b.w1.scale: expected uint8 or float8_e8m0fnu .*got float32"),
+        ({"b.w1.scale": exponents[:, 1:]}, r"b.w1.scale: expected .* \[80, 6\]"),
+        ({"b.w1.weight": codes}, "b.w1.weight: expected float8_e4m3fn .*got uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(write(tmp_path, expert | layer | change, FP8))

@@ -155,7 +155,7 @@ def test_bits() -> None:
         read_hqq(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), shape=(1, 1), bits=2, group_size=1)
 
 
-@pytest.mark.parametrize(("method", "cure"), [("quark", "custom_mode='awq' of Quark"), ("eetq", "format='int8'")])
+@pytest.mark.parametrize(("method", "cure"), [("eetq", "format='int8'")])
 def test_methods_that_are_not_read_say_the_way_round(
     method: str, cure: str, tmp_path: Path, generator: torch.Generator
 ) -> None:

@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.formats_layers import (
 )
 
 import weightonly as wo
+from tools.fuzz import files
 from weightonly.codebooks import codebook
 from weightonly.formats import read_bitsandbytes
 from weightonly.formats.patterns import Budget, Pattern, PatternError
@@ -390,3 +392,53 @@ def test_deeply_nested_states_are_an_error() -> None:
     tensors = nested_state() | {"quant_state": torch.tensor(list(b"[" * 5000 + b"]" * 5000), dtype=torch.uint8)}
     with pytest.raises(ValueError, match=r"weight\.quant_state: "):
         read_bitsandbytes(**tensors)
+
+
+# --- every reader: values of another kind ---------------------------------------------------------------------
+
+
+def places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where the values of a config are."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, found in inside:
+        yield (*at, key)
+        yield from places(found, (*at, key))
+
+
+def put(value: Any, at: tuple[str | int, ...], new: Any) -> Any:
+    """The same config with `new` there."""
+    copy = json.loads(json.dumps(value))
+    inside = copy
+    for key in at[:-1]:
+        inside = inside[key]
+    inside[at[-1]] = new
+    return copy
+
+
+@pytest.mark.parametrize("kind", files.QUANTIZERS)
+def test_errors_name_the_file_and_the_key(kind: str, tmp_path: Path, generator: torch.Generator) -> None:
+    """An entry that the config does not have is not asked for, or it is of another quantizer."""
+    options, tensors = files.QUANTIZERS[kind](generator)
+    others: dict[str, Any] = {"source": {}, "config_groups": {}, "modules_to_not_convert": []}
+    folder = tmp_path / "model"
+    files.write_checkpoint(folder, options, tensors, 1)
+    for place in places(others | options):
+        for value in (0, 1, -1, 10**40, 0.5, True, "x", [], [1], {}, {"a": 1}):
+            config = put(others | options, place, value)
+            (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+            message = problem_of(folder)
+            of_config, of_tensors = (
+                message.startswith(f"{folder}{file}: ") for file in ("/config.json", "/model-0.safetensors")
+            )
+            assert not message or of_config or of_tensors or f"{folder}: expected tensors" in message, (place, value)
+            names = [key for key in place if isinstance(key, str)]
+            assert not of_config or any(key in message for key in names[-2:]), (place, value, message)
+
+
+def problem_of(folder: Path) -> str:
+    """Why it is refused; "" where it is read."""
+    try:
+        list(wo.load_checkpoint(folder, progress=False))
+    except ValueError as error:
+        return str(error)
+    return ""

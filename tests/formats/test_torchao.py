@@ -20,6 +20,7 @@ Tensors = dict[str, torch.Tensor]
 INT4 = {"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}}
 TILES = {"_type": "Int4TilePackedTo4dTensor", "_data": {"block_size": [1, GROUP], "shape": [16, 256]}}
 INT8 = {"_type": "Int8Tensor", "_data": {"block_size": [1, K]}}
+FLOAT8 = {"_type": "Float8Tensor", "_data": {"block_size": [1, K]}}
 INTX: dict[str, Any] = {
     "_type": "IntxUnpackedToInt8Tensor",
     "_data": {"block_size": [1, GROUP], "target_dtype": {"_type": "torch.dtype", "_data": "int4"}},
@@ -53,6 +54,15 @@ def int8(g: torch.Generator, rows: int = K, low: int = -128, high: int = 127) ->
     return {
         "_weight_qdata": torch.randint(low, high + 1, (N, K), generator=g).to(torch.int8),
         "_weight_scale": torch.rand(N, K // rows, generator=g) + 0.1,
+    }
+
+
+def float8(block: tuple[int, int] = (1, K)) -> Tensors:
+    g = torch.Generator().manual_seed(3)
+    scale = torch.rand(N // block[0], K // block[1], generator=g) + 0.1
+    return {
+        "_weight_qdata": torch.randn(N, K, generator=g).to(torch.float8_e4m3fn),
+        "_weight_scale": scale.reshape(()) if block == (N, K) else scale,
     }
 
 
@@ -124,6 +134,16 @@ def test_intx(target: str, bits: int, zeros: torch.dtype, tmp_path: Path, genera
     assert record.weight.format == f"int{bits}"
 
 
+@pytest.mark.parametrize("block", [(1, K), (8, GROUP), (N, K)], ids=str)
+def test_float8(block: tuple[int, int], tmp_path: Path) -> None:
+    tensors = float8(block)
+    size = {} if block == (N, K) else {"block_size": list(block)}
+    record = read(write(tmp_path / "model", tensors, {"_type": "Float8Tensor", "_data": size}))
+    scale = tensors["_weight_scale"].reshape(N // block[0], -1).repeat_interleave(block[0], 0)
+    expected = tensors["_weight_qdata"].float() * scale.repeat_interleave(block[1], 1)
+    assert torch.equal(record.dequantize(), expected.t()) and record.weight.format == "fp8"
+
+
 @pytest.mark.parametrize("name", ["int4", "int8", "intx4", "tiles"])
 def test_samples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["inspect", str(HERE / f"torchao_{name}")]) == 0
@@ -143,7 +163,11 @@ def changed(fields: dict[str, Any], **data: Any) -> dict[str, Any]:
 G = torch.Generator().manual_seed(0)
 FAR = {"_weight_scale": torch.full((2, N), 1e-6), "_weight_zero_point": torch.ones(2, N)}
 WRONG: dict[str, tuple[Tensors, Any, str]] = {
-    "float8": (int8(G), {"_type": "Float8Tensor", "_data": {}}, "one of Int4Tensor, .*'Float8"),
+    "NVFP4": (int8(G), {"_type": "NVFP4Tensor", "_data": {}}, "one of Int4Tensor, .*'NVFP4Tensor"),
+    "integers for float8": (int8(G), {"_type": "Float8Tensor", "_data": {}}, r"qdata: expected float8_e4m3fn \[N, K\]"),
+    "zeros of float8": (float8() | zero_point(G), FLOAT8, "_zero_point: expected none for Float8Tensor, got it"),
+    "blocks of float8": (float8(), changed(FLOAT8, block_size=[1, 48]), "block_size: expected sizes that divide N, K"),
+    "scales of float8": (float8(), changed(FLOAT8, block_size=[1, GROUP]), r"_scale: expected .* \[16, 2\], got"),
     "XPU": (int4(G), INT4 | {"_type": "Int4PlainInt32Tensor"}, "got 'Int4PlainInt32Tensor'; quantize the original"),
     "no class": (int4(G), {}, "_type: expected one of Int4Tensor, .*got None"),
     "no JSON": (int4(G), "{", r"metadata of a\.weight: "),

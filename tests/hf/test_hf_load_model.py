@@ -229,11 +229,11 @@ def test_one_layer_is_unpacked_at_a_time(checkpoint: Path, monkeypatch: pytest.M
 
     original, inside, most = Checkpoint.read_layer, [0], [0]
 
-    def counted(*args: Any) -> QuantizedLayer:
+    def counted(*args: Any, **options: Any) -> QuantizedLayer:
         inside[0] += 1
         most.append(inside[0])
         try:
-            return original(*args)
+            return original(*args, **options)
         finally:
             inside[0] -= 1
 
@@ -263,6 +263,29 @@ def test_no_code_of_a_folder_runs(own_code: Path) -> None:
 def test_code_of_a_folder_runs_where_the_caller_says_so(own_code: Path) -> None:
     with pytest.raises(SystemExit, match="this code ran"):
         load_model(own_code, trust_remote_code=True)
+
+
+def test_class_of_a_folder(checkpoint: Path) -> None:
+    """A class of its own, of quantized layers, too."""
+    edit_config(checkpoint, architectures=["Own"], auto_map={"AutoModelForCausalLM": "own.Own"})
+    (checkpoint / "own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\n\n\nclass Own(Qwen2ForCausalLM):\n    pass\n"
+    )
+    model = load_model(checkpoint, dtype=torch.float32, trust_remote_code=True)
+    assert type(model).__name__ == "Own" and packed_layers(model)
+    fails(checkpoint, r"config\.json: architectures: expected names of classes .*got \['Own'\]")
+
+
+@pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3], ["Nope"], ["torch"], ["LlamaConfig"]], ids=str)
+def test_no_class(names: Any, checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=names)
+    fails(checkpoint, rf"^{checkpoint}/config\.json: architectures: expected names of classes of transformers")
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "x"}, {"model_type": "nope"}, {"model_type": 5}], ids=str)
+def test_config_of_no_model(change: dict[str, Any], checkpoint: Path) -> None:
+    edit_config(checkpoint, **change)
+    fails(checkpoint, rf"^{checkpoint}/config\.json: .*{next(iter(change)).replace('_', '.')}")
 
 
 @pytest.mark.parametrize("start", ["--prompt", "--tokens"])

@@ -1,13 +1,14 @@
-"""Folders that HQQ and torchao wrote (tests/data), on every route, beside the logits of what they dequantize."""
+"""Folders that HQQ, torchao and Quark wrote (tests/data), on every route, beside the logits of what they dequantize."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import tests.hf_version  # noqa: F401
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.data import HERE, LOGITS, TOKENS
 from tests.hf_models import logits, packed_layers
 from transformers import AutoModelForCausalLM
@@ -35,3 +36,20 @@ def test_logits(name: str, tmp_path: Path) -> None:
     near(load_model(tmp_path / "packed", torch.float32), expected, 2e-6)
     model.save_pretrained(tmp_path / "saved")
     near(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32), expected, 2e-6)
+
+
+def test_layers_of_different_bits(tmp_path: Path) -> None:
+    """HQQ has the settings of a layer beside it."""
+    few, many = (load_file(HERE / name / "model.safetensors") for name in ("hqq_int4", "hqq_int8"))
+    shutil.copytree(HERE / "hqq_int4", tmp_path / "model")
+    mixed = {name: tensor for name, tensor in few.items() if "layers.1." not in name}
+    mixed |= {name: tensor for name, tensor in many.items() if "layers.1." in name}
+    save_file(mixed, tmp_path / "model" / "model.safetensors")
+    model = load_model(tmp_path / "model", torch.float32)
+    assert {(name.split(".")[2], layer.format) for name, layer in packed_layers(model).items()} == {
+        ("0", "int4"),
+        ("1", "int8"),
+    }
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))

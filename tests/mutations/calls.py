@@ -53,6 +53,25 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/fp8_product.py",
+        "fp8_layers",
+        [
+            ("x of another dtype", "_compute", "!= w", "== w"),
+            ("no bias", "_compute", "bias=args.bias, ", ""),
+            ("a gradient at other numbers", "_setup_context", "weightonly.gemm_in_fp8", "weightonly.gemm"),
+        ],
+    ),
+    *of(
+        "weightonly/activation_dtype.py",
+        "fp8_layers",
+        [
+            ("zero points beside x in 8 bits", "check_fp8_format", " or not symmetric", ""),
+            ("groups of 16 beside x in 8 bits", "check_fp8_groups", ", FP8_LAYOUT", ""),
+            ("a layout for x in 16 bits", "check_layer_layout", "layout not in LAYOUTS", "False"),
+            ("a layout for x in 8 bits", "check_layer_layout", "layout == FP8_LAYOUT", "False"),
+        ],
+    ),
+    *of(
         "weightonly/plan/fp8.py",
         "fp8_plan gemm_fp8",
         [

@@ -78,12 +78,12 @@ MUTATIONS = [
         "weightonly/grouped.py",
         "grouped_gemm nn_grouped",
         [
-            ("ends that descend", "_rows_of", "< begin", "< 0"),
-            ("ends beyond the rows", "_rows_of", "begin > total or ", ""),
-            ("rows of no expert in a plain call", "_rows_of", "(begin < total and not has_rest)", "False"),
+            ("ends that descend", "rows_of", "< begin", "< 0"),
+            ("ends beyond the rows", "rows_of", "begin > total or ", ""),
+            ("rows of no expert in a plain call", "rows_of", "(begin < total and not has_rest)", "False"),
             (
                 "rows of no expert are refused in layers",
-                "_rows_of",
+                "rows_of",
                 "(begin < total and not has_rest)",
                 "begin < total",
             ),
@@ -94,6 +94,38 @@ MUTATIONS = [
                 "pass",
             ),
             ("out is not checked", "_compute", "plan.check_out(args)", "pass"),
+        ],
+    ),
+    *of(
+        "weightonly/grouped_gradient.py",
+        "experts_autograd",
+        [
+            ("rows of no expert", "by_slices", "[offs, offs.new_full((1,), grad.shape[0])]", "[offs, offs[-1:]]"),
+            ("no weights of zeros", "_dequantized_rows", "workspace[:, experts] = 0", "workspace[:, experts] = 1"),
+            ("slices in one place", "by_slices", "result[:, begin:end] = part", "result[:, : end - begin] = part"),
+            ("columns that are padded", "_dequantized_rows", "[..., : w.n]", ""),
+            (
+                "groups of experts, one after another",
+                "_dequantize_beside",
+                ".transpose(0, 1).reshape(t.shape[1], columns)",
+                ".reshape(t.shape[1], columns)",
+            ),
+            ("more than the limit", "_dequantized_rows", "(slices * align)) * align", "(slices * align) + 1) * align"),
+        ],
+    ),
+    *of(
+        "weightonly/ops/around_experts.py",
+        "experts_autograd",
+        [
+            (
+                "gradients of rows of no expert",
+                "_Combine.backward",
+                "torch.where(is_chosen, of_weights, 0.0)",
+                "of_weights",
+            ),
+            ("gradients without the weights", "_Combine.backward", " *= torch.where", " += 0 * torch.where"),
+            ("gradients of the first choice alone", "_Combine.backward", "[:, j] = ", "[:, 0] = "),
+            ("PyTorch's gradients", "_asks_gradient", "return PLAIN.issuperset(map(type, tensors))", "return False"),
         ],
     ),
     *of(

@@ -63,7 +63,7 @@ MUTATIONS = [
                 "_check_scales(self._layer, value, dtype, shape.format)",
                 "pass",
             ),
-            ("a packed folder is packed again", "CheckpointWeights.__init__", "is None", "is not None"),
+            ("a packed folder is packed again", "CheckpointWeights.__init__", "arch is None", "arch is not None"),
             ("experts in another order", "CheckpointWeights._stack", "if in_turns", "if False"),
             ("two layers at a time", "CheckpointWeights.read", "with", "if"),
             ("the bias", "CheckpointWeights._add", ' ["bias"] if has_bias else', ""),
@@ -188,7 +188,7 @@ MUTATIONS = [
             ),
             ("a dense weight is transposed", "dense_layers", ".t()", ""),
             ("experts that are left are packed", "Plan.leave_experts", "self.stacks.clear()\n", ""),
-            ("a group size that does not fit", "_why_unfit", "recipes[inside].check_k(k)", "pass"),
+            ("a group size that does not fit", "_why_unfit", "recipe.check_k(k)", "pass"),
         ],
     ),
     *of(
@@ -342,8 +342,12 @@ MUTATIONS = [
         "peft",
         [
             ("an activation", "LoraLinear.__init__", 'not in (None, "identity")', '== "none"'),
-            ("DoRA", "LoraLinear.resolve_lora_variant", ".use_dora", " is None"),
-            ("initializations", "LoraLinear.update_layer", ".init_lora_weights not in _INITIALIZATIONS", " is None"),
+            (
+                "what needs the dense weight",
+                "LoraLinear.update_layer",
+                'check_config(config, "weightonly.nn.Linear")\n',
+                "",
+            ),
             ("the state before the second merge", "LoraLinear.merge", "self._unmerged or ", ""),
             ("a bias without its scale", "LoraLinear.merge", " * self.scaling[name]", ""),
             ("a bias of adapters that has no place", "LoraLinear.merge", "bias is None:", "name is None:"),
@@ -361,6 +365,40 @@ MUTATIONS = [
                 "names is None",
             ),
             ("output embeddings get adapters", "_names_of_layers", "module is not output and ", ""),
+        ],
+    ),
+    *of(
+        "weightonly/hf/lora_options.py",
+        "peft_experts peft",
+        [
+            ("DoRA", "check_config", "config.use_dora", "config is None"),
+            ("initializations", "check_config", ".init_lora_weights not in _INITIALIZATIONS", " is None"),
+        ],
+    ),
+    *of(
+        "weightonly/hf/lora_experts.py",
+        "peft_experts",
+        [
+            ("columns in turns", "LoraExperts._factors", "self._alternates", "False"),
+            ("the scale", "LoraExperts._factors", " * self.scaling[name]", ""),
+            ("the first adapter alone", "LoraExperts._beside", "sum(parts[1:], parts[0])", "parts[0]"),
+            ("the adapters around", "LoraExperts.forward", "dict(adapters or {})", "{}"),
+            (
+                "adapters that are merged, too",
+                "LoraExperts.forward",
+                " and not self.merged:\n            adapters",
+                ":\n            adapters",
+            ),
+            ("what a merge that failed wrote", "LoraExperts.merge", "layer.load_state_dict(before)", "pass"),
+            ("the state before the second merge", "LoraExperts.merge", "self._unmerged or before", "{}"),
+            ("merged weights may be replaced", "LoraExperts.merge", "layer.locked = f", "_ = f"),
+            ("weights stay locked", "LoraExperts.unload_and_optionally_merge_module", ".locked = None", ".locked"),
+            (
+                "a second wrapper for a second adapter",
+                "inject",
+                "next((w for w in _wrappers(outermost) if w.parameter_name == product), outermost)",
+                "outermost",
+            ),
         ],
     ),
     *of(

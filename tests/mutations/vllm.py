@@ -98,7 +98,7 @@ MUTATIONS = [
                 ' ("scales", "zeros") if has_zeros else',
                 "",
             ),
-            ("a layer that no kernel computes", "WeightOnlyLinearMethod.create_weights", "is not None", "is None"),
+            ("a layer that no kernel computes", "WeightOnlyLinearMethod.create_weights", "reason is not", "reason is"),
             (
                 "zeros of groups that are cut",
                 "WeightOnlyLinearMethod.process_weights_after_loading",
@@ -167,7 +167,7 @@ MUTATIONS = [
             (
                 "the dtype of scales",
                 "WeightOnlyLinearKernel.process_weights_after_loading",
-                ")).to(c.act_type)",
+                ")).to(_dtype(c))",
                 ")).float()",
             ),
             ("no scales", "WeightOnlyLinearKernel.process_weights_after_loading", "==", "<"),
@@ -419,8 +419,8 @@ MUTATIONS = [
             (
                 "folders that nobody asked for",
                 "WeightOnlyConfig.override_quantization_method",
-                " if user_quant == METHOD else None",
-                "",
+                "user_quant == METHOD",
+                "True",
             ),
             (
                 "a part that is not quantized",

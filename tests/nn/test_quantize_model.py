@@ -265,7 +265,7 @@ WRONG_LAYERS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "layers: expected a pattern and what its layers have, got '0': 'int8'",
     ),
-    "another entry": ({"0": {"bits": 8}}, ValueError, r"layers\['0'\]: expected format, .* and symmetric, got 'bits'"),
+    "another entry": ({"0": {"bits": 8}}, ValueError, r"layers\['0'\]: expected .* and activations, got 'bits'"),
     "a format": ({"0": {"format": "int3"}}, ValueError, r"layers\['0'\]: format: expected one of int4"),
     "a group size": ({"0": {"group_size": 48}}, ValueError, r"layers\['0'\]: group_size"),
     "no layer": (

@@ -297,6 +297,7 @@ def gathered(mesh: DeviceMesh) -> None:
         partial(ColwiseParallel, parts=(64, N - 64)),
     )
     makers = [partial(linear, **kind) for kind in KINDS.values()] + [act_order]
+    makers += [partial(linear, activations="fp8", arch="cpu")]
     makers += [partial(linear, 64, 5), partial(linear, 5, 64, group_size=-1), partial(linear, 768, 64, group_size=192)]
     for make in makers:
         for style in styles:
@@ -349,12 +350,29 @@ def updated(mesh: DeviceMesh) -> None:
     assert torch.equal(layer.qweight, whole.qweight) and torch.equal(layer.scales, whole.scales)
 
 
+def rowwise_fp8(mesh: DeviceMesh, make: Callable[[], wo.nn.Linear]) -> float:
+    """Each rank rounds its part of x by scales of its own."""
+    layer = make()
+    x = tokens(layer.in_features)
+    w, bias = layer.dequantize(torch.float32), layer.bias
+    assert bias is not None
+    parts = zip(x.chunk(mesh.size(), -1), w.chunk(mesh.size()), strict=True)
+    rounded = ((wo.quantize_activations(part), rows) for part, rows in parts)
+    expected = sum(scales[..., None] * (x8.float() @ rows) for (x8, scales), rows in rounded) + bias
+    with torch.no_grad():
+        parallelize_module(layer, mesh, RowwiseParallel())
+        assert isinstance(layer, RowwiseLinear) and layer.activations == "fp8"
+        return error(layer(mine(x, mesh)), expected)
+
+
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     **{f"colwise, {name}": partial(colwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
     **{f"rowwise, {name}": partial(rowwise, make=partial(linear, **kind)) for name, kind in KINDS.items()},
     **{f"same numbers, {name}": partial(same_numbers, make=partial(linear, **kind)) for name, kind in KINDS.items()},
     "colwise, gelu": partial(colwise, make=partial(linear, activation="gelu")),
     "rowwise, gelu": partial(rowwise, make=partial(linear, activation="gelu")),
+    "colwise, fp8": partial(colwise, make=partial(linear, activations="fp8", arch="cpu")),
+    "rowwise, fp8": partial(rowwise_fp8, make=partial(linear, activations="fp8", arch="cpu")),
     "colwise, act-order": partial(colwise, make=act_order),
     "rowwise, act-order": partial(rowwise, make=act_order),
     "rowwise, x replicated": partial(rowwise, make=linear, input=Replicate()),

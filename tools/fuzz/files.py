@@ -108,6 +108,15 @@ def _fp8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return options, {"weight": weight, "weight_scale_inv": torch.rand(1, K // GROUP, generator=g)}
 
 
+def _stacks(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    """Two experts, which are read one by one."""
+    options, _ = _fp8(g)
+    weight = torch.randn(2, N, K, generator=g).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2, K // GROUP, generator=g)
+    tensors = {"gate_up_proj": weight, "gate_up_proj_scale_inv": scale, "gate_up_proj_bias": torch.rand(2, N)}
+    return options, tensors | {"gate_up_proj_activation_scale": torch.ones(2)}
+
+
 def _fbgemm(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     _, tensors = _fp8(g)
     beside = {"weight_scale": torch.rand(N, 1, generator=g), "input_scale_ub": torch.ones(1)}
@@ -162,11 +171,29 @@ def _torchao(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
     return {"quant_method": "torchao"}, tensors
 
 
-_METADATA = {
-    f"{layer}.weight": json.dumps({"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}})
-    for layer in ("a", "b")
-}
-"""Of files of torchao."""
+def _torchao_float8(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    _, tensors = _float_quantized(g)
+    scale = torch.rand(N // 8, K // GROUP, generator=g)
+    return {"quant_method": "torchao"}, {"_weight_qdata": tensors["weight"], "_weight_scale": scale}
+
+
+def _quark(g: torch.Generator) -> tuple[dict[str, Any], Tensors]:
+    weight = {"dtype": "uint4", "qscheme": "per_group", "group_size": GROUP, "ch_axis": -1}
+    options = {"global_quant_config": {"weight": weight}, "export": {"pack_method": "reorder"}, "exclude": ["*.head"]}
+    tensors = {"weight": _words(K, N // 8, g), "weight_scale": _scales(2, N, g)}
+    own = {"c*": {"weight": weight | {"dtype": "int8"}}}
+    tensors |= {"weight_zero_point": _words(2, N // 8, g), "input_scale": torch.ones(1)}
+    return {"quant_method": "quark", "layer_quant_config": own} | options, tensors
+
+
+def _metadata(tensors: Tensors) -> dict[str, str] | None:
+    """Of files of torchao."""
+    if "_weight_qdata" not in tensors:
+        return None
+    kind, rows = ("Int4Tensor", 1) if "_weight_zero_point" in tensors else ("Float8Tensor", 8)
+    text = json.dumps({"_type": kind, "_data": {"block_size": [rows, GROUP], "shape": [N, K]}})
+    return dict.fromkeys(("a.weight", "b.weight"), text)
+
 
 QUANTIZERS = {
     "awq": _awq,
@@ -177,11 +204,14 @@ QUANTIZERS = {
     "nvfp4": _nvfp4,
     "gpt-oss": _gpt_oss,
     "fp8": _fp8,
+    "stacked fp8": _stacks,
     "fbgemm_fp8": _fbgemm,
     "float-quantized": _float_quantized,
     "modelopt": _modelopt,
     "hqq": _hqq,
+    "quark": _quark,
     "torchao": _torchao,
+    "torchao float8": _torchao_float8,
 }
 
 KINDS = (*QUANTIZERS, "converted", "packed", "gguf")
@@ -224,7 +254,7 @@ def write_checkpoint(folder: Path, options: dict[str, Any], tensors: Tensors, sh
     for shard in range(shards):
         file = f"model-{shard}.safetensors"
         part = {name: tensor for i, (name, tensor) in enumerate(named.items()) if i % shards == shard}
-        save_file(part, folder / file, _METADATA if options["quant_method"] == "torchao" else None)
+        save_file(part, folder / file, _metadata(tensors))
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

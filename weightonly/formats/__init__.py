@@ -19,6 +19,7 @@ from .hqq import read_hqq
 from .modelopt import read_modelopt_fp4
 from .plain import CodeWeight, IntWeight
 from .records import PlainTensor, QuantizedLayer, Record
+from .torchao import read_torchao
 
 __all__ = [
     "Checkpoint",
@@ -40,4 +41,5 @@ __all__ = [
     "read_gptq",
     "read_hqq",
     "read_modelopt_fp4",
+    "read_torchao",
 ]

@@ -20,6 +20,7 @@ from .expect import TensorError
 from .foreign import check_foreign, of_activations
 from .gguf import open_shards
 from .layers import Layer, LayerShape, MissingTensorError, find_layers
+from .packed_config import METHOD
 from .plain import CodeWeight, IntWeight
 from .recognize import quantization_config, recognize
 from .records import PlainTensor, QuantizedLayer, Record, pack, repack
@@ -63,6 +64,10 @@ class Checkpoint:
     def layer_bytes(self, layer: str) -> int:
         """Bytes of the tensors of `layer`."""
         return sum(self.shards.tensors[name].bytes for name in self.layers[layer].tensors.values())
+
+    def activations_of(self, layer: str) -> str | None:
+        """What `layer` makes of x: of a packed folder what its config says; others only ask for it."""
+        return self.shapes[layer].activations if self.layers[layer].format.name == METHOD else None
 
     def exact_shape(self, layer: str) -> LayerShape:
         """The shape of `layer`, with its zero points read, and kept, where nothing else tells whether there are any."""
@@ -113,7 +118,7 @@ class Checkpoint:
                     yield PlainTensor(name, read(name))
                 else:
                     done.add(layer)
-                    yield self.record_of(layer, arch, read)
+                    yield self.record_of(layer, arch, read, None, self.activations_of(layer))
                 if bar is not None:
                     bar.update(info.bytes if layer is None else self.layer_bytes(layer))
         finally:
@@ -121,17 +126,23 @@ class Checkpoint:
                 bar.close()
 
     def read_layer(
-        self, name: str, arch: Arch | None, device: torch.device | str = "cpu", part: Part | None = None
+        self,
+        name: str,
+        arch: Arch | None,
+        device: torch.device | str = "cpu",
+        part: Part | None = None,
+        activations: str | None = None,
     ) -> QuantizedLayer:
         """The record of one layer; arguments and errors are those of `load_checkpoint`.
 
+        activations: "fp8": packed for x in E4M3, which the weight goes with; None: for x in 16 bits.
         part: (tensor inside of the layer, its number of dimensions) -> (the index of what is read of it, what turns it
             into a tensor of the part).
         """
         layer = self.layers[name]
         inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
         if part is None:
-            return self.record_of(name, arch, lambda tensor: self.shards.read(tensor, device))
+            return self.record_of(name, arch, lambda tensor: self.shards.read(tensor, device), None, activations)
 
         def read(tensor: str) -> torch.Tensor:
             if inside[tensor] == layer.format.zeros:  # all of them tell whether there are any
@@ -139,7 +150,7 @@ class Checkpoint:
             index, change = part(inside[tensor], len(self.shards.tensors[tensor].shape))
             return change(self.shards.read(tensor, device, part=index))
 
-        return self.record_of(name, arch, read, part)
+        return self.record_of(name, arch, read, part, activations)
 
     def read(
         self, layer: Layer, read: Callable[[str], torch.Tensor] | None = None, part: Part | None = None
@@ -162,13 +173,18 @@ class Checkpoint:
             raise _located(error, layer, self.shards) from error
 
     def record_of(
-        self, name: str, arch: Arch | None, read: Callable[[str], torch.Tensor], part: Part | None = None
+        self,
+        name: str,
+        arch: Arch | None,
+        read: Callable[[str], torch.Tensor],
+        part: Part | None = None,
+        activations: str | None = None,
     ) -> QuantizedLayer:
-        """The record of one layer; read, part: see `read`."""
+        """The record of one layer; read, part: see `read`; activations: see `read_layer`."""
         weight, bias = self.read(self.layers[name], read, part)
         if isinstance(weight, QuantizedLayer):
-            return dataclasses.replace(weight, weight=repack(weight.weight, arch))
-        return pack(name, weight, bias, arch)
+            return dataclasses.replace(weight, weight=repack(weight.weight, arch, activations))
+        return pack(name, weight, bias, arch, activations)
 
 
 def load_checkpoint(
@@ -178,8 +194,8 @@ def load_checkpoint(
     progress: bool = True,
     verify: bool = False,
 ) -> Iterator[Record]:
-    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, GGUF,
-    gpt-oss, or a converted one.
+    """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark,
+    FP8, ModelOpt, GGUF, gpt-oss, or a converted one.
 
     folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
         sharded or not, and config.json, quantize_config.json or quant_config.json. Without a
@@ -223,7 +239,7 @@ def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
     shapes = {name: _describe(layer, shards) for name, layer in layers.items()}
     owned = {name for layer in layers.values() for name in layer.tensors.values()}
     plain = tuple(name for name in shards.tensors if name not in owned)
-    unused = of_activations(shards, quantization_config(shards)[1]).intersection(plain)
+    unused = of_activations(shards, quantization_config(shards)).intersection(plain)
     check_foreign(shards, (name for name in plain if name not in unused), layers)
     return Checkpoint(shards.folder, source, shards, layers, shapes, plain, unused)
 

@@ -161,7 +161,16 @@ def _packed_format(schemes: Schemes) -> LayerFormat:
             raise TensorError("weight_scale", f"expected one group_size for it in the config, got {sorted(sizes)}")
         group_sizes[layer] = -1 if sizes == {k} else next(iter(sizes), None)
         grouping = _grouping(k, groups, g_idx, group_sizes[layer], torch.device("cpu"))
-        return LayerShape(f"int{bits}", k, n, grouping.rows, zero_point is None, grouping.perm is not None)
+        asked = {scheme.activations for scheme in fitting}
+        return LayerShape(
+            f"int{bits}",
+            k,
+            n,
+            grouping.rows,
+            zero_point is None,
+            grouping.perm is not None,
+            activations=asked.pop() if len(asked) == 1 else None,
+        )
 
     def read(layer: str, tensors: Tensors, zeros: torch.Tensor | None) -> IntWeight | CodeWeight:
         if is_floats(tensors):

@@ -64,17 +64,20 @@ def convert(
     shapes: dict[str, LayerShape] = {}
     is_gguf = isinstance(checkpoint.shards, GgufShards)
     with new_folder(target, [] if is_gguf else companions_of(checkpoint.folder)) as folder:
-        write_shards(folder, _tensors(checkpoint.records(arch, device, progress), shapes), shard_bytes)
+        records = checkpoint.records(arch, device, progress)
+        write_shards(folder, _tensors(records, shapes, checkpoint), shard_bytes)
         if is_gguf:
             _write_tokenizer(checkpoint.folder, folder)
         write_json(folder / CONFIG, _config(checkpoint, arch, shapes))
 
 
-def _tensors(records: Iterable[Record], shapes: dict[str, LayerShape]) -> Iterator[dict[str, torch.Tensor]]:
+def _tensors(
+    records: Iterable[Record], shapes: dict[str, LayerShape], checkpoint: Checkpoint
+) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of each record; writes the shapes of the layers to `shapes`."""
     for record in records:
         if isinstance(record, QuantizedLayer):
-            shapes[record.name] = shape_of(record)
+            shapes[record.name] = shape_of(record, checkpoint.activations_of(record.name))
         yield tensors_of(record)
 
 

@@ -35,19 +35,21 @@ def converted_format(options: Mapping[str, Any]) -> LayerFormat:
     """The format of a converted folder. Raises ValueError for another version."""
     check_version(option(options, "format_version", int))
 
-    def packed(layer: str, tensors: Tensors) -> PackedWeight:
+    def packed(layer: str, tensors: Tensors) -> tuple[PackedWeight, str | None]:
         try:
-            return _packed(tensors, fields_of(options, layer))
+            fields = fields_of(options, layer)
+            return _packed(tensors, fields), fields["activations"]
         except TensorError:
             raise
         except (TypeError, ValueError) as error:
             raise TensorError("qweight", str(error)) from error
 
     def describe(layer: str, tensors: Tensors) -> LayerShape:
-        return shape_of(QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors)))
+        weight, activations = packed(layer, tensors)
+        return shape_of(QuantizedLayer(layer, weight, **_beside(tensors)), activations)
 
     def read(layer: str, tensors: Tensors, _: torch.Tensor | None) -> QuantizedLayer:
-        record = QuantizedLayer(layer, packed(layer, tensors), **_beside(tensors))
+        record = QuantizedLayer(layer, packed(layer, tensors)[0], **_beside(tensors))
         order = torch.arange(record.weight.k, device=record.scales.device)
         if record.perm is not None and not torch.equal(record.perm.sort().values, order.expand_as(record.perm)):
             raise TensorError("perm", f"expected a permutation of 0..{len(order) - 1}, got another set of numbers")
@@ -88,13 +90,13 @@ def codebook_bits(code: Sequence[float] | None) -> torch.Tensor:
     return torch.tensor(code, dtype=torch.float32).view(torch.int32)
 
 
-def shape_of(record: QuantizedLayer) -> LayerShape:
-    """The shape of a layer that has been read."""
+def shape_of(record: QuantizedLayer, activations: str | None = None) -> LayerShape:
+    """The shape of a layer that has been read. activations: None or "fp8", which no record says."""
     weight = record.weight
     group_size = weight.k // record.scales.shape[-2]
     symmetric, act_order = record.zeros is None, record.perm is not None
     return LayerShape(
-        weight.format, weight.k, weight.n, group_size, symmetric, act_order, weight.layout, weight.experts
+        weight.format, weight.k, weight.n, group_size, symmetric, act_order, weight.layout, weight.experts, activations
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..activation_dtype import FP8
 from ..heuristics.problem import FORMAT_GROUPS
 from .expect import TensorError, option
 from .fp8 import CHANNEL, TENSOR, Block, block_option
@@ -38,6 +39,7 @@ class Scheme:
     rows: of a group of K; -1: all of K, and one scale for each column or for all.
     scale_dtype: "torch.uint8", for one; of 4-bit floats alone.
     block: of 8-bit floats; see fp8.py.
+    activations: "fp8" where x is rounded to E4M3, each token by a scale that it has when it comes.
     """
 
     names: frozenset[str]
@@ -49,6 +51,7 @@ class Scheme:
     format: str = PACK_QUANTIZED
     scale_dtype: str | None = None
     block: Block | None = None
+    activations: str | None = None
 
     @property
     def may_name_a_class(self) -> bool:
@@ -177,7 +180,15 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, for
     symmetric = option(weights, "symmetric", bool)
     scale_dtype = None if form == PACK_QUANTIZED else option(weights, "scale_dtype", str)
     block = _block(weights) if form == FLOAT_QUANTIZED else None
-    return Scheme(frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype, block)
+    activations = _activations(option(group, "input_activations", dict, {}))
+    return Scheme(
+        frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype, block, activations
+    )
+
+
+def _activations(inputs: Mapping[str, Any]) -> str | None:
+    asked = [inputs.get(name) for name in ("num_bits", "type", "strategy", "dynamic")]
+    return FP8 if asked == [8, "float", "token", True] else None
 
 
 def _block(weights: Mapping[str, Any]) -> Block | None:

@@ -26,6 +26,9 @@ def describe(checkpoint: Checkpoint) -> str:
     kinds = sorted(counts, key=lambda shape: -bytes_of[shape])
     plain = [checkpoint.shards.tensors[name] for name in checkpoint.plain]
     dtypes = ", ".join(sorted({dtype_name(info.dtype) for info in plain}))
+    asks = sum(shape.activations is not None for shape in checkpoint.shapes.values())
+    is_own = any(checkpoint.activations_of(name) is not None for name in checkpoint.shapes)
+    cure = "" if is_own else "; load_model computes in 16 bits unless activations='fp8'"
     return "\n".join(
         [
             f"{checkpoint.folder}: {' and '.join(checkpoint.methods)} (from {checkpoint.source})",
@@ -34,6 +37,7 @@ def describe(checkpoint: Checkpoint) -> str:
             "",
             *_table([_HEADER, *(_row(shape, counts[shape], bytes_of[shape]) for shape in kinds)]),
             "",
+            *([f"activations in fp8, a scale for each row: {counted(asks, 'layer')}{cure}"] if asks else []),
             f"{counted(len(plain), 'other tensor')} ({dtypes or 'none'}), "
             f"{readable(sum(info.bytes for info in plain))}",
         ]

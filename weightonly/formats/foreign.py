@@ -19,7 +19,6 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 """Of ModelOpt, which earlier wrote nothing to config.json."""
 
 NOT_READ = {
-    "quark": "export it again as AWQ, by custom_mode='awq' of Quark",
     "eetq": "its bytes lie as the GPU that wrote them wants it, and it does not say which; quantize the original "
     "model: from_pretrained(folder, quantization_config=weightonly.hf.WeightOnlyConfig(format='int8', group_size=-1))",
 }
@@ -142,17 +141,23 @@ def _is_weight(stem: str, tensors: Mapping[str, TensorInfo], layers: Mapping[str
     return stem in layers or (found is not None and len(found.shape) > 1)
 
 
-def of_activations(shards: Shards, options: Mapping[str, Any]) -> frozenset[str]:
+def of_activations(shards: Shards, config: tuple[str, Mapping[str, Any]] = ("", {})) -> frozenset[str]:
     """Tensors of quantized activations and of a quantized KV cache that the config declares: neither is quantized here.
 
-    options: the quantization config of the folder. Raises ValueError for entries of another kind.
+    config: (file name, the quantization config of the folder). Raises ValueError, naming the file, for entries of
+    another kind.
     """
-    options = option(options, "source", dict, options)
-    groups = [group for group in option(options, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    file, options = config
+    try:
+        options = option(options, "source", dict, options)
+        groups = [group for group in option(options, "config_groups", dict, {}).values() if isinstance(group, dict)]
+        file, own = MODELOPT_CONFIG, shards.config(MODELOPT_CONFIG) or {}
+        modelopt = option(own, "quantization", dict, {})
+    except ValueError as error:
+        raise ValueError(f"{shards.folder / file}: {error}") from error
     patterns = []
     if any(group.get("input_activations") or group.get("output_activations") for group in groups):
         patterns.append(_OF_ACTIVATIONS)
-    modelopt = option(shards.config(MODELOPT_CONFIG) or {}, "quantization", dict, {})
-    if options.get("kv_cache_scheme") or modelopt.get("kv_cache_quant_algo"):
+    if options.get("kv_cache_scheme") or options.get("kv_cache_quant_config") or modelopt.get("kv_cache_quant_algo"):
         patterns.append(_OF_KV_CACHE)
     return frozenset(name for name in shards.tensors if any(pattern.search(name) for pattern in patterns))

@@ -26,6 +26,8 @@ class LayerShape:
     act_order: whether rows are sorted by group, and x is to be permuted.
     layout: of a converted layer; None for others.
     experts: how many weights [K, N] are stacked; None: a single one.
+    activations: "fp8" where the folder asks for x in E4M3, a scale for each row. x of layers of other quantizers stays
+        as it is nevertheless, unless the caller of `load_model` says "fp8", too.
     """
 
     format: str
@@ -36,6 +38,7 @@ class LayerShape:
     act_order: bool
     layout: str | None = None
     experts: int | None = None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class LayerFormat:
         for that of zero points, those of int8 [groups, N]. A tensor that is not named there is read as a whole. None:
         every layer is, as are codes in any case.
     separator: between the name of a layer and a suffix.
+    shared: anchors that other modules have, too: without all of `required` they tell no layer.
     """
 
     name: str
@@ -79,6 +83,7 @@ class LayerFormat:
     zero_points: Callable[[LayerShape, str, torch.Tensor], torch.Tensor | None] | None = None
     axes: Callable[[int], Mapping[str, tuple[Axis, ...]]] | None = None
     separator: str = "."
+    shared: tuple[str, ...] = ()
 
 
 class MissingTensorError(ValueError):
@@ -109,7 +114,9 @@ def find_layers(names: Collection[str], formats: Iterable[LayerFormat]) -> dict[
     for form in formats:
         for name in names:
             layer, anchor = split_name(name, form.anchors, form.separator)
-            if anchor and layer not in layers:
+            prefix = f"{layer}{form.separator}"
+            is_other = anchor in form.shared and not all(prefix + suffix in known for suffix in form.required)
+            if anchor and layer not in layers and not is_other:
                 layers[layer] = _collect(layer, anchor, form, known)
         for name in names:
             layer, owned = split_name(name, form.owned, form.separator)

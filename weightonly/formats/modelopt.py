@@ -53,9 +53,10 @@ _OF_X = {
 def modelopt_format(options: Mapping[str, Any]) -> LayerFormat:
     """The format of a quantization config. Raises ValueError for algorithms that are not read."""
     whole = option(options, "quant_algo", str, "")
-    excluded = option(options, "exclude_modules", list, option(options, "ignore", list, []))
+    excluding = "exclude_modules" if options.get("exclude_modules") is not None else "ignore"
+    excluded = option(options, excluding, list, [])
     if not all(isinstance(pattern, str) for pattern in excluded):
-        raise ValueError(f"exclude_modules: expected names and patterns, got {excluded!r:.200}")
+        raise ValueError(f"{excluding}: expected names and patterns, got {excluded!r:.200}")
     by_name: dict[str, Block | str] = {}
     if whole.upper() == "MIXED_PRECISION":
         layers = option(options, "quantized_layers", dict, {})
@@ -71,7 +72,7 @@ def modelopt_format(options: Mapping[str, Any]) -> LayerFormat:
     def algorithm_of(layer: str) -> Block | str:
         pattern = next((p for p in excluded if fnmatchcase(layer, p)), None)
         if pattern is not None:
-            raise TensorError("weight", f"expected no quantized layer, as exclude_modules says ({pattern!r}), got one")
+            raise TensorError("weight", f"expected no quantized layer, as {excluding} says ({pattern!r}), got one")
         if of_all is not None:
             return of_all
         parts = layer.split(".")  # the entry of a layer, or of a module that it is in

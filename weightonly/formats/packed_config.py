@@ -2,7 +2,8 @@
 
     quant_method, format_version
     format, group_size, symmetric, act_order, layout    what most layers have; group_size is a number of rows, never -1
-    layers                                              layer -> those of the five that it has otherwise
+    activations                                         "fp8" where most layers have it; else it is left out
+    layers                                              layer -> those of the six that it has otherwise
     modules_to_not_convert                              linear layers that are not packed
 
 K of a layer is the rows of its scales times its group size, N their columns.
@@ -14,10 +15,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ..activation_dtype import FP8, WHOLE, activations_of, check_layer_layout
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMATS, check_group_size
-from ..layout import LAYOUTS
+from ..layout import LAYOUTS, TILED_FP8
 from ..packing import resolve_layout
 from .expect import option
 from .layers import LayerShape
@@ -36,7 +38,8 @@ _FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "group_size": (int, ()),
     "symmetric": (bool, ()),
     "act_order": (bool, ()),
-    "layout": (str, LAYOUTS),
+    "layout": (str, (*LAYOUTS, TILED_FP8)),
+    "activations": (str, (WHOLE, FP8)),
 }
 """Name -> its type and the values that it may have; () for any."""
 
@@ -49,19 +52,26 @@ def check_version(version: object) -> None:
 
 def options_of(shapes: Mapping[str, LayerShape]) -> dict[str, Any]:
     """The entries of the config that describe layers: what most of them have, and who differs."""
-    fields = {name: {field: getattr(shape, field) for field in _FIELDS} for name, shape in shapes.items()}
+    fields = {
+        name: {field: getattr(shape, field) for field in _FIELDS} | {"activations": shape.activations or WHOLE}
+        for name, shape in shapes.items()
+    }
     common = {field: Counter(own[field] for own in fields.values()).most_common(1)[0][0] for field in _FIELDS}
     layers = {
         name: {field: value for field, value in own.items() if value != common[field]} for name, own in fields.items()
     }
+    if common["activations"] == WHOLE:  # as earlier versions have it
+        del common["activations"]
     return common | {"layers": {name: other for name, other in layers.items() if other}}
 
 
 def fields_of(options: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """format, group_size, symmetric, act_order and layout of `layer`.
+    """format, group_size, symmetric, act_order, layout and activations (None or "fp8") of `layer`.
 
-    Raises ValueError, naming the entry, for one that is missing or of another type.
+    Raises ValueError, naming the entry, for one that is missing or of another type, and for a layout that does not go
+    with the activations.
     """
+    options = {"activations": WHOLE} | dict(options)
     own = option(option(options, "layers", dict, {}), layer, dict, {})
     fields = {}
     for field, (kind, allowed) in _FIELDS.items():
@@ -72,6 +82,8 @@ def fields_of(options: Mapping[str, Any], layer: str) -> dict[str, Any]:
         fields[field] = value
     if fields["group_size"] < 1:
         raise ValueError(f"group_size of {layer}: expected at least 1, got {fields['group_size']}")
+    fields["activations"] = activations_of(fields["activations"])
+    check_layer_layout(f"layout of {layer}", fields["layout"], fields["activations"])
     return fields
 
 

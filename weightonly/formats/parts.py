@@ -23,16 +23,24 @@ from .records import QuantizedLayer
 
 
 def read_part(
-    checkpoint: Checkpoint, name: str, arch: Arch | None, rows: Range, columns: Sequence[Range]
+    checkpoint: Checkpoint,
+    name: str,
+    arch: Arch | None,
+    rows: Range,
+    columns: Sequence[Range],
+    activations: str | None = None,
 ) -> QuantizedLayer:
     """Rows of a layer, in the order of the packed weight, and its `columns`, side by side, as a layer.
+
+    activations: see `Checkpoint.read_layer`.
 
     Raises what `Checkpoint.read_layer` raises, and ValueError for rows that leave no groups that `gemm` takes.
     """
     layer, shape = checkpoint.layers[name], checkpoint.shapes[name]
     read = rows if _has_groups(checkpoint, layer, shape) else (0, shape.k)
     outer = _wider(layer, shape, read, (columns[0][0], columns[-1][1]))
-    record = checkpoint.read_layer(name, arch, part=None if outer is None else _reader(layer, shape, *outer))
+    part = None if outer is None else _reader(layer, shape, *outer)
+    record = checkpoint.read_layer(name, arch, part=part, activations=activations)
     (top, bottom), (left, right) = outer or ((0, shape.k), (0, shape.n))
     product = Product(record.operand, record.bias)
     inner = [(begin - left, end - left) for begin, end in columns]

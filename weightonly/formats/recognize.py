@@ -26,6 +26,8 @@ from .layers import LayerFormat, split_name
 from .modelopt import METHODS as MODELOPT
 from .modelopt import modelopt_format
 from .packed_config import METHOD
+from .quark import METHOD as QUARK
+from .quark import quark_format
 from .shards import CONFIG, Shards
 from .torchao import METHOD as TORCHAO
 from .torchao import torchao_format
@@ -43,6 +45,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LayerFormat | tuple[LayerForma
     FBGEMM: fbgemm_format,
     **dict.fromkeys(MODELOPT, modelopt_format),
     "hqq": hqq_format,
+    QUARK: quark_format,
     **dict.fromkeys(AUTO_ROUND, auto_round_format),
     METHOD: converted_format,
     GGUF: gguf_format,

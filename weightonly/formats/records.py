@@ -102,8 +102,14 @@ class PlainTensor:
 Record: TypeAlias = QuantizedLayer | PlainTensor
 
 
-def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, arch: Arch | None) -> QuantizedLayer:
-    """A layer, packed for `arch` (see `weightonly.preprocess`).
+def pack(
+    name: str,
+    weight: IntWeight | CodeWeight,
+    bias: torch.Tensor | None,
+    arch: Arch | None,
+    activations: str | None = None,
+) -> QuantizedLayer:
+    """A layer, packed for `arch` (see `weightonly.preprocess`), and for x in E4M3 with activations "fp8".
 
     Codes are packed as `record_code_layout` says: GPUs without kernels for them can still `dequantize` them.
     """
@@ -122,7 +128,7 @@ def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, a
     packed = preprocess(
         weight.q,
         weight.bits,
-        arch=arch,
+        layout=packing.default_layout(weight.q.device, arch, activations),
         group_size=len(weight.q) // len(weight.scales),
         zeros=weight.zeros is not None,
         perm=weight.perm is not None,
@@ -130,10 +136,10 @@ def pack(name: str, weight: IntWeight | CodeWeight, bias: torch.Tensor | None, a
     return QuantizedLayer(name, packed, weight.scales, weight.zeros, bias, weight.perm)
 
 
-def repack(weight: PackedWeight, arch: Arch | None) -> PackedWeight:
-    """`weight` in the layout of `arch`, for codes as `pack` has them. Returns `weight` where that is its layout."""
+def repack(weight: PackedWeight, arch: Arch | None, activations: str | None = None) -> PackedWeight:
+    """`weight` in the layout that `pack` has for `arch`. Returns `weight` where that is its layout, or arch is None."""
     if arch is None:
         return weight
     if not weight.is_code:
-        return packing.repack(weight, arch)
+        return packing.repack(weight, layout=packing.layout_for_arch(arch, activations))
     return packing.relayout(weight, packing.record_code_layout(arch))

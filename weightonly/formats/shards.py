@@ -17,7 +17,6 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from ..shown import shown
 from ..storage import MAX_JSON_BYTES, open_regular, parse_json, read_json
 from ..tensor_file import DTYPES, digest
+from .stacks import Part, TensorInfo, take_apart
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -37,22 +37,12 @@ _MAX_DIMS = 64
 """Of PyTorch."""
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a checkpoint, without its data. begin: offset of its first byte in the file; bytes: its size."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    bytes: int
-
-
 class Shards:
     """The tensors of a folder's safetensors files, or of some `files` of it.
 
-    tensors: name -> TensorInfo, file by file. metadata: file -> its `__metadata__`. index: the index file, or None.
-    bytes_read: of tensors, until now. own: (what says it, the quantization config) where no file of JSON does.
+    tensors: name -> TensorInfo, file by file; stacked experts of 8-bit floats one by one (stacks.py). metadata: file ->
+    its `__metadata__`. index: the index file, or None. bytes_read: of tensors, until now. own: (what says it, the
+    quantization config) where no file of JSON does.
 
     Raises FileNotFoundError for a missing folder or shard. Raises ValueError, naming the file and, where there is one,
     the tensor, for pickles, damaged or truncated files, files that contradict the index, and names of files and tensors
@@ -76,6 +66,7 @@ class Shards:
             self._add_every_file()
         else:
             self._add_indexed(self.index)
+        self.tensors = take_apart(self.tensors)
 
     def config(self, name: str) -> Mapping[str, Any] | None:
         """The JSON object in a file of the folder, which is read once; None where it is not there."""
@@ -93,7 +84,11 @@ class Shards:
 
         Raises ValueError, naming file and tensor, if the file is truncated, or its bytes have another digest.
         """
-        return self._read(name, self.tensors[name], device, sha256, part)
+        info = self.tensors[name]
+        if not isinstance(info, Part):
+            return self._read(name, info, device, sha256, part)
+        whole = self._read(name, info.in_file, device, sha256, ...)
+        return (whole.t() if info.is_transposed else whole)[part]
 
     def _read(
         self, name: str, info: TensorInfo, device: torch.device | str, sha256: str | None, part: Any

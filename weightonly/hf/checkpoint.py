@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..activation_dtype import activations_of, check_fp8_format, check_fp8_groups
 from ..device import device_arch
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
@@ -22,7 +23,7 @@ from ..formats.parts import read_part
 from ..formats.shards import Shards
 from ..heuristics.arch import ARCHS, Arch
 from ..heuristics.problem import CODE_FORMATS
-from ..layout import CPU
+from ..layout import CPU, TILED_FP8
 from ..packing import layout_for_arch, record_code_layout
 from ..parallel import ParallelLinear
 from ..quantize_codes import check_scales_as
@@ -41,20 +42,30 @@ class CheckpointWeights:
 
     tensors: empty until `plan` is called; then name in the model -> a tensor that is read when it is indexed.
 
+    activations: "fp8" or "16bit" of all linear layers, but "16bit" of output embeddings; None: of those of a packed
+        folder what they have, else "16bit".
+
     Raises ValueError for layers that no kernel of `arch` computes.
     """
 
     dtype: torch.dtype | None = None
     """Of the model, once it is known: transformers casts scales to it."""
 
-    def __init__(self, checkpoint: Checkpoint, arch: Arch | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, arch: Arch | None, activations: str | None = None) -> None:
         check_runs(checkpoint.shapes, arch)
+        asked = activations_of(activations)
         self.checkpoint = checkpoint
         self.arch = arch
-        keeps_layout = arch is None and METHOD in checkpoint.methods
+        self._is_asked = activations is not None
+        self._activations = {
+            name: asked if self._is_asked else checkpoint.activations_of(name) for name in checkpoint.layers
+        }
+        has_them = all(checkpoint.activations_of(name) == wanted for name, wanted in self._activations.items())
+        keeps_layout = arch is None and METHOD in checkpoint.methods and has_them
         self.pack_arch: Arch | None = None if keeps_layout else arch_or_visible(arch)
         """What layers are packed for; None: they keep the layout that the folder has."""
         self.shapes = {name: self._packed_shape(name) for name in checkpoint.layers}
+        """Of experts, until `plan` knows which layers are none, but for layouts that are kept."""
         self.tensors: dict[str, Any] = {}
         self._stacks: dict[str, Stack] = {}
         self._dense: dict[str, Dense] = {}
@@ -79,7 +90,7 @@ class CheckpointWeights:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The quantization config of the packed model."""
+        """The quantization config of the packed model, as far as it is known without the model."""
         return {"quant_method": METHOD, "format_version": VERSION, "arch": self.arch} | options_of(self.shapes)
 
     def plan(self, model: PreTrainedModel, stacks: bool = True) -> Plan:
@@ -135,7 +146,8 @@ class CheckpointWeights:
             module = names.model.get_submodule(name)
             reason = _why_dense(names.model, module, weight, given)
             if reason is None:
-                plan.layers[name] = shape
+                is_head = module is names.model.get_output_embeddings()
+                shape = self.shapes[layer] = plan.layers[name] = self._linear_shape(layer, is_head)
                 self._add(layer, name, shape, has_bias(module, layer, self.checkpoint))
             else:
                 check_size(layer, tuple(names.tensors[weight].shape[::-1]), (shape.k, shape.n))
@@ -199,11 +211,11 @@ class CheckpointWeights:
         """The tensors of a layer, or of this rank's part of it."""
         module = None if self._model is None else self._model.get_submodule(self._names[layer])
         if not isinstance(module, ParallelLinear):
-            record = self.checkpoint.read_layer(layer, self.pack_arch)
+            record = self.checkpoint.read_layer(layer, self.pack_arch, activations=self.shapes[layer].activations)
             return {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
         part = {}
         if not module.is_empty:
-            record = read_part(self.checkpoint, layer, self.pack_arch, module.rows, module.ranges)
+            record = read_part(self.checkpoint, layer, self.pack_arch, module.rows, module.ranges, module.activations)
             part = {name.removeprefix(f"{layer}."): value for name, value in tensors_of(record).items()}
         # Of an empty part nothing was read. Of columns without zero points, beside columns that have some, no zeros.
         own = [*module.named_parameters(), *module.named_buffers()]
@@ -227,7 +239,25 @@ class CheckpointWeights:
             return shape
         find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
         layout = find(self.pack_arch)
-        return dataclasses.replace(shape, layout=layout)
+        return dataclasses.replace(shape, layout=layout, activations=None)
+
+    def _linear_shape(self, layer: str, is_head: bool) -> LayerShape:
+        """The shape of a layer that is no expert. is_head: whether it is the output embeddings, whose x stays as it is.
+
+        Raises ValueError, naming the layer, for one that takes no x in E4M3.
+        """
+        shape, activations = self.shapes[layer], self._activations[layer]
+        if self.pack_arch is None or activations is None or (is_head and self._is_asked):
+            return shape
+        try:
+            check_fp8_format(shape.format, shape.symmetric is not False)
+            check_fp8_groups(shape.group_size, shape.k)
+            layout = layout_for_arch(self.pack_arch, activations)
+            if layout == TILED_FP8 and self.dtype == torch.float32:
+                raise ValueError("activations: expected dtype float16 or bfloat16 for 'fp8' on a GPU, got float32")
+        except ValueError as error:
+            raise ValueError(f"{layer}: {error}") from error
+        return dataclasses.replace(shape, layout=layout, activations=activations)
 
 
 def _why_dense(model: PreTrainedModel, module: torch.nn.Module, weight: str, given: set[str]) -> str | None:

@@ -11,9 +11,10 @@ import torch
 from transformers.quantizers import AutoHfQuantizer, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..activation_dtype import WHOLE, activations_of
 from ..dense import default_group_size
 from ..formats.layers import LayerShape
-from ..formats.packed_config import METHOD, VERSION, check_version
+from ..formats.packed_config import METHOD, VERSION, check_version, options_of
 from ..formats.recognize import METHODS
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS
@@ -42,11 +43,13 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         kernels for codes.
     modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
         and tied layers always stay dense.
-    layers: what some layers have otherwise: a pattern of their names -> their format, group_size or symmetric, as in
-        {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file name, or the end of
-        one, after a dot; of several that match, the last is taken. Where one of both formats is a
-        codebook, the group size is the usual one of the layer's format.
+    layers: what some layers have otherwise: a pattern of their names -> their format, group_size, symmetric or
+        activations, as in {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file
+        name, or the end of one, after a dot; of several that match, the last is taken. Where one of both formats is a
+        codebook, the group size is the usual one of the layer's format. Activations "16bit" are None of the config.
     search: as for `quantize`, of weights that are quantized; folders do not keep it.
+    activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
+        int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
     layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
 
     Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
@@ -63,11 +66,13 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] | None = None,
         layers: Mapping[str, Mapping[str, Any]] | None = None,
         search: bool = True,
+        activations: str | None = None,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
         arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
         arguments |= {"modules_to_not_convert": modules_to_not_convert, "layers": layers or None}
+        arguments |= {"activations": activations}
         self.given = {name: value for name, value in arguments.items() if value is not None}
         """The arguments of this call."""
         self.asked: dict[str, Any] = {}
@@ -81,6 +86,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.group_size = default_group_size(self.format) if group_size is None else group_size
         self.symmetric = True if symmetric is None else symmetric
         self.search = search
+        self.activations = activations_of(activations)
         self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert: expected a list of names, got the str {modules_to_not_convert!r}")
@@ -110,9 +116,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     def recipe(self, dtype: torch.dtype | None, shape: LayerShape | None = None) -> Recipe:
         """How a dense weight is quantized, with scales in `dtype`. shape: of the layer, where it has been planned."""
         if shape is None:
-            return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch, self.search)
+            return Recipe(self.format, self.group_size, self.symmetric, dtype, self.arch, self.search, self.activations)
         symmetric = shape.symmetric is not False
-        return Recipe(shape.format, shape.group_size, symmetric, dtype, self.arch, self.search)
+        return Recipe(shape.format, shape.group_size, symmetric, dtype, self.arch, self.search, shape.activations)
 
     def check_asked(self, folder: Path, shapes: Mapping[str, LayerShape]) -> None:
         """Raises ValueError, naming the argument, where a caller asked for what the layers of the folder have not."""
@@ -140,12 +146,25 @@ class WeightOnlyConfig(QuantizationConfigMixin):
                         f"{asked[argument]!r}; a quantized folder keeps its numbers"
                     )
 
+    def check_activations(self, folder: Path, shapes: Mapping[str, LayerShape]) -> None:
+        """Raises ValueError where a caller asked for activations that no layer of a packed folder has."""
+        asked, found = self.asked.get("activations"), {shape.activations for shape in shapes.values()}
+        if asked is not None and activations_of(asked) not in found:
+            raise ValueError(
+                f"activations: expected {next(iter(found)) or WHOLE!r}, as {folder} has it, or nothing, got {asked!r}; "
+                "load_model(folder, activations=...) packs it anew"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = {"given", "asked", "search", "weights", "folder", "dense"} | (
-            {"source"} if self.source is None else set()
-        )
+        hidden = {"given", "asked", "search", "weights", "folder", "dense"}
+        hidden |= {name for name in ("source", "activations") if getattr(self, name) is None}
         return {name: value for name, value in vars(self).items() if name not in hidden}
+
+    def tell(self, shapes: Mapping[str, LayerShape]) -> None:
+        """Takes over what the packed layers of a model are. shapes: at least one."""
+        for name, value in ({"activations": None} | options_of(shapes)).items():
+            setattr(self, name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of the dict that transformers has where a config was read from a file."""

@@ -10,6 +10,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 from ..formats.checkpoint import Checkpoint
 from ..formats.converted import tensors_of
+from ..formats.stacks import Part
 from ..heuristics.arch import Arch
 from ..layout import stored_shape
 from ..nn.experts import Experts, gates_first, in_turns, quantize_stack, repacked
@@ -25,6 +26,10 @@ from .modules import Plan, expert_name
 
 Sources: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """Packed layer of the model -> for each expert (one, where it is a linear layer) the layers of the checkpoint."""
+
+
+ALL = "all"
+"""In the place of the number of an expert."""
 
 
 class Quantizer(Protocol):
@@ -284,7 +289,8 @@ class ReadLayers(WeightConverter):
     """Tensors of the layers of a checkpoint, in its own format, become those of packed layers, or dense weights.
 
     places: name of a tensor in the files, renamed as transformers does -> (name of the weight in the model,
-    "EXPERT.PART.NAME IN THE LAYER"). stacks: names of stacked experts, which are split when the model is saved.
+    "EXPERT.PART.NAME IN THE LAYER"), with ALL for a stack that stacks.py takes apart. stacks: names of stacked
+    experts, which are split when the model is saved.
     """
 
     __slots__ = ("places", "stacks")
@@ -295,10 +301,11 @@ class ReadLayers(WeightConverter):
     def of(cls, sources: Sources, stacks: Collection[str], renamings: list[Any], read: Read) -> ReadLayers:
         """renamings: those of transformers, which come before."""
         packed, found = read.hf_quantizer.plan, read.checkpoint.layers
+        stacks_of = read.stacks_of
         places = {
-            apply_renamings(tensor, renamings): (
+            apply_renamings(stacks_of.get(tensor, tensor), renamings): (
                 name if name in packed.densified else f"{name}.qweight",
-                f"{expert}.{part}.{inside}",
+                f"{ALL if tensor in stacks_of else expert}.{part}.{inside}",
             )
             for name, layers in sources.items()
             for expert, parts in enumerate(layers)
@@ -343,6 +350,9 @@ class Read(ConversionOps):
         self.checkpoint = checkpoint
         self.arch = arch
         self.sources = sources
+        self.parts = {name: info for name, info in checkpoint.shards.tensors.items() if isinstance(info, Part)}
+        self.stacks_of = {name: part.stack for name, part in self.parts.items()}
+        """Tensor of one expert -> the tensor in the files that has it."""
 
     @torch.no_grad()
     def convert(
@@ -353,13 +363,18 @@ class Read(ConversionOps):
         input_dict.clear()
         plan, sources = self.hf_quantizer.plan, self.sources[name]
         places = {layer: f"{expert}.{part}" for expert, parts in enumerate(sources) for part, layer in enumerate(parts)}
+        self._take_apart(places, given)
         if (dense := plan.densified.get(name)) is not None:
             return self._dense(name, dense, places, given)
         is_stack = name in plan.stacks
         in_turns = is_stack and in_turns_in_files(model, name) and len(sources[0]) == 1
         read = read_gates_first if in_turns else Checkpoint.record_of
+        activations: dict[str, Any] = {} if is_stack else {"activations": plan.layers[name].activations}
         records = [
-            tuple(read(self.checkpoint, layer, self.arch, self._taken(layer, places, given)) for layer in parts)
+            tuple(
+                read(self.checkpoint, layer, self.arch, self._taken(layer, places, given), **activations)
+                for layer in parts
+            )
             for parts in sources
         ]
         target = model.get_submodule(name)
@@ -374,6 +389,14 @@ class Read(ConversionOps):
         if not has_bias:
             tensors.pop(f"{name}.bias", None)
         return after_packing({key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()})
+
+    def _take_apart(self, places: Mapping[str, str], given: dict[str, torch.Tensor]) -> None:
+        """Puts the tensors of each expert in the place of those of all."""
+        for layer, place in places.items():
+            for inside, tensor in tensors_inside(self.checkpoint, layer).items():
+                if tensor in self.parts:
+                    stack = given[f"{ALL}.{place.partition('.')[2]}.{inside}"]
+                    given[f"{place}.{inside}"] = self.parts[tensor].cut(stack)
 
     def _taken(
         self, layer: str, places: Mapping[str, str], given: dict[str, torch.Tensor]

@@ -134,7 +134,7 @@ def check_dense(model: PreTrainedModel, plan: Plan, shards: Shards) -> set[str]:
             f"{shards.folder / source}: quant_method: expected none, of a model to quantize, got "
             f"{options['quant_method']!r}; weightonly.hf.load_model reads {', '.join(METHODS)}"
         )
-    unused = of_activations(shards, options)
+    unused = of_activations(shards, (source, options))
     plain = [name for name in shards.tensors if name not in unused]
     check_foreign(shards, plain, {})
     found, prefix = check_used(model, Names(model), shards, plain), model.base_model_prefix

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from ..activation_dtype import activations_of
 from ..extras import require_package
 from ..formats.checkpoint import open_checkpoint
 from ..formats.foreign import check_foreign, of_activations
@@ -32,19 +35,23 @@ def load_model(
     device_map: Any = None,
     arch: Arch | None = None,
     revision: str | None = None,
+    activations: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, gpt-oss, `convert`, `save_pretrained` or a
-        dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the Hugging Face Hub,
-        which is downloaded; or a GGUF file (pip install gguf).
+    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark, FP8, ModelOpt, gpt-oss, `convert`,
+        `save_pretrained` or a dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the
+        Hugging Face Hub, which is downloaded; or a GGUF file (pip install gguf).
     dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
         "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
         file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
     device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
     arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
     revision: a branch, tag or commit of a model of the hub; None: the newest files.
+    activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
+        `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder has
+        what it was written with; others "16bit", whatever their config asks for.
     kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
         trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -55,14 +62,16 @@ def load_model(
 
     Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
     for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
-    computes, with what would help; for a layer of another shape than the model has; for tensors of the model that the
-    folder lacks; for a dtype or device without kernels. Raises ImportError for a device_map without accelerate.
+    computes, with what would help; for layers that are none for activations "fp8"; for a layer of another shape than
+    the model has; for tensors of the model that the folder lacks; for a dtype or device without kernels. Raises
+    ImportError for a device_map without accelerate.
     """
     folder = model_folder(folder, revision)
     if device_map is not None:
         require_package("accelerate")
     if arch is not None:
         target_name(arch)
+    is_fp8 = activations_of(activations) is not None
     shards = open_shards(folder, dtype)
     is_gguf = isinstance(shards, GgufShards)
     if not is_gguf and not (folder / CONFIG).is_file():
@@ -71,20 +80,25 @@ def load_model(
     if is_gguf:
         config = AutoConfig.for_model(**(shards.config(CONFIG) or {}))
     else:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        config = model_config(folder, code)
         shards.configs[CONFIG] = entries(config)
-    cls = model_class(config, kwargs)
+    cls = model_class(config, folder if is_gguf else folder / CONFIG, bool(code))
     dtype = "auto" if dtype is None else dtype
     arguments = {"dtype": dtype, "device_map": device_map, "output_loading_info": True, **kwargs}
     if is_dense(shards):
-        unused = of_activations(shards, {})
+        if is_fp8:
+            raise ValueError(
+                f"activations: expected None, as {folder} is not quantized, got 'fp8'; from_pretrained(folder, "
+                "quantization_config=WeightOnlyConfig(activations='fp8')) quantizes it"
+            )
+        unused = of_activations(shards)
         plain = [name for name in shards.tensors if name not in unused]
         check_foreign(shards, plain, {})
         source = {"state_dict": {name: PlainLazy(shards, name) for name in plain}} if is_gguf else {}
         model, info = cls.from_pretrained(None if is_gguf else folder, config=config, **source, **arguments)
         check_used(model, Names(model), shards, plain)
         return complete(model, info, folder)
-    weights = CheckpointWeights(open_checkpoint(shards), arch)
+    weights = CheckpointWeights(open_checkpoint(shards), arch, activations)
     if weights.pack_arch is None:
         _describe(config, weights, quantization_config(shards)[1])
         try:
@@ -102,12 +116,29 @@ def load_model(
     return complete(model, info, folder)
 
 
-def model_class(config: Any, kwargs: dict[str, Any]) -> Any:
-    """The class that config.json names; where transformers lacks it, the Auto class, which knows remote code."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
+def model_config(folder: Path, runs_code: bool | None = False) -> Any:
+    """config.json of a folder, as its class of transformers has it. Raises ValueError, naming the file."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=runs_code)
+    except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def model_class(config: Any, file: Path, runs_code: bool = False) -> Any:
+    """The class that config.json names: one of transformers, or of the folder, where the caller lets its code run.
+
+    Raises ValueError, naming the `file` of the config, where there is neither.
+    """
+    names = config.architectures or []
+    for name in names if isinstance(names, list) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if runs_code and own is not None:
+        return get_class_from_dynamic_module(own, str(file.parent))
+    problem = "expected names of classes of transformers, one of them of a model"
+    raise ValueError(f"{file}: architectures: {problem}, got {shown(repr(names))}")
 
 
 def entries(config: Any) -> dict[str, Any]:

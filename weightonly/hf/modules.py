@@ -14,7 +14,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..dense import resolve_group_size
 from ..formats.layers import LayerShape
 from ..heuristics.arch import ARCHS, Arch
-from ..layout import CPU
+from ..heuristics.problem import is_read
+from ..layout import CPU, TILED_FP8
 from ..nn.experts import Experts, ModuleGate, expert_products, expert_weights, why_not_experts
 from ..nn.grouped import GroupedLinear
 from ..nn.handlers import is_linear
@@ -109,18 +110,19 @@ def plan_quantization(
     model: PreTrainedModel,
     skip: Sequence[str],
     recipe_of: Callable[[Iterable[str]], Recipe],
-    layout_of: Callable[[str], str],
+    layout_of: Callable[[Recipe], str],
     left: Mapping[str, str],
 ) -> Plan:
     """Which layers of a dense model become packed ones.
 
     skip: names and patterns of those that stay dense, as transformers matches them. recipe_of: names of a layer -> how
-    it is quantized. layout_of: format -> layout. left: layers that stay dense -> why.
+    it is quantized. layout_of: recipe -> layout. left: layers that stay dense -> why.
     """
     plan, kept = Plan(), kept_in_fp32(model)
     for name, shapes in quantizable(model).items():
         module = model.get_submodule(name)
         recipes = {inside: recipe_of((inside, name)) for inside in shapes}
+        recipes = {inside: recipe if inside == name else recipe.of_experts for inside, recipe in recipes.items()}
         if not shapes:
             reason = why_not_experts(module)
             plan.dense[name] = (
@@ -136,13 +138,22 @@ def plan_quantization(
             plan.dense[name] = f"{kept[name]} keeps it in fp32"
         elif shapes.get(name, (0, 0))[1] == 1:
             plan.dense[name] = "N = 1: a gate"
-        elif (unfit := _why_unfit(recipes, shapes)) is not None:
+        elif (unfit := _why_unfit(recipes, shapes, model.dtype, layout_of)) is not None:
             plan.dense[name] = unfit
         else:
             for inside, (k, n) in shapes.items():
                 recipe = recipes[inside]
                 rows = resolve_group_size(recipe.group_size, k)
-                packed = LayerShape(recipe.format, k, n, rows, recipe.symmetric, False, layout_of(recipe.format))
+                packed = LayerShape(
+                    recipe.format,
+                    k,
+                    n,
+                    rows,
+                    recipe.symmetric,
+                    act_order=False,
+                    layout=layout_of(recipe),
+                    activations=recipe.activations,
+                )
                 if inside == name:
                     plan.layers[inside] = packed
                 else:
@@ -150,10 +161,17 @@ def plan_quantization(
     return plan
 
 
-def _why_unfit(recipes: Mapping[str, Recipe], shapes: Mapping[str, tuple[int, int]]) -> str | None:
+def _why_unfit(
+    recipes: Mapping[str, Recipe],
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+    layout_of: Callable[[Recipe], str],
+) -> str | None:
     try:
         for inside, (k, _) in shapes.items():
-            recipes[inside].check_k(k)
+            recipe = recipes[inside]
+            recipe.check_k(k)
+            recipe.check_dtype(dtype, layout_of(recipe) == TILED_FP8)
     except ValueError as error:
         return str(error)
     return None
@@ -186,7 +204,16 @@ def _shape_of(module: Linear | GroupedLinear) -> LayerShape:
     k = module.in_features
     rows = k // module.scales.shape[-2]
     act_order = module.perm is not None
-    return LayerShape(module.format, k, module.out_features, rows, module.symmetric, act_order, module.layout)
+    return LayerShape(
+        module.format,
+        k,
+        module.out_features,
+        rows,
+        module.symmetric,
+        act_order,
+        module.layout,
+        activations=module.activations,
+    )
 
 
 def check_layers(model: PreTrainedModel, plan: Plan) -> None:
@@ -222,7 +249,8 @@ def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> se
     conv1d = set()
     for name, shape in plan.layers.items():
         old = model.get_submodule(name)
-        layer = Linear(shape.k, shape.n, bias=old.bias is not None, **_arguments(shape, dtype))
+        arguments = _arguments(shape, dtype) | {"activations": shape.activations}
+        layer = Linear(shape.k, shape.n, bias=old.bias is not None, **arguments)
         layer.is_conv1d = isinstance(old, Conv1D)
         if layer.is_conv1d:
             conv1d.add(name)
@@ -284,6 +312,8 @@ def _replace(model: PreTrainedModel, name: str, layer: Linear | Experts) -> None
 
 
 def _arch_of(layout: str | None) -> Arch:
+    if layout == TILED_FP8:
+        return next(arch for arch in ARCHS if is_read(layout, arch))
     archs: tuple[Arch, ...] = (*ARCHS, CPU)
     return next(arch for arch in archs if layout_for_arch(arch) == layout)
 

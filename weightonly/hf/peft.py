@@ -1,6 +1,7 @@
-"""LoRA of PEFT on `weightonly.nn.Linear`: what `register` teaches PEFT, which has no hook for it.
+"""LoRA of PEFT on `weightonly.nn.Linear` and `Experts`: what `register` teaches PEFT, which has no hook for it.
 
-After it `get_peft_model`, "all-linear" and `PeftModel.from_pretrained` take quantized models as they take dense ones.
+After it `get_peft_model`, "all-linear", `target_parameters` of experts and `PeftModel.from_pretrained` take quantized
+models as they take dense ones.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import transformers_weight_conversion
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
+from ..nn.experts import Experts
+from ..nn.grouped import GroupedLinear
 from ..nn.linear import Linear
 from ..parallel import ParallelLinear
-
-_INITIALIZATIONS = (True, False, "gaussian")
-"""`init_lora_weights` that do not look at the dense weight."""
+from .lora_experts import LoraExperts, inject
+from .lora_options import check_config
 
 
 class LoraLinear(lora_layer.Linear):
@@ -55,21 +57,14 @@ class LoraLinear(lora_layer.Linear):
         return _inside(self).weight
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
-        if config.use_dora:
-            raise ValueError(
-                "use_dora: expected False for weightonly.nn.Linear, got True: DoRA needs the dense weight in every step"
-            )
+        check_config(config, "weightonly.nn.Linear")
         variant = super().resolve_lora_variant(config=config, **kwargs)
         if variant is not None and config.alora_invocation_tokens is None:
             raise ValueError(f"config: expected plain LoRA for weightonly.nn.Linear, got {type(variant).__name__}")
         return variant
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        if config.init_lora_weights not in _INITIALIZATIONS:
-            raise ValueError(
-                f"init_lora_weights: expected one of {', '.join(map(repr, _INITIALIZATIONS))} for "
-                f"weightonly.nn.Linear, got {config.init_lora_weights!r}, which needs the dense weight"
-            )
+        check_config(config, "weightonly.nn.Linear")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     @torch.no_grad()
@@ -132,19 +127,27 @@ def _inside(layer: torch.nn.Module) -> Linear:
 
 
 def register() -> None:
-    """Makes `weightonly.nn.Linear` known to PEFT: a second call does nothing."""
+    """Makes `weightonly.nn.Linear` and `Experts` known to PEFT: a second call does nothing."""
     cls: Any = lora_model.LoraModel
     if getattr(cls, "_knows_weightonly", False):
         return
     create, include = cls._create_new_module, tuners_utils._maybe_include_all_linear_layers
+    of_parameters = cls._inject_parameters
 
     def create_new_module(
         lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
     ) -> torch.nn.Module:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if not isinstance(base, Linear):
+        if isinstance(base, GroupedLinear):
+            raise ValueError(
+                f"target_modules: expected no {kwargs['target_name']}, which is a layer of all experts; name it in "
+                "target_parameters, such as ['experts.gate_up_proj', 'experts.down_proj']"
+            )
+        if not isinstance(base, Linear | Experts):
             return create(lora_config, adapter_name, target, **kwargs)
         kwargs.pop("device_map", None)
+        if isinstance(base, Experts):
+            return LoraExperts(target, adapter_name, config=lora_config, **kwargs)
         return LoraLinear(target, adapter_name, config=lora_config, **kwargs)
 
     def include_all_linear_layers(peft_config: Any, model: torch.nn.Module) -> PeftConfig:
@@ -155,7 +158,15 @@ def register() -> None:
             peft_config.target_modules = set(peft_config.target_modules) | _names_of_layers(model)
         return peft_config
 
+    def inject_parameters(
+        tuner: Any, peft_config: Any, model: torch.nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        arguments = (peft_config, model, adapter_name, low_cpu_mem_usage)
+        found: list[str] = of_parameters(tuner, *arguments)
+        return found + inject(tuner, *arguments)
+
     cls._create_new_module = staticmethod(create_new_module)
+    cls._inject_parameters = inject_parameters
     cls._knows_weightonly = True
     modules: list[Any] = [tuners_utils, transformers_weight_conversion]
     for module in modules:

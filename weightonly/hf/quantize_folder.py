@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -45,7 +45,7 @@ from ..tensor_file import digest
 from .checkpoint import PlainLazy
 from .config import WeightOnlyConfig
 from .dense_folder import DenseFolder
-from .loader import complete, entries, model_class
+from .loader import complete, entries, model_class, model_config
 from .memory import after_packing
 from .modules import Plan
 
@@ -65,6 +65,7 @@ class Kind:
     format: str
     group_size: int
     symmetric: bool
+    activations: str | None
     error: float
 
 
@@ -88,7 +89,7 @@ class FolderSummary:
             (
                 kind.name,
                 counted(kind.layers, "layer"),
-                in_words(kind.format, kind.group_size) + ("" if kind.symmetric else ", zero points"),
+                in_words(kind.format, kind.group_size, kind.activations) + ("" if kind.symmetric else ", zero points"),
                 f"error {100 * kind.error:.2f}%",
             )
             for kind in self.kinds
@@ -147,7 +148,7 @@ def quantize_folder(
     _check_dense(shards)
     companions = companions_of(folder)
     dense = DenseFolder(shards, tuple(skip), None if only is None else tuple(only))
-    of_others = of_activations(shards, {})
+    of_others = of_activations(shards)
     names = [name for name in shards.tensors if name not in of_others]
     model, unused = _on_meta(dense, names, config, dtype)
     plan = model.hf_quantizer.plan
@@ -175,17 +176,17 @@ def _on_meta(
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The packed model without numbers, as `from_pretrained` makes it of the headers of the files; unused tensors."""
     shards, folder = dense.shards, dense.shards.folder
-    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    shards.configs[CONFIG] = entries(model_config)
+    own = model_config(folder)
+    shards.configs[CONFIG] = entries(own)
     arguments: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype, "trust_remote_code": False}
     if (folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     asked = copy.copy(config)
     asked.dense = dense
     with _quiet(), dense.problems_raised():
-        model, info = model_class(model_config, {}).from_pretrained(
+        model, info = model_class(own, folder / CONFIG).from_pretrained(
             None,
-            config=model_config,
+            config=own,
             state_dict={name: shards.without_data(name) for name in names},
             device_map="meta",
             quantization_config=asked,
@@ -344,10 +345,10 @@ def _kinds(plan: Plan, dense: DenseFolder) -> tuple[Kind, ...]:
     for name, shape in shapes.items():
         kind = ".".join(name.split(".")[-2 if name in plan.stacks else -1 :])
         rows = -1 if shape.group_size == shape.k else shape.group_size
-        layers[kind, shape.format, rows, shape.symmetric is not False].append(name)
+        layers[kind, shape.format, rows, shape.symmetric is not False, shape.activations].append(name)
     return tuple(
-        Kind(kind, len(names), format, group_size, symmetric, dense.error(names))
-        for (kind, format, group_size, symmetric), names in layers.items()
+        Kind(kind, len(names), format, group_size, symmetric, activations, dense.error(names))
+        for (kind, format, group_size, symmetric, activations), names in layers.items()
     )
 
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
-from ..formats.packed_config import METHOD, VERSION, guard_of, options_of, unguarded
+from ..formats.packed_config import METHOD, VERSION, guard_of, unguarded
 from ..kernels import check_kernels
 from ..layout import CPU
 from ..nn.choice import recipe_of
@@ -156,9 +156,14 @@ class WeightOnlyQuantizer(HfQuantizer):
         weights = config.weights
         if weights is None:
             checkpoint = open_files(files, config.folder)
-            weights = CheckpointWeights(checkpoint, None if METHOD in checkpoint.methods else config.arch)
+            is_own = METHOD in checkpoint.methods
+            weights = CheckpointWeights(
+                checkpoint, None if is_own else config.arch, None if is_own else config.activations
+            )
         checkpoint, is_packed = weights.checkpoint, weights.pack_arch is None
         config.check_asked(checkpoint.folder, weights.shapes)
+        if is_packed:
+            config.check_activations(checkpoint.folder, weights.shapes)
         self._reads_files = bool(files)
         if self._reads_files and self._is_parallel and not is_packed:
             raise ValueError("tp_plan: expected none for the folder of another quantizer; load_model takes one")
@@ -173,9 +178,10 @@ class WeightOnlyQuantizer(HfQuantizer):
             self.quantization_config = WeightOnlyConfig(**weights.options)
             forget_quantizers(model.config)
 
-    def _layout(self, format: str) -> str:
-        """The layout to pack for. Raises ValueError for codes on a visible GPU that does not read them."""
-        return resolve_layout(format, arch_or_visible(self.quantization_config.arch))
+    def _layout(self, recipe: Recipe) -> str:
+        """The layout to pack for. Raises ValueError for codes, or activations, that the visible GPU does not take."""
+        arch = arch_or_visible(self.quantization_config.arch)
+        return resolve_layout(recipe.format, arch, activations=recipe.activations)
 
     def _reads(self, name: str) -> str:
         """Whose tensors transformers cuts where the layer is parallel; see `parallel.linear`."""
@@ -268,7 +274,9 @@ class WeightOnlyQuantizer(HfQuantizer):
         """
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is None:
-            config = WeightOnlyConfig(recipe.format, recipe.group_size, recipe.symmetric, recipe.arch)
+            config = WeightOnlyConfig(
+                recipe.format, recipe.group_size, recipe.symmetric, recipe.arch, activations=recipe.activations
+            )
             quantizer = cls(config)
         if not isinstance(quantizer, WeightOnlyQuantizer):
             return
@@ -307,8 +315,7 @@ class WeightOnlyQuantizer(HfQuantizer):
             return
         config = copy.copy(self.quantization_config)
         config.format_version, config.weights, config.folder = VERSION, None, None
-        for name, value in options_of(self.plan.in_files()).items():
-            setattr(config, name, value)
+        config.tell(self.plan.in_files())
         config.modules_to_not_convert = self.plan.left
         self.quantization_config = model.config.quantization_config = config
         guard = guard_of({"fusion_config": getattr(model.config, "fusion_config", None)})
@@ -335,8 +342,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         plan = self.plan if self._is_parallel else plan_of_model(model)
         shapes = {in_file(name): shape for name, shape in plan.in_files().items()}
         if shapes:
-            for name, value in options_of(shapes).items():
-                setattr(config, name, value)
+            config.tell(shapes)
         config.modules_to_not_convert = sorted(map(in_file, self.plan.left))
         return whole_state_dict(model), {}
 

@@ -21,7 +21,7 @@ from ..formats.shards import GGUF, check_folder
 from ..hub import model_folder
 from ..kernels import cuda_built
 from ..nn.base import PackedLayer
-from ..nn.summary import module_bytes
+from ..nn.summary import in_words, module_bytes
 from ..shown import counted, shown
 from .loader import load_model
 from .tokenizer import load_tokenizer
@@ -104,7 +104,14 @@ def run(options: argparse.Namespace) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() and cuda_built() else "cpu")
     if device not in _SPREAD and check_visible(device).type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu, cuda or {', '.join(_SPREAD)}, got {device!r}")
-    model = load_model(folder, dtype=options.dtype, device_map=device, arch=options.arch, trust_remote_code=False)
+    model = load_model(
+        folder,
+        dtype=options.dtype,
+        device_map=device,
+        arch=options.arch,
+        activations=options.activations,
+        trust_remote_code=False,
+    )
     vocabulary = model.get_input_embeddings().num_embeddings
     if not numbers or not all(0 <= number < vocabulary for number in numbers):
         name = "--tokens" if tokenizer is None else "--prompt"
@@ -169,8 +176,7 @@ def _describe(model: torch.nn.Module, prompt_rows: int) -> str:
     """The formats of its layers, the kernels of a token and of the prompt, and the memory, a line each."""
     packed = [layer for layer in model.modules() if isinstance(layer, PackedLayer)]
     dense = sum(isinstance(layer, torch.nn.Linear) for layer in model.modules())
-    groups = {-1: "per channel"}
-    kinds = Counter(f"{w.format}, {groups.get(w.group_size, f'groups of {w.group_size}')}" for w in packed)
+    kinds = Counter(in_words(w.format, w.group_size, w.activations) for w in packed)
     formats = [f"{counted(count, 'layer')} {kind}" for kind, count in kinds.items()]
     lines = [f"format: {'; '.join([*formats, f'{dense} dense'])}"]
     if packed:

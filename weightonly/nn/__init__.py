@@ -1,8 +1,9 @@
-"""Layers with packed weights, and `quantize_model`, which puts them into a model."""
+"""Layers with packed weights; `quantize_model` and `pack_model`, which put them into a model."""
 
 from .experts import Experts
 from .grouped import GroupedLinear
 from .linear import Linear
+from .pack_model import pack_model
 from .quantize_model import quantize_model
 
-__all__ = ["Experts", "GroupedLinear", "Linear", "quantize_model"]
+__all__ = ["Experts", "GroupedLinear", "Linear", "pack_model", "quantize_model"]

@@ -37,6 +37,8 @@ class PackedLayer(torch.nn.Module):
     bias: torch.nn.Parameter | None
     perm: torch.Tensor | None
     codebook: torch.Tensor | None
+    activations: str | None = None
+    """ "fp8" where x becomes E4M3, else None."""
     is_conv1d = False
     """Whether it is in the place of a Conv1D of transformers, whose `weight` is [K, N]."""
     locked: str | None = None
@@ -73,6 +75,7 @@ class PackedLayer(torch.nn.Module):
         self.register_parameter("bias", None if bias is None else frozen(bias))
         self.register_buffer("perm", w.perm)
         self.register_buffer("codebook", codebook_bits(w.packed) if self.format == "code4" else None)
+        self._scales_from = (self.scales, self.scales.dtype)
         self._hold(w.packed)
 
     def _hold(self, weight: PackedWeight) -> None:
@@ -165,9 +168,11 @@ class PackedLayer(torch.nn.Module):
     def repack(self: Layer, arch: Arch | None = None) -> Layer:
         """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
 
-        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer.
+        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer. Raises ValueError with
+        activations "fp8" for other GPUs than Hopper.
         """
-        weight = repack(self.packed, arch)
+        packed = self.packed
+        weight = repack(packed, layout=resolve_layout(self.format, arch, None, packed.device, self.activations))
         if weight is not self.packed:
             self._hold(weight)
         return self
@@ -221,7 +226,7 @@ class PackedLayer(torch.nn.Module):
 
     def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
         """w: [K, N] or [E, K, N], of the whole layer."""
-        return checked(name, self.operand, w, self._dtype(), in_turns)
+        return checked(name, self.operand, w, self.compute_dtype, in_turns)
 
     def _bias_update(self, bias: torch.Tensor, in_turns: bool = False) -> Callable[[], object]:
         mine = self.bias
@@ -230,7 +235,7 @@ class PackedLayer(torch.nn.Module):
         check_dense("bias", bias)
         if bias.shape != mine.shape:
             raise ValueError(f"bias: expected shape {list(mine.shape)}, got {list(bias.shape)}")
-        new = bias.detach().to(self._dtype())
+        new = bias.detach().to(self.compute_dtype)
         new = torch.cat([new[..., ::2], new[..., 1::2]], -1) if in_turns else new
         if not bool(new.isfinite().all()):
             raise ValueError(f"bias: expected finite values in {new.dtype}, got NaN or Inf")
@@ -241,9 +246,12 @@ class PackedLayer(torch.nn.Module):
         """[K, N] or [E, K, N] of the whole layer."""
         return [*([] if self._experts is None else [self._experts]), self.in_features, self.out_features]
 
-    def _dtype(self) -> torch.dtype:
-        """What the product computes in."""
-        return self.scales.dtype
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the product computes in: the dtype of the scales, unless something casts them in place, as PEFT's
+        prepare_model_for_kbit_training does; then that from before."""
+        scales, dtype = self._scales_from
+        return dtype if scales is self.scales else self.scales.dtype
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -254,11 +262,12 @@ class PackedLayer(torch.nn.Module):
         return self.operand.dequantize(dtype)
 
     def extra_repr(self) -> str:
+        activations = "" if self.activations is None else f", activations={self.activations}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format}, "
             f"group_size={self.in_features // self.scales.shape[-2]}, "
-            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}"
+            f"symmetric={self.zeros is None}, act_order={self.perm is not None}, layout={self.layout}{activations}"
         )
 
     def _stored_shape(self, layout: str) -> tuple[int, ...]:
@@ -291,6 +300,7 @@ class PackedLayer(torch.nn.Module):
         super()._apply(fn, recurse)
         # Of the bytes from before: they would stay alive, and stay in use.
         self._packed = self._operand = self._view = None
+        self._scales_from = (self.scales, self.scales.dtype)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -309,6 +319,7 @@ def zero_weight(
     arch: Arch | None,
     act_order: bool,
     experts: int | None = None,
+    activations: str | None = None,
 ) -> QuantizedWeight:
     """A weight of zeros, its rows in order, for a layer to load a state dict into; its arguments are those of `Linear`,
     and it raises what that raises."""
@@ -321,7 +332,7 @@ def zero_weight(
     bits = format_bits(format)
     if format in CODE_FORMATS and not symmetric:
         raise ValueError(f"symmetric: expected True for {format}, got False")
-    layout = resolve_layout(format, arch, device=device)
+    layout = resolve_layout(format, arch, device=device, activations=activations)
     k_padded, n_padded = padded_shape(k, n, bits, layout)
     groups = k // resolve_group_size(default_group_size(format) if group_size is None else group_size, k)
     if k_padded * n_padded >= 1 << 63:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..activation_dtype import WHOLE
 from .recipe import Recipe
 
 
@@ -40,15 +41,17 @@ def check_own(layers: object, recipe: Recipe) -> None:
     for pattern, own in layers.items():
         if not isinstance(pattern, str) or not isinstance(own, Mapping):
             raise TypeError(f"layers: expected a pattern and what its layers have, got {pattern!r}: {own!r}")
-        if unknown := own.keys() - {"format", "group_size", "symmetric"}:
-            expected = "format, group_size and symmetric"
+        if unknown := own.keys() - {"format", "group_size", "symmetric", "activations"}:
+            expected = "format, group_size, symmetric and activations"
             raise ValueError(f"layers[{pattern!r}]: expected {expected}, got {', '.join(map(repr, sorted(unknown)))}")
         try:
             found = recipe.with_own(**own)
             if found.group_size != -1:
                 found.check_k(found.group_size * 2)  # some K that it divides, and is not K itself
         except (TypeError, ValueError) as error:
-            raise type(error)(f"layers[{pattern!r}]: {error}") from error
+            is_fp8 = recipe.activations is not None and own.get("activations") is None
+            cure = f"; 'activations': {WHOLE!r} leaves x of these layers as it is" if is_fp8 else ""
+            raise type(error)(f"layers[{pattern!r}]: {error}{cure}") from error
 
 
 def recipe_of(

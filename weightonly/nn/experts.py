@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
 
-from ..experts import run_experts
+from ..experts import Multiply, run_experts
 from ..gate import Gate
 from ..gemm import autocast
 from ..grouped import Product
@@ -114,27 +114,45 @@ class Experts(torch.nn.Module):
         return cls(stack_parts("gate_up", gate_up, dtype), stack_parts("down", down, dtype), between)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        adapters: Mapping[str, Multiply] | None = None,
     ) -> torch.Tensor:
         """x [M, H], experts int [M, top_k], their weights [M, top_k] -> y [M, H] in the dtype of the scales.
+
+        adapters: the name of a product -> (its x [T, K] sorted by expert, offs) -> [T, N], which is added to it: what
+            LoRA has beside a packed weight.
 
         Raises what `weightonly.fused_experts` raises; the message begins with the name of the layer.
         """
         if is_compiling():
-            return self._run(hidden_states, top_k_index, top_k_weights)
+            return self._run(hidden_states, top_k_index, top_k_weights, adapters or {})
         try:
-            return self._run(hidden_states, top_k_index, top_k_weights)
+            return self._run(hidden_states, top_k_index, top_k_weights, adapters or {})
         except (TypeError, ValueError, RuntimeError) as error:
             if type(error) not in (TypeError, ValueError, RuntimeError):
                 raise  # one with attributes of its own, such as that of a full memory
             name = "without a name" if self.layer_name is None else repr(self.layer_name)
             raise type(error)(f"layer {name} (weightonly.nn.Experts): {error}") from error
 
-    def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        first = self.gate_up_proj if self.between.has_gate else self.up_proj
-        x = autocast(x, self.down_proj.scales)
+    @property
+    def products(self) -> tuple[str, str]:
+        """The names of the two layers, the first product first."""
+        return expert_products(self.between)
+
+    def _run(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapters: Mapping[str, Multiply]
+    ) -> torch.Tensor:
+        scales, dtype = self.down_proj.scales, self.down_proj.compute_dtype
+        is_cast = dtype != scales.dtype and isinstance(x, torch.Tensor)
+        rows = x.to(dtype) if is_cast else autocast(x, scales)
         between = self.between if isinstance(self.between, Gate) else self.between.gate or self.between
-        return run_experts(x, ids, weights, self.num_experts, first.multiply, between, self.down_proj.multiply)
+        first, second = (_with(getattr(self, name).multiply, adapters.get(name)) for name in self.products)
+        y = run_experts(rows, ids, weights, self.num_experts, first, between, second)
+        return y.to(x.dtype) if is_cast else y
 
     @torch.no_grad()
     def update_(
@@ -156,7 +174,7 @@ class Experts(torch.nn.Module):
         """
         module = self.between.module if isinstance(self.between, ModuleGate) else None
         is_transposed = module is not None and module.is_transposed
-        layer = self.gate_up_proj if self.between.has_gate else self.up_proj
+        layer = getattr(self, self.products[0])
         in_turns = module is not None and alternates(module, "gate_up_proj")
         writes = [
             *layer.checked_update(first, first_bias, "first", is_transposed=is_transposed, in_turns=in_turns),
@@ -191,6 +209,10 @@ class Experts(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, between={self.between}"
+
+
+def _with(multiply: Multiply, adapter: Multiply | None) -> Multiply:
+    return multiply if adapter is None else lambda x, offs: multiply(x, offs) + adapter(x, offs)
 
 
 @dataclass(frozen=True, repr=False)

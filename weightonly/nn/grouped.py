@@ -13,6 +13,7 @@ from ..heuristics.arch import Arch
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize_codes import check_scales_as
+from ..update import checked
 from ..weight import LooseWeight, QuantizedWeight, check_packed, weight_of
 from .base import PackedLayer, check_bias, zero_weight
 
@@ -148,14 +149,25 @@ class GroupedLinear(PackedLayer):
 
     @property
     def _product(self) -> Product:
-        return Product(self.operand, self.bias)
+        w, dtype, bias = self.operand, self.compute_dtype, self.bias
+        if dtype == w.dtype:
+            return Product(w, bias)
+        return Product(w.with_dtype(dtype), None if bias is None else bias.to(dtype))
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """x [T, K] sorted by expert, offs int32 [E] -> y [T, N]. Rows after those of the last expert give zeros.
 
         Raises what `grouped_gemm` raises.
         """
+        if (dtype := self.compute_dtype) != self.scales.dtype:
+            return self._product(x.to(dtype), offs).to(x.dtype)
         return self._product(x, offs)
+
+    @torch.no_grad()
+    def requantize(self, expert: int, w: torch.Tensor) -> None:
+        """`update_` of one expert's w [K, N] alone."""
+        for update in checked(f"expert {expert}", self.operand.expert(expert), w, self.compute_dtype):
+            update.write()
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, {super().extra_repr()}"

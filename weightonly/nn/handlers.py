@@ -16,6 +16,8 @@ class Handler(Protocol):
     """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
 
     kind: str
+    takes_fp8: bool
+    """Whether it can multiply x in E4M3; others are quantized without `activations`."""
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether the module is of this kind."""
@@ -36,10 +38,20 @@ def is_linear(module: torch.nn.Module) -> bool:
     return cls is torch.nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers."))
 
 
+def library_of(module: torch.nn.Module) -> str | None:
+    """Who quantized a linear layer in memory, of those whose layers `pack_model` takes: torchao or bitsandbytes."""
+    cls = type(module)
+    if cls is torch.nn.Linear:
+        return "torchao" if type(module.weight).__module__.partition(".")[0] == "torchao" else None
+    is_4bit = cls.__name__ == "Linear4bit" and cls.__module__.partition(".")[0] == "bitsandbytes"
+    return "bitsandbytes" if is_4bit else None
+
+
 class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
     kind = "Linear"
+    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return is_linear(module)
@@ -57,7 +69,9 @@ class DenseHandler:
         if n == 1:
             return "N = 1: a gate"
         try:
-            recipe.check_k(k, self.weight(module).is_cuda)
+            weight = self.weight(module)
+            recipe.check_k(k, weight.is_cuda)
+            recipe.check_dtype(weight.dtype, weight.is_cuda)
         except ValueError as error:
             return str(error)
         return None
@@ -68,6 +82,22 @@ class DenseHandler:
         layer = Linear.from_weight(self.weight(module), bias, recipe).train(module.training)
         layer.is_conv1d = self.kind == "Conv1D"
         return layer
+
+
+class QuantizedHandler(DenseHandler):
+    """Linear layers that another library quantized: left alone."""
+
+    kind = "quantized Linear"
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        return library_of(module) is not None
+
+    def shape(self, module: torch.nn.Module) -> tuple[int, ...]:
+        assert isinstance(module, torch.nn.Linear)
+        return module.in_features, module.out_features
+
+    def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
+        return f"{library_of(module)} quantized it; weightonly.nn.pack_model packs its numbers as they are"
 
 
 class Conv1DHandler(DenseHandler):
@@ -99,6 +129,7 @@ class ExpertsHandler:
     """Experts of a mixture, stacked in 3-D Parameters: quantized where they are in transformers' interface."""
 
     kind = "experts"
+    takes_fp8 = False
 
     def owns(self, module: torch.nn.Module) -> bool:
         return any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
@@ -125,6 +156,7 @@ class PackedHandler:
     """Layers of this library: they stay as they are."""
 
     kind = "packed layer"
+    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return isinstance(module, PackedLayer)
@@ -137,20 +169,34 @@ class PackedHandler:
     def why_left(self, module: torch.nn.Module, recipe: Recipe) -> str | None:
         assert isinstance(module, PackedLayer)
         groups = "per channel" if module.group_size == -1 else f"groups of {module.group_size}"
-        return f"it is {module.format} already, {groups}{'' if module.symmetric else ', with zero points'}"
+        rest = ("" if module.symmetric else ", with zero points") + ("" if module.activations is None else ", x in fp8")
+        return f"it is {module.format} already, {groups}{rest}"
 
     def fits(self, module: torch.nn.Module, recipe: Recipe) -> bool:
         """Whether it is what the recipe would make of it."""
         assert isinstance(module, PackedLayer)
         rows, asked = (module.in_features if size == -1 else size for size in (module.group_size, recipe.group_size))
-        return (module.format, module.symmetric, rows) == (recipe.format, recipe.symmetric, asked)
+        activations = None if module._experts is not None else recipe.activations
+        return (module.format, module.symmetric, rows, module.activations) == (
+            recipe.format,
+            recipe.symmetric,
+            asked,
+            activations,
+        )
 
     def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         raise TypeError("module: expected a dense layer, got one that is packed")
 
 
 PACKED = PackedHandler()
-HANDLERS: list[Handler] = [PACKED, DenseHandler(), Conv1DHandler(), SubclassHandler(), ExpertsHandler()]
+HANDLERS: list[Handler] = [
+    PACKED,
+    QuantizedHandler(),
+    DenseHandler(),
+    Conv1DHandler(),
+    SubclassHandler(),
+    ExpertsHandler(),
+]
 
 
 def handler_of(module: torch.nn.Module) -> Handler | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from ..activation_dtype import FP8, activations_of, check_fp8_format, check_fp8_groups, check_layer_layout
 from ..activations import check_activation
 from ..args import check_single
+from ..fp8_product import gemm_in_fp8
 from ..gemm import gemm
 from ..heuristics.arch import Arch
+from ..layout import TILED_FP8
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..require import require_bool
@@ -40,12 +43,17 @@ class Linear(PackedLayer):
     Buffers:
         perm      int32 or int64 [K], the act-order permutation, or None
         codebook  int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats
-    Plain attributes: in_features, out_features, format, layout, group_size (-1: all of K), symmetric, activation, and
-    layer_name, the name in the model, which errors of `forward` begin with, or None; reads, of a layer that is being
-    loaded, for `weightonly.parallel`.
+    Plain attributes: in_features, out_features, format, layout, group_size (-1: all of K), symmetric, activation,
+    activations, and layer_name, the name in the model, which errors of `forward` begin with, or None; reads, of a layer
+    that is being loaded, for `weightonly.parallel`.
+
+    With activations "fp8" the layer computes `gemm` of what `quantize_activations(x)` returns: each row of x is rounded
+    to E4M3 by a scale of its own. Gradients of x are those of x @ w. The weight is symmetric int4, in layout
+    "tiled_fp8" for Hopper, or "cpu", with the same numbers. None: x is multiplied as it is.
 
     The state dict holds the tensors alone. It loads into a layer that was made with the same arguments, for a GPU of
     the same layout: a state of another layout has another shape and is refused, unless its metadata says what it is.
+    ("tiled" and "tiled_fp8" have one shape: there only the metadata tells.)
     State dicts of earlier versions, with one-dimensional bytes and an `_extra_state`, load as well.
 
     `.half()`, `.bfloat16()` and `.float()` convert scales, zeros and bias, and with them the dtype of x that the module
@@ -69,6 +77,7 @@ class Linear(PackedLayer):
         activation: str | None = None,
         format: str | None = None,
         act_order: bool = False,
+        activations: str | None = None,
     ) -> None:
         """A layer of zeros, to load a state dict into. Arguments that are not named here: see `from_linear`.
 
@@ -76,25 +85,42 @@ class Linear(PackedLayer):
         act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is zeros
             until one is loaded.
 
-        Raises ValueError for unknown `bits`, format, activation or arch, a group size that `gemm` does not take, zero
-        points of a code format, and an arch whose GPU does not read code formats.
+        Raises ValueError for unknown `bits`, format, activation, activations or arch, a group size that `gemm` does not
+        take, zero points of a code format, an arch whose GPU does not read code formats, and weights or an arch that
+        activations "fp8" do not go with.
         """
         require_bool("bias", bias)
+        activations = activations_of(activations)
+        if activations is not None:
+            check_fp8_format(format_of(bits, format), symmetric)
         w = zero_weight(
-            format_of(bits, format), in_features, out_features, group_size, symmetric, dtype, device, arch, act_order
+            format_of(bits, format),
+            in_features,
+            out_features,
+            group_size,
+            symmetric,
+            dtype,
+            device,
+            arch,
+            act_order,
+            activations=activations,
         )
-        self._adopt(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, activation)
+        bias_zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self._adopt(w, bias_zeros, activation, activations)
 
-    def _adopt(self, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None) -> None:
+    def _adopt(
+        self, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None, activations: str | None = None
+    ) -> None:
         super().__init__()
         check_activation(activation)
+        if activations is not None:
+            check_fp8_format(w.format, w.zeros is None)
+            check_fp8_groups(w.group_rows, w.k)
+        check_layer_layout("weight", w.packed.layout, activations)
         self.activation = activation
+        self.activations = activations
         self.layer_name: str | None = None
         self._set_operand(w, bias)
-
-    def _set_operand(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        super()._set_operand(w, bias)
-        self._scales_from = (self.scales, self.scales.dtype)
 
     @classmethod
     def from_quantized(
@@ -105,23 +131,26 @@ class Linear(PackedLayer):
         bias: torch.Tensor | None = None,
         activation: str | None = None,
         perm: torch.Tensor | None = None,
+        activations: str | None = None,
     ) -> Linear:
         """A layer on tensors that exist already. They are used as they are, without a copy.
 
         weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None; perm: int32 or int64 [K], the
         order of the weight's rows (see `gemm`), or None. All on one device. A QuantizedWeight has all but the bias.
+        activations: "fp8" is that of a weight in layout "tiled_fp8" in any case.
 
         Raises TypeError for a weight that is not packed or a perm of another dtype. Raises ValueError for shapes that
-        do not fit, zeros of a code format, a group size that `gemm` does not take, and for what the weight was not
-        packed for.
+        do not fit, zeros of a code format, a group size that `gemm` does not take, for what the weight was not
+        packed for, and with activations "fp8" for other weights than those take.
         """
+        activations = activations_of(activations)
         w = weight_of(weight, scales, zeros, perm)
         check_packed("weight", w.packed)
         check_single("weight", w.packed)
         w.check("weight")
         check_bias(bias, w)
         layer = cls.__new__(cls)
-        layer._adopt(w, bias, activation)
+        layer._adopt(w, bias, activation, FP8 if w.packed.layout == TILED_FP8 else activations)
         return layer
 
     @classmethod
@@ -136,6 +165,7 @@ class Linear(PackedLayer):
         activation: str | None = None,
         format: str | None = None,
         search: bool = True,
+        activations: str | None = None,
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 
@@ -146,13 +176,14 @@ class Linear(PackedLayer):
         dtype: of scales, bias and x; None: that of the weight.
         arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
         activation: applied after the bias: None, "relu", "gelu" (the erf form) or "silu".
+        activations: None, or "fp8": see the class.
 
         Raises what `quantize` and `preprocess` raise, and TypeError for a module that is no torch.nn.Linear.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         check_activation(activation)
-        recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search)
+        recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search, activations)
         layer = cls.from_weight(linear.weight.detach().t(), linear.bias, recipe, activation)
         return layer.train(linear.training)
 
@@ -176,10 +207,11 @@ class Linear(PackedLayer):
                 device="meta",
                 arch=recipe.arch,
                 activation=activation,
+                activations=recipe.activations,
             )
         # A copy, so that training the original on does not change this layer.
         bias = None if bias is None else bias.detach().to(dtype, copy=True)
-        return cls.from_quantized(recipe.quantize(w), bias=bias, activation=activation)
+        return cls.from_quantized(recipe.quantize(w), bias=bias, activation=activation, activations=recipe.activations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> y [..., out_features], both in the dtype of scales.
@@ -199,17 +231,13 @@ class Linear(PackedLayer):
         return self._product(x, self.bias, self.activation)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-        w, dtype = self.operand, self._dtype()
+        w, dtype = self.operand, self.compute_dtype
+        product = gemm if self.activations is None else gemm_in_fp8
         if dtype == w.dtype or not isinstance(x, torch.Tensor):
-            return gemm(x, w, bias=bias, activation=activation)
+            return product(x, w, bias=bias, activation=activation)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
         bias = None if bias is None else bias.to(dtype)
-        return gemm(x.to(dtype), w.with_dtype(dtype), bias=bias, activation=activation).to(x.dtype)
-
-    def _dtype(self) -> torch.dtype:
-        """That of the scales, unless something casts them in place: then that from before."""
-        scales, dtype = self._scales_from
-        return dtype if scales is self.scales else self.scales.dtype
+        return product(x.to(dtype), w.with_dtype(dtype), bias=bias, activation=activation).to(x.dtype)
 
     def _title(self) -> str:
         name = "without a name" if self.layer_name is None else repr(self.layer_name)
@@ -218,7 +246,7 @@ class Linear(PackedLayer):
     @torch.no_grad()
     def requantize(self, w: torch.Tensor) -> None:
         """`update_` of w [K, N], which of a layer that is cut among ranks is this rank's part."""
-        for update in checked("w", self.operand, w, self._dtype()):
+        for update in checked("w", self.operand, w, self.compute_dtype):
             update.write()
 
     def extra_repr(self) -> str:
@@ -260,6 +288,7 @@ class Linear(PackedLayer):
             raise ValueError(f"state dict: expected a weight with {expected}, got {got}")
         state = dict(state_dict)
         layout = str(fields.get("layout"))
+        check_layer_layout("state dict", layout, self.activations)
         rows = self._stored_shape(layout)
         data = state.get(f"{prefix}qweight")
         if isinstance(data, torch.Tensor):
@@ -272,11 +301,6 @@ class Linear(PackedLayer):
                 self.layout = layout
                 self.qweight = frozen(self.qweight.new_empty(rows))
         return state
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
-        super()._apply(fn, recurse)
-        self._scales_from = (self.scales, self.scales.dtype)
-        return self
 
 
 def _old_fields(name: str, extra_state: Any) -> Mapping[str, Any]:

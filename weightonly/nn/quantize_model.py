@@ -40,6 +40,7 @@ def quantize_model(
     only: Choice | None = None,
     search: bool = True,
     layers: Mapping[str, Mapping[str, Any]] | None = None,
+    activations: str | None = None,
 ) -> torch.nn.Module:
     """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
 
@@ -57,9 +58,12 @@ def quantize_model(
         ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
         returns True for those.
     only: the layers to quantize, in the same words; None: all but those that are left by default.
-    layers: what some layers have otherwise: pattern of `skip` -> their format, group_size or symmetric; of several that
-        match, the last is taken. Where one of both formats is a codebook, the group size is the usual one of the
-        layer's format.
+    layers: what some layers have otherwise: pattern of `skip` -> their format, group_size, symmetric or activations; of
+        several that match, the last is taken. Where one of both formats is a codebook, the group size is the usual one
+        of the layer's format.
+    activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply (see
+        `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is; so do
+        layers that `layers` gives "16bit". None: x stays as it is.
     dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
     arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
 
@@ -89,7 +93,7 @@ def quantize_model(
     given: object = module
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
-    recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search)
+    recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search, activations)
     layers = {} if layers is None else layers
     check_own(layers, recipe)
     _check_no_adapters(module)
@@ -101,7 +105,11 @@ def quantize_model(
             names_of.setdefault(id(child), []).append(name)
             handlers[id(child)] = handler
     names = [name for shared in names_of.values() for name in shared]
-    recipes = recipe_of(recipe, layers, names)
+    recipes_of = recipe_of(recipe, layers, names)
+    recipes = {
+        key: recipes_of(shared) if handlers[key].takes_fp8 else recipes_of(shared).of_experts
+        for key, shared in names_of.items()
+    }
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
     by_default = {
@@ -113,7 +121,7 @@ def quantize_model(
     unfit = []
     for key, shared in names_of.items():
         child, handler = module.get_submodule(shared[0]), handlers[key]
-        reason = handler.why_left(child, recipes(shared))
+        reason = handler.why_left(child, recipes[key])
         if any(is_skipped(name, child) for name in shared):
             reasons[key] = _SKIP
         elif is_named is not None and not any(is_named(name, child) for name in shared):
@@ -127,7 +135,7 @@ def quantize_model(
     if None not in reasons.values():
         chosen = {key: reason for key, reason in reasons.items() if reason not in _BY_CALLER}
         packed = {key: module.get_submodule(names_of[key][0]) for key in chosen if handlers[key] is PACKED}
-        fits = [PACKED.fits(layer, recipes(names_of[key])) for key, layer in packed.items()]
+        fits = [PACKED.fits(layer, recipes[key]) for key, layer in packed.items()]
         if unfit or not all(fits) or not (fits or len(chosen) < len(reasons)):
             why = [f"layer {names_of[key][0]!r}: {reason}" for key, reason in (chosen if fits else reasons).items()]
             found = "; ".join((unfit or why)[:3]) or f"{type(module).__name__} has no linear layers"
@@ -141,7 +149,7 @@ def quantize_model(
         after = before
         if reason is None:
             try:
-                new = handler.quantize(old, recipes(shared))
+                new = handler.quantize(old, recipes[key])
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layer {shared[0]!r}: {error}") from error
             if isinstance(new, Linear | Experts):
@@ -153,19 +161,25 @@ def quantize_model(
                 parent, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(parent), attribute, new)
         del old
-        own = recipes(shared)
-        kind = (own.format, own.group_size) if reason is None else (None, None)
+        own = recipes[key]
+        kind = (own.format, own.group_size, own.activations) if reason is None else (None, None, None)
         summaries.append(LayerSummary(tuple(shared), handler.kind, shape, before, after, reason, *kind))
-    summary = Summary(recipe.format, recipe.group_size, tuple(summaries), bytes_before, module_bytes(module))
+    summary = Summary(
+        recipe.format, recipe.group_size, tuple(summaries), bytes_before, module_bytes(module), recipe.activations
+    )
     module.weightonly_summary = summary  # type: ignore[assignment]
     _log.info("%s", summary)
     if None in reasons.values():
-        _describe(module, recipe, summary)
+        conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
+        describe_model(module, recipe, conv1d)
     return module
 
 
-def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None:
-    """Let a model of transformers say what its layers are when it is saved. transformers is imported by then."""
+def describe_model(module: torch.nn.Module, recipe: Recipe, conv1d: set[str]) -> None:
+    """Let a model of transformers say what its layers are when it is saved. transformers is imported by then.
+
+    recipe, conv1d: see `WeightOnlyQuantizer.adopt`.
+    """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return
@@ -174,7 +188,6 @@ def _describe(module: torch.nn.Module, recipe: Recipe, summary: Summary) -> None
     except ImportError as error:
         _log.warning("save_pretrained will not say how the layers of this model are packed: %s", error)
         return
-    conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
     WeightOnlyQuantizer.adopt(module, recipe, conv1d)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..activation_dtype import activations_of, check_fp8_format, check_fp8_groups
+from ..args import CUDA_DTYPES
 from ..dense import DEFAULT_GROUP_SIZE, check_weight_dtype, default_group_size, resolve_group_size
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
@@ -28,6 +30,7 @@ class Recipe:
     dtype: of scales, zeros, bias and x; None: that of the weight.
     arch: the GPU to pack for; None: see `preprocess`.
     search: as for `quantize`.
+    activations: "fp8", or None: what the layer makes of x; see `Linear`.
     """
 
     format: str
@@ -36,6 +39,7 @@ class Recipe:
     dtype: torch.dtype | None = None
     arch: Arch | None = None
     search: bool = True
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if self.format not in DEFAULT_GROUP_SIZE:
@@ -47,7 +51,9 @@ class Recipe:
             raise ValueError(f"symmetric: expected True for {self.format}, which has no zero points, got False")
         if self.dtype is not None:
             check_weight_dtype(self.dtype)
-        resolve_layout(self.format, self.arch)
+        if self.activations is not None:
+            check_fp8_format(self.format, self.symmetric)
+        resolve_layout(self.format, self.arch, activations=self.activations)
         require_int("group_size", self.group_size)
 
     @classmethod
@@ -60,16 +66,21 @@ class Recipe:
         dtype: torch.dtype | None,
         arch: Arch | None,
         search: bool = True,
+        activations: str | None = None,
     ) -> Recipe:
         """From the arguments of `quantize_model`; see there."""
         format = format_of(bits, format)
         size = default_group_size(format) if group_size is None else group_size
-        return cls(format, size, symmetric, dtype, arch, search=search)
+        return cls(format, size, symmetric, dtype, arch, search, activations_of(activations))
 
     def with_own(
-        self, format: str | None = None, group_size: int | None = None, symmetric: bool | None = None
+        self,
+        format: str | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
+        activations: str | None = None,
     ) -> Recipe:
-        """The recipe of layers that have some things otherwise.
+        """The recipe of layers that have some things otherwise. activations: "16bit" is None of a recipe.
 
         Where one of both formats is a codebook, the group size is the usual one of the new format.
         """
@@ -79,7 +90,13 @@ class Recipe:
             group_size = self.group_size if is_near else default_group_size(format)
         if symmetric is None:
             symmetric = self.symmetric or format in CODE_FORMATS
-        return replace(self, format=format, group_size=group_size, symmetric=symmetric)
+        activations = self.activations if activations is None else activations_of(activations)
+        return replace(self, format=format, group_size=group_size, symmetric=symmetric, activations=activations)
+
+    @property
+    def of_experts(self) -> Recipe:
+        """The same for the experts of a mixture, whose x stays as it is."""
+        return replace(self, activations=None)
 
     @property
     def is_code(self) -> bool:
@@ -101,6 +118,20 @@ class Recipe:
             check_kernel_group_size(rows, k, self.arch)
         else:
             (check_kernel_group_size if on_gpu else check_group_size)(rows, k)
+        if self.activations is not None:
+            check_fp8_groups(rows, k)
+
+    def check_dtype(self, dtype: torch.dtype, on_gpu: bool = False) -> None:
+        """Raises ValueError for scales that x in E4M3 does not meet on a GPU.
+
+        dtype: of the weight. on_gpu: whether it is on a GPU, or packed for one.
+        """
+        dtype = dtype if self.dtype is None else self.dtype
+        if self.activations is not None and dtype not in CUDA_DTYPES and (on_gpu or self.arch not in (None, "cpu")):
+            raise ValueError(
+                f"activations: expected scales in float16 or bfloat16 for {self.activations!r} on a GPU, got {dtype}; "
+                "dtype= says theirs"
+            )
 
     def quantize(self, w: torch.Tensor) -> QuantizedWeight:
         """A weight [K, N] of floats, quantized and packed: what `weightonly.quantize` makes.
@@ -108,12 +139,13 @@ class Recipe:
         Raises what that and `preprocess` raise.
         """
         self.check_k(w.shape[0], w.is_cuda)
+        self.check_dtype(w.dtype, w.is_cuda)
         dtype = w.dtype if self.dtype is None else self.dtype
         q, scales, zeros = quantize_for(w, dtype, self.format, self.group_size, self.symmetric, self.search)
         packed = preprocess(
             q,
             self.bits,
-            arch=self.arch,
+            layout=resolve_layout(self.format, self.arch, device=w.device, activations=self.activations),
             format=self.format,
             group_size=self.group_size,
             zeros=not self.symmetric,

@@ -20,7 +20,7 @@ class LayerSummary:
     shape: (K, N), or that of stacked weights.
     bytes_before, bytes_after: of its Parameters and buffers; equal for one that was left.
     left: why it was left, or None.
-    format, group_size: of one that was quantized.
+    format, group_size: of one that was quantized. activations: "fp8" of one that takes x in E4M3.
     """
 
     names: tuple[str, ...]
@@ -31,13 +31,15 @@ class LayerSummary:
     left: str | None = None
     format: str | None = None
     group_size: int | None = None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
     """What became of a model: `print` shows it.
 
-    format, group_size: of the layers that were quantized, but for those that `layers` names.
+    format, group_size, activations: of the layers that were quantized, but for those that `layers` names, and experts,
+    which take no x in E4M3.
     layers: each layer that could have been quantized, in the order of the model.
     bytes_before, bytes_after: of the whole model, shared tensors once.
     """
@@ -47,6 +49,7 @@ class Summary:
     layers: tuple[LayerSummary, ...]
     bytes_before: int
     bytes_after: int
+    activations: str | None = None
 
     @property
     def quantized(self) -> tuple[LayerSummary, ...]:
@@ -57,20 +60,24 @@ class Summary:
         return tuple(layer for layer in self.layers if layer.left is not None)
 
     def __str__(self) -> str:
-        counts: Counter[tuple[str | None, int | None]] = Counter(
-            (layer.format, layer.group_size) for layer in self.quantized
+        counts: Counter[tuple[str | None, int | None, str | None]] = Counter(
+            (layer.format, layer.group_size, layer.activations) for layer in self.quantized
         )
-        kinds = counts or Counter({(self.format, self.group_size): 0})
+        kinds = counts or Counter({(self.format, self.group_size, self.activations): 0})
         lines = [
             "; ".join(f"{in_words(*kind)}: {counted(count, 'layer')} quantized" for kind, count in kinds.items())
             + f", {len(self.left)} left; {megabytes(self.bytes_before)} before, {megabytes(self.bytes_after)} after"
         ]
+        if self.activations is not None:
+            whole = [name for layer in self.quantized if layer.activations is None for name in layer.names]
+            lines += [shown(f"  x as it is, not in {self.activations}: {some_of(whole)}")] if whole else []
         return "\n".join([*lines, *describe_left(self.left)])
 
 
-def in_words(format: str | None, group_size: int | None) -> str:
+def in_words(format: str | None, group_size: int | None, activations: str | None = None) -> str:
     """What layers are packed as; -1: all rows share a scale."""
-    return f"{format}, {'per channel' if group_size == -1 else f'groups of {group_size}'}"
+    groups = "per channel" if group_size == -1 else f"groups of {group_size}"
+    return f"{format}, {groups}" + ("" if activations is None else f", x in {activations}")
 
 
 def describe_left(left: Iterable[LayerSummary]) -> list[str]:

@@ -1,7 +1,8 @@
 """What a layer of experts does around its two products: kernels/experts/ on a GPU, else PyTorch.
 
-Each function has both, and the same result but for rounding. The kernels know no gradients, and torch.compile does not
-see them.
+Each function has both, and the same result but for rounding. torch.compile does not see the kernels. Each is the
+other's gradient: sorting puts a token's row in places, combining adds up what is in them. So a backward pass runs the
+same kernels, and keeps no more than the rows and the choice.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
@@ -56,6 +58,9 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
     Returns the rows [M * top_k, H], the ends of experts int32 [E], and places, integers [M * top_k]: the row of each
     choice. Rows of no expert may hold any numbers. Raises ValueError for ids out of range, on the CPU.
     """
+    if _asks_gradient(x):
+        rows, offs, places = _Sort.apply(x, ids, experts)
+        return rows, offs, places
     tokens, top_k = ids.shape
     choices = tokens * top_k
     if runs(x, ids) and 1 <= choices <= MAX_CHOICES and experts <= MAX_EXPERTS and is_rows(x):
@@ -91,6 +96,9 @@ def combine(
 
     rows [M * top_k, H] are sorted by expert; weights and ids are [M, top_k]. Choices of no expert add nothing.
     """
+    if _asks_gradient(rows, weights):
+        y: torch.Tensor = _Combine.apply(rows, weights, ids, offs, places, dtype)
+        return y
     tokens, top_k = ids.shape
     if (
         places.dtype == torch.int32
@@ -104,7 +112,7 @@ def combine(
         add_choices(rows, weights.float().contiguous(), places, offs[-1:], y)
         return y
     y = rows[places].view(tokens, top_k, rows.shape[-1])  # (M, top_k, H)
-    is_chosen = (ids >= 0) & (ids < offs.shape[0])
+    is_chosen = _is_chosen(ids, offs)
     y = torch.where(is_chosen[..., None], y, 0)  # rows of no expert may hold Inf and NaN
     weights = torch.where(is_chosen, weights.float(), 0.0)  # (M, top_k)
     total = y[:, 0].float() * weights[:, :1]
@@ -133,6 +141,82 @@ def add_choices(
         y.data_ptr(),
         _current_stream(device),
     )
+
+
+def _is_chosen(ids: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return (ids >= 0) & (ids < offs.shape[0])
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _asks_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd is to see one of `_Sort` and `_Combine`; what watches operators sees PyTorch's instead."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return False
+    if is_watched() or current_transform() is not None or forward_ad._current_level >= 0:
+        return False
+    return PLAIN.issuperset(map(type, tensors))
+
+
+class _Sort(torch.autograd.Function):
+    """`sort_by_expert`; the gradient of a token's row is the sum of those in its places, in fp32, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
+        rows, offs, places = sort_by_expert(x, ids, experts)
+        ctx.save_for_backward(ids, offs, places)
+        ctx.mark_non_differentiable(offs, places)
+        return rows, offs, places
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None, None]:
+        ids, offs, places = ctx.saved_tensors
+        ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+        return combine(grad.contiguous(), ones, ids, offs, places, grad.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """`combine`. The gradient of a row is that of its token times the weight of its choice; that of the weight is the
+    product of the row and the gradient of its token, summed in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        offs: torch.Tensor,
+        places: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ids, offs, places)
+        ctx.dtype = rows.dtype
+        return combine(rows, weights, ids, offs, places, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights, ids, offs, places = ctx.saved_tensors
+        tokens, top_k = ids.shape
+        is_chosen = _is_chosen(ids, offs)
+        of_rows = of_weights = None
+        if ctx.needs_input_grad[0]:
+            order = torch.empty_like(places, dtype=torch.int64)
+            order.scatter_(0, places.long(), torch.arange(len(places), device=places.device))
+            of_rows = grad[order // top_k].to(ctx.dtype)  # (T, H)
+            of_rows *= torch.where(is_chosen, weights.float(), 0.0).view(-1)[order, None]
+        if ctx.needs_input_grad[1]:
+            of_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=grad.device)
+            wide = grad.float()
+            for j, places_of_j in enumerate(places.view(tokens, top_k).unbind(1)):
+                of_weights[:, j] = (wide * rows[places_of_j]).sum(1)
+            of_weights = torch.where(is_chosen, of_weights, 0.0).to(weights.dtype)
+        return of_rows, of_weights, None, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _route(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 def dense(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """`weightonly.dequantize` of one weight; the arguments are checked."""
-    if not _has_kernel(qweight, scales, zeros):
+    if not has_kernel(qweight, scales, zeros):
         return reference.dequantize(qweight, scales, zeros)
     ((_, _, w),) = kernel_slices(qweight, scales, zeros, qweight.n)
     return w
@@ -40,7 +40,7 @@ def dequantized_slices(
     w is fp32, or where the kernel reads the weight in the dtype of scales; then it is memory that the next slice
     overwrites. The arguments are checked.
     """
-    if not _has_kernel(qweight, scales, zeros):
+    if not has_kernel(qweight, scales, zeros):
         for begin, end in reference.column_blocks(qweight):
             yield begin, end, reference.dequantize_columns(qweight, scales, zeros, begin, end)
         return
@@ -92,7 +92,7 @@ def dequantize_columns(
     )
 
 
-def _has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
+def has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
     """Whether the kernel reads this weight, here and now: not where others watch, and not for a gradient."""
     if not qweight.data.is_cuda or not are_plain(qweight.data, scales, zeros):
         return False

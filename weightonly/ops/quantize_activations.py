@@ -7,7 +7,7 @@ import torch
 from ..dense import WEIGHT_DTYPES
 from ..device import check_one_device, device_arch
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
-from ..plain import are_plain
+from ..plain import are_plain, is_compiling
 from ..require import require_dtype
 
 LARGEST = 448.0
@@ -24,9 +24,9 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     to the nearest number of E4M3, to the even one of two, and no more than 448. A row with NaN has the scale NaN, and
     NaN everywhere; one with Inf has the scale Inf, and NaN where Inf was: its products are NaN.
 
-    On a GPU one kernel does it, on the current stream; it can be captured in a CUDA graph. Under torch.compile,
-    torch.jit.trace and modes, and for subclasses of torch.Tensor, PyTorch's operators do it, with the same bits. Not
-    differentiable.
+    On a GPU one kernel does it, on the current stream; it can be captured in a CUDA graph. Under torch.compile it is
+    the operator `weightonly::quantize_activations`. Under torch.jit.trace and modes, and for subclasses of
+    torch.Tensor, PyTorch's operators do it, with the same bits. Not differentiable.
 
     Raises TypeError for wrong types and dtypes, ValueError for a scalar, no columns, and devices other than CPUs and
     CUDA GPUs, RuntimeError where no kernel was built for the device.
@@ -35,6 +35,10 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     check_one_device(x=x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: expected shape [..., K] with K >= 1, got {list(x.shape)}")
+    return _operator(x) if is_compiling() else _compute(x)
+
+
+def _compute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not x.is_cuda or not are_plain(x):
         return _by_operators(x)
     k = x.shape[-1]
@@ -65,6 +69,18 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stream=torch._C._cuda_getCurrentRawStream(device),
     )
     return x8, x_scales
+
+
+# Traced by Dynamo as PyTorch's operators, its division would be one of Triton's, which rounds otherwise.
+_operator = torch.library.custom_op(
+    "weightonly::quantize_activations", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
+)(_compute)
+
+
+@_operator.register_fake
+def _results_of_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return x8, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _by_operators(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from ..experts import Multiply
 from ..grouped import Product
 from ..nn.experts import Experts
 from ..nn.grouped import GroupedLinear
@@ -63,12 +65,20 @@ class ParallelExperts(Experts):
         return self
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        adapters: Mapping[str, Multiply] | None = None,
     ) -> torch.Tensor:
         """As `Experts.forward`; x, the experts and their weights, and y are laid out as the style says.
 
         Ids of all ranks' experts: 0 .. full_num_experts - 1; -1 and full_num_experts say: to none.
+        Raises ValueError for `adapters`, which are of all experts.
         """
+        if adapters:
+            raise ValueError("adapters: expected experts that are not cut among ranks, got ParallelExperts")
         exchange = self.exchange
         x = exchange.enter(hidden_states, Replicate(), self.hidden)
         ids = exchange.enter(top_k_index, Replicate(), top_k_index.shape[-1])

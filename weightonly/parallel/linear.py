@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..activation_dtype import check_fp8_groups
 from ..activations import activation_of
 from ..grouped import Product
 from ..heuristics.arch import Arch
@@ -69,7 +70,7 @@ class ParallelLinear(Linear):
 
     def _updates(self, name: str, w: torch.Tensor, in_turns: bool = False) -> list[Update]:
         """w: whole, on every rank."""
-        largest = largest_of(name, w, self._dtype())
+        largest = largest_of(name, w, self.compute_dtype)
         if self.is_empty:
             return []
         check_target(self.operand)
@@ -138,7 +139,7 @@ class ParallelLinear(Linear):
             code = codebook.view(torch.float32).tolist()
         shape = self.full_in_features, self.full_out_features
         weight = PackedWeight(data.reshape(-1), *shape, self.format, self.layout, code)
-        layer = Linear.from_quantized(weight, **tensors, activation=self.activation)
+        layer = Linear.from_quantized(weight, **tensors, activation=self.activation, activations=self.activations)
         layer.layer_name = self.layer_name
         return layer.train(self.training)
 
@@ -322,7 +323,7 @@ class ColwiseLinear(ParallelLinear):
 
     def _update(self, w: torch.Tensor, largest: float) -> Update:
         parts = [w[:, begin:end] for begin, end in self.ranges]
-        return Update(self.operand, parts, self._dtype(), largest, self.full_group_size, self.perm)
+        return Update(self.operand, parts, self.compute_dtype, largest, self.full_group_size, self.perm)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = parts[0].new_empty(*parts[0].shape[:-1], self.full_out_features)
@@ -338,7 +339,9 @@ class RowwiseLinear(ParallelLinear):
     """Rows of a weight: y = act(sum over ranks of x[..., perm] @ w[rows] + bias).
 
     bias: [N], of the whole layer; it is added once, after the sum. perm: int32 or int64 [rows], the columns of all of x
-    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights.
+    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights. With
+    activations "fp8" each rank rounds its part of a row of x by a scale of its own: the sum differs from that of one
+    process by this rounding.
     slices: of the rows of x, each of which is summed over the ranks while the next one is computed; 1: it is one sum.
     """
 
@@ -356,6 +359,8 @@ class RowwiseLinear(ParallelLinear):
         begin, end = chunk(k, ranks, rank)
         whole = product_of(layer)
         part = Product(cut_rows(whole.operand, begin, end), whole.bias) if begin < end else None
+        if layer.activations is not None and part is not None:
+            check_fp8_groups(part.operand.group_rows, part.operand.k)
         perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
         self.rows, self.ranges, self.slices = (begin, end), [(0, layer.out_features)], slices
@@ -436,7 +441,7 @@ class RowwiseLinear(ParallelLinear):
         if self.perm is not None and (first, last) != (begin, end):
             raise ValueError(f"rows: expected whole groups of {group} in act-order, got {begin} .. {end} of this rank")
         w = w[first:last] if self.perm is None else w
-        return Update(self.operand, [w], self._dtype(), largest, group, self.perm, begin - first)
+        return Update(self.operand, [w], self.compute_dtype, largest, group, self.perm, begin - first)
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         if name not in ("scales", "zeros"):

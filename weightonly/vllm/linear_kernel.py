@@ -8,6 +8,8 @@ zeros   int32 [groups, N * bits / 32]: z, packed along N
 g_idx   int32 [K]: the group of each row, for act-order; only before vLLM 0.30 (pull request 54809)
 
 w = scales * (u - z); without zeros z is 2^(bits-1).
+
+compressed-tensors' W4A8 with x in FP8 comes here, too: u as above, whatever vLLM calls its type, and x in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import ScalarType, scalar_types
 
+from ..activation_dtype import FP8
 from ..formats.groups import group_rows
 from ..formats.words import to_signed, unpack_words
+from ..fp8_product import gemm_in_fp8
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
-from ..packing import preprocess
+from ..packing import preprocess, resolve_layout
 from .support import Held, why_not
 
 _TYPES: dict[tuple[ScalarType, bool], int] = {
@@ -63,13 +67,15 @@ class WeightOnlyLinearKernel(MPLinearKernel):
             return False, f"weightonly has no kernels for {current_platform.device_name}"
         if envs.VLLM_BATCH_INVARIANT:
             return False, "the kernel that weightonly picks depends on the batch size"
-        bits = _TYPES.get((c.weight_type, c.zero_points))
+        activations = _activations(c)
+        types = _TYPES if activations is None else {(scalar_types.int4, False): 4}
+        bits = types.get((c.weight_type, c.zero_points))
         if bits is None:
             return False, f"weightonly has no kernels for {c.weight_type} with zero_points={c.zero_points}"
         k, n = c.partition_weight_shape
         if getattr(c, "has_g_idx", False) and k != c.full_weight_shape[0]:
             return False, "weightonly does not split K of act-order weights"
-        reason = why_not(k, n, f"int{bits}", c.group_size, c.zero_points, c.act_type)
+        reason = why_not(k, n, f"int{bits}", c.group_size, c.zero_points, _dtype(c), activations)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -82,7 +88,7 @@ class WeightOnlyLinearKernel(MPLinearKernel):
         bits = c.weight_type.size_bits
         words = _as_input_by_output(getattr(layer, self.w_q_name), packed_dim=0)
         q = to_signed(unpack_words(words, bits, dim=0)[:k], bits)
-        scales = _as_input_by_output(getattr(layer, self.w_s_name)).to(c.act_type)
+        scales = _as_input_by_output(getattr(layer, self.w_s_name)).to(_dtype(c))
         if len(scales) == 0:
             raise ValueError(
                 f"{self.w_s_name}: expected scales for K = {k} of {c.full_weight_shape[0]}, got none: "
@@ -100,7 +106,7 @@ class WeightOnlyLinearKernel(MPLinearKernel):
             zeros = None if zeros is None else grouping.spread(zeros)
             # A kept identity: the model that is loaded next into this layer may have another order.
             perm = torch.arange(k, dtype=torch.int32, device=q.device) if grouping.perm is None else grouping.perm
-        packed = preprocess(q, bits, arch=self.arch)
+        packed = preprocess(q, bits, layout=resolve_layout(f"int{bits}", self.arch, None, q.device, _activations(c)))
         self.held = Held(k, n, packed.format, packed.layout)
         _replace(layer, self.w_q_name, packed.data)
         _replace(layer, self.w_s_name, scales.contiguous())
@@ -112,11 +118,21 @@ class WeightOnlyLinearKernel(MPLinearKernel):
         names = (self.w_q_name, self.w_s_name, self.w_zp_name, self._g_idx_name)
         data, scales, zeros, perm = (getattr(layer, name, None) if name else None for name in names)
         assert data is not None and scales is not None
-        return gemm(x, self.held.operand(data, scales, zeros, perm), bias=bias)
+        product = gemm if _activations(self.config) is None else gemm_in_fp8
+        return product(x, self.held.operand(data, scales, zeros, perm), bias=bias)
 
     @property
     def _g_idx_name(self) -> str:
         return getattr(self, "w_gidx_name", None) or ""
+
+
+def _activations(c: MPLinearLayerConfig) -> str | None:
+    return FP8 if c.act_type == torch.float8_e4m3fn else None
+
+
+def _dtype(c: MPLinearLayerConfig) -> torch.dtype:
+    """That of x as it comes, and of scales."""
+    return c.act_type if _activations(c) is None else c.out_type or torch.bfloat16
 
 
 def _as_input_by_output(parameter: Any, **packed_dim: int) -> torch.Tensor:

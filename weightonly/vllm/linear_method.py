@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import (
@@ -15,16 +16,19 @@ from vllm.model_executor.parameter import (
 
 from ..formats.groups import group_rows
 from ..formats.layers import LayerShape
+from ..fp8_product import gemm_in_fp8
 from ..gemm import gemm
 from ..heuristics.arch import Arch
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
 from ..packed import PackedWeight
-from ..packing import preprocess, repack
+from ..packing import preprocess, repack, resolve_layout
 from ..quantize_codes import check_scales_as
 from .blocks import PackedRows, cuts_bytes, packed_blocks
 from .rows import EXACT_SCALES, LOADED_FORMATS, unpack_rows
 from .support import Held, why_not
+
+logger = init_logger(f"vllm.{__name__}")
 
 _CHUNK = 32
 """The smallest group that `gemm` takes: groups of several sizes are cut and padded to it."""
@@ -69,6 +73,8 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         self.shape = shape
         self.k = self.n = self.k_packed = 0
         self.is_whole = True
+        self.activations: str | None = None
+        """ "fp8" where the folder asks for it, and the GPU has kernels for it."""
         self.takes_blocks = False
         """Whether qweight is loaded as the packed bytes of the folder, in blocks of its layout (see blocks.py)."""
         self.folder: Any = None
@@ -104,6 +110,11 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         if reason is not None:
             raise ValueError(f"{self.name}: {reason}")
         self.k, self.n, self.k_packed, self.dtype = k, n, k, params_dtype
+        if shape.activations is not None:
+            reason = why_not(k_padded, n, shape.format, group_size, has_zeros, params_dtype, shape.activations)
+            self.activations = None if reason else shape.activations
+            if reason:
+                logger.warning_once("Activations of %s stay in 16 bits: %s", self.name, reason)
         loader = extra_weight_attrs["weight_loader"]
         self.takes_blocks = self.is_whole and cuts_bytes(shape, k, output_partition_sizes, (input_size, output_size))
         if self.takes_blocks:
@@ -142,13 +153,13 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         if self.takes_blocks:
             assert shape.layout is not None
             packed = PackedWeight(layer.qweight.data.view(-1), self.k, self.n, shape.format, shape.layout)
-            packed = repack(packed, self.arch)
+            packed = repack(packed, layout=self._layout(packed.device))
         else:
             rows = unpack_rows(layer.qweight.data, shape.format)  # (K, N)
             if not self.is_whole:
                 rows, source, perm = self._grouped(layer, rows, len(scales))
                 scales, zeros = scales[source], None if zeros is None else zeros[source]
-            packed = preprocess(rows, bits, self.arch, format=shape.format)
+            packed = preprocess(rows, bits, layout=self._layout(rows.device), format=shape.format)
         self.held, self.k_packed = Held(packed.k, self.n, shape.format, packed.layout), packed.k
         for name, value in (("qweight", packed.data), ("scales", scales), ("zeros", zeros)):
             if value is not None:
@@ -156,6 +167,9 @@ class WeightOnlyLinearMethod(LinearMethodBase):
         if perm is not None:
             layer.register_parameter("perm", torch.nn.Parameter(perm, requires_grad=False))
             layer.register_parameter("row_groups", None)
+
+    def _layout(self, device: torch.device) -> str:
+        return resolve_layout(self.shape.format, self.arch, None, device, self.activations)
 
     def _grouped(
         self, layer: Any, rows: torch.Tensor, groups: int
@@ -189,7 +203,7 @@ class WeightOnlyLinearMethod(LinearMethodBase):
             x = torch.nn.functional.pad(x, (0, 1)).index_select(-1, perm.data)
             perm = None
         w = self.held.operand(layer.qweight, layer.scales, getattr(layer, "zeros", None), perm)
-        return gemm(x, w, bias=bias)
+        return (gemm if self.activations is None else gemm_in_fp8)(x, w, bias=bias)
 
 
 def _padded(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.compiler import is_compiling
 
+from ..activation_dtype import check_fp8_format, check_fp8_groups
 from ..args import CPU_DTYPES
 from ..device import device_arch, sm_count
 from ..heuristics import Problem
@@ -17,6 +18,7 @@ from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import check_format_groups
 from ..kernels import is_compiled, runs_on
 from ..packed import PackedWeight
+from ..packing import layout_for_arch
 from ..plan.choose import DTYPE_NAMES, choose, types_of
 from ..weight import LooseWeight, QuantizedWeight
 
@@ -74,19 +76,30 @@ def finite_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def why_not(k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype) -> str | None:
+def why_not(
+    k: int,
+    n: int,
+    format: str,
+    group_size: int,
+    has_zeros: bool,
+    dtype: torch.dtype,
+    activations: str | None = None,
+) -> str | None:
     """Why `gemm` cannot compute x [M, K] @ w [K, N] on the current device; None: it can.
 
-    group_size: rows of K that share a scale, -1: all. dtype: of x.
+    group_size: rows of K that share a scale, -1: all. dtype: of x. activations: "fp8": x is rounded to E4M3.
     """
     try:
         check_kernel_group_size(group_size, k)
         check_format_groups(format, group_size, k)
+        if activations is not None:
+            check_fp8_format(format, not has_zeros)
+            check_fp8_groups(k if group_size == -1 else group_size, k)
         if not torch.cuda.is_available():
             return None if dtype in CPU_DTYPES else f"x: expected 16 or 32 bits, got {dtype}"
         if dtype not in DTYPE_NAMES:
             return f"x: expected float16 or bfloat16, got {dtype}"
-        for problem, types in _problems(k, n, format, group_size, has_zeros, dtype):
+        for problem, types in _problems(k, n, format, group_size, has_zeros, dtype, activations=activations):
             choose(problem, types, None)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
@@ -107,11 +120,20 @@ def why_many_launches(
 
 
 def _problems(
-    k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype, top_k: int = 1
+    k: int,
+    n: int,
+    format: str,
+    group_size: int,
+    has_zeros: bool,
+    dtype: torch.dtype,
+    top_k: int = 1,
+    activations: str | None = None,
 ) -> Iterator[tuple[Problem, TypeConfig]]:
     """What the current device computes for few and many tokens, each of which goes to top_k weights."""
     device = torch.cuda.current_device()
+    arch, sms = device_arch(device), sm_count(device)
+    layout = layout_for_arch(arch, activations)
     group_size = -1 if group_size == k else group_size
     for m in _TOKENS:
-        problem = Problem(m * top_k, n, k, format, group_size, device_arch(device), sm_count(device), zeros=has_zeros)
+        problem = Problem(m * top_k, n, k, format, group_size, arch, sms, layout, zeros=has_zeros)
         yield problem, types_of(problem, dtype)

@@ -1,0 +1,144 @@
+"""Gradients of `grouped_gemm`: the operators that autograd.py calls for it.
+
+On a GPU all experts' weights are dequantized together, some rows of each at a time, and PyTorch's grouped_mm multiplies
+by them: the host does not wait for `offs`, and there is one product of a slice, however many experts there are.
+Elsewhere each expert that has rows is a `gemm_gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import autograd, reference
+from .args import GRADIENT_SCHEMA
+from .device import device_arch
+from .grouped import rows_of
+from .layout import K_ALIGN, blocks_of
+from .ops.dequantize import dequantize_columns, has_kernel
+from .packed import PackedWeight
+from .plain import aligned_rows
+from .slicing import cut_rows
+from .weight import LooseWeight, QuantizedWeight
+
+SLICE_BYTES = 128 << 20
+"""The most that a slice of the weights of all experts may take when it is dense. Its packed bytes are copied beside it,
+a quarter of that in 4 bits."""
+
+
+_GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
+
+
+@torch.library.custom_op("weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA)
+def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """grad_x [T, K] of grad_z [T, N], zeros in rows of no expert."""
+    *fields, scales, zeros, perm, experts, offs = rest
+    if _multiplies_slices(grad, scales, perm):
+        w = LooseWeight(PackedWeight(data, *fields, experts=experts), scales, zeros)
+        if blocks_of(w.packed.k_padded, w.packed.n_padded, w.packed.bits, w.packed.layout).column_dim == 0:
+            return by_slices(grad, w, offs, SLICE_BYTES)
+    result = grad.new_zeros(grad.shape[0], fields[0])
+    for expert, begin, end in rows_of(offs, grad.shape[0], has_rest=True):
+        weight = data.view(experts, -1)[expert]
+        others = [None if tensor is None else tensor[expert] for tensor in (scales, zeros, perm)]
+        result[begin:end] = torch.ops.weightonly.gemm_gradient(grad[begin:end], weight, *fields, *others)
+    return result
+
+
+def _multiplies_slices(grad: torch.Tensor, scales: torch.Tensor, perm: torch.Tensor | None) -> bool:
+    """Whether grouped_mm has a kernel for these gradients, and rows of x are in order."""
+    return (
+        grad.is_cuda
+        and grad.numel() > 0
+        and hasattr(F, "grouped_mm")
+        and device_arch(grad.get_device()) >= 80
+        and grad.dtype == scales.dtype == torch.bfloat16
+        and grad.shape[1] % 8 == 0  # rows of 16 bytes
+        and perm is None
+    )
+
+
+def by_slices(grad: torch.Tensor, w: QuantizedWeight, offs: torch.Tensor, limit_bytes: int) -> torch.Tensor:
+    """`_gradient_op` by dequantized slices of all experts.
+
+    grad: [T, N]; w: of stacked experts, without perm; limit_bytes: the most that a slice takes.
+    """
+    # Rows of no expert, which are the last ones, are those of one more expert, whose weights are zeros.
+    ends = torch.cat([offs, offs.new_full((1,), grad.shape[0])])  # (E + 1)
+    grad = grad.contiguous()
+    result = grad.new_empty(0)
+    for begin, end, rows in _dequantized_rows(w, limit_bytes):
+        part = F.grouped_mm(grad, rows.mT, offs=ends)
+        if end - begin == w.k:
+            return part
+        if begin == 0:
+            result = grad.new_empty(grad.shape[0], w.k)
+        result[:, begin:end] = part
+    return result
+
+
+def _dequantized_rows(w: QuantizedWeight, limit_bytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(begin, end, rows begin..end of the weights of all experts, and of one more of zeros: [E + 1, end - begin, N]),
+    slice after slice. Each is memory that the next one overwrites."""
+    packed, experts, groups = w.packed, w.experts or 0, w.group_rows
+    columns = packed.n_padded
+    workspace = w.scales.new_empty(0)
+    step = limit_bytes // ((experts + 1) * columns * w.scales.element_size())
+    align = groups if K_ALIGN <= groups <= step and groups % K_ALIGN == 0 else K_ALIGN
+    slices = -(-w.k // max(align, step // align * align))
+    step = -(-w.k // (slices * align)) * align
+    for begin in range(0, w.k, step):
+        end = min(begin + step, w.k)
+        part = w if step >= w.k else cut_rows(w, begin, end)
+        if not workspace.numel():
+            workspace = w.scales.new_empty(part.k, experts + 1, columns)
+            workspace[:, experts] = 0
+        rows = workspace[: part.k]
+        _dequantize_beside(part, rows.view(part.k, -1))
+        yield begin, end, rows.permute(1, 0, 2)[..., : w.n]
+
+
+def _dequantize_beside(w: QuantizedWeight, out: torch.Tensor) -> None:
+    """Writes the weights of all experts side by side to out [K, at least E * n_padded]."""
+    packed, columns = w.packed, (w.experts or 0) * w.packed.n_padded
+    # Bytes of these layouts are columns first: those of experts, one after another, are those of one wide weight.
+    code = packed.code if packed.format == "code4" else None
+    wide = PackedWeight(packed.data, packed.k, columns, packed.format, packed.layout, code)
+    scales, zeros = (
+        None if t is None else aligned_rows(t, packed.n_padded).transpose(0, 1).reshape(t.shape[1], columns)
+        for t in (w.scales, w.zeros)
+    )
+    assert scales is not None
+    if has_kernel(wide, scales, zeros):
+        dequantize_columns(wide, scales, zeros, 0, columns, out)
+        return
+    for begin, end in reference.column_blocks(wide):
+        out[:, begin:end] = reference.dequantize_columns(wide, scales, zeros, begin, end)
+
+
+@_gradient_op.register_fake
+def _result_of_gradient(grad: torch.Tensor, data: torch.Tensor, k: int, *rest: Any) -> torch.Tensor:
+    return grad.new_empty((grad.shape[0], k))
+
+
+@torch.library.custom_op(
+    "weightonly::grouped_bias_gradient", mutates_args=(), schema="(Tensor grad, Tensor offs) -> Tensor"
+)
+def _bias_gradient_op(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[E, N]: the sums of the rows of each expert, in fp32."""
+    result = grad.new_zeros(offs.shape[0], grad.shape[1])
+    for expert, begin, end in rows_of(offs, grad.shape[0], has_rest=True):
+        result[expert] = grad[begin:end].sum(0, dtype=torch.float32)
+    return result
+
+
+@_bias_gradient_op.register_fake
+def _result_of_bias_gradient(grad: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return grad.new_empty((offs.shape[0], grad.shape[1]))
+
+
+_gradient_op.register_autograd(autograd.once("grouped_gemm"))
+_bias_gradient_op.register_autograd(autograd.once("grouped_gemm"))
