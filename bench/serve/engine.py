@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .models import MODELS, Weights, config_of, quantization_of, with_layers
+from .models import MODELS, QUANTIZERS, Weights, config_of, quantization_of, with_layers
 
 RESULT = "RESULT "
 METHOD = "weightonly-method"
@@ -160,7 +160,8 @@ def register_random() -> None:
 
 def random_weights(job: Job, device: torch.device, seed: int = 0) -> Weights:
     served, dtype = with_layers(MODELS[job.model], job.layers), getattr(torch, job.dtype)
-    return Weights(served, job.quant, job.provider == "dense", job.group_size, dtype, device, seed)
+    quantizer = QUANTIZERS[job.quant]
+    return Weights(served, quantizer, job.provider == "dense", job.group_size, dtype, device, seed)
 
 
 def kernels(model: torch.nn.Module) -> dict[str, int]:

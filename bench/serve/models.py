@@ -253,14 +253,14 @@ class Weights:
     def __init__(
         self,
         model: Served,
-        quantizer: str,
+        quantizer: Quantizer,
         is_dense: bool,
         group: int,
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        self.model, self.quantizer, self.is_dense = model, QUANTIZERS[quantizer], is_dense
+        self.model, self.quantizer, self.is_dense = model, quantizer, is_dense
         self.group, self.dtype, self.device, self.seed = group, dtype, device, seed
         self._made: dict[tuple[int, int, int], Tensors] = {}
 

@@ -1,6 +1,7 @@
 """Engines of vLLM, on a GPU, in a process of their own: `python -m tests.vllm.engine_run WHAT PROVIDER`.
 
-logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes.
+logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes. folders: of
+the prompts of each of `FOLDERS`.
 features MODEL: prompts longer than a step takes (chunked prefill), cached prefixes, LoRA, sleep, weights that are
 loaded again. The last line is what was found, as JSON.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.vllm.engine_folders import FOLDERS, write
 
 from weightonly.bench.serve.engine import (
     RESULT,
@@ -51,10 +53,25 @@ PARTS = 3
 def logprobs(provider: str, part: str) -> dict[str, Any]:
     found = {}
     for name in list(CASES)[int(part) :: PARTS]:
-        job = replace(CASES[name], provider=provider)
-        llm = engine(job)
-        found[name] = {"kernels": llm.apply_model(kernels)[0], "logprobs": prompt_logprobs(llm, LENGTH)}
-        _free(llm)
+        found[name] = _of_prompts(replace(CASES[name], provider=provider))
+    return found
+
+
+def folders(provider: str) -> dict[str, Any]:
+    """Ours or their dense twins."""
+    found, is_dense = {}, provider == "dense"
+    for name, case in FOLDERS.items():
+        with tempfile.TemporaryDirectory() as place:
+            folder = write(case, Path(place), is_dense)
+            job = replace(_JOB, model=str(folder), provider=provider if is_dense else case.provider)
+            found[name] = _of_prompts(job)
+    return found
+
+
+def _of_prompts(job: Job) -> dict[str, Any]:
+    llm = engine(job)
+    found = {"kernels": llm.apply_model(kernels)[0], "logprobs": prompt_logprobs(llm, LENGTH)}
+    _free(llm)
     return found
 
 
@@ -128,8 +145,8 @@ def _adapter(job: Job) -> Path:
 
 
 if __name__ == "__main__":
-    what, provider, of = sys.argv[1:]
+    what, provider, *of = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
-    found = {"logprobs": logprobs, "features": features, "ranks": ranks}[what](provider, of)
+    found = {run.__name__: run for run in (logprobs, folders, features, ranks)}[what](provider, *of)
     print(RESULT + json.dumps(found), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py

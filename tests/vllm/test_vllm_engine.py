@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from tests.vllm.engine_folders import FOLDERS
 from tests.vllm.engine_run import CASES, PARTS
 
 from weightonly.bench.serve import serve
@@ -41,9 +42,9 @@ def _run(*arguments: str) -> dict[str, Any]:
 
 
 @cache
-def _both(what: str, of: str) -> list[dict[str, Any]]:
+def _both(what: str, *of: str) -> list[dict[str, Any]]:
     """Ours and the dense model's."""
-    return _beside((what, "weightonly", of), (what, "dense", of))
+    return _beside((what, "weightonly", *of), (what, "dense", *of))
 
 
 def _beside(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -52,13 +53,26 @@ def _beside(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
         return list(pool.map(lambda arguments: _run(*arguments), runs))
 
 
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> torch.Tensor:
+    """Of their log-probabilities, in the mean."""
+    return (torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])).abs().mean()
+
+
 @pytest.mark.parametrize(("part", "case"), [(f"part{i % PARTS}", case) for i, case in enumerate(CASES)])
 def test_log_probabilities_of_the_dense_model(part: str, case: str) -> None:
     ours, dense = (found[case] for found in _both("logprobs", part.removeprefix("part")))
     wanted = "WeightOnlyExpertsMethod" if case.endswith("experts") else "WeightOnly.*LinearKernel"
     assert any(re.search(wanted, name) for name in ours["kernels"]), ours["kernels"]
-    difference = (torch.tensor(ours["logprobs"]) - torch.tensor(dense["logprobs"])).abs().mean()
-    assert difference < LOGPROB_BOUND  # 0 where weights are dequantized for cuBLAS
+    assert _difference(ours, dense) < LOGPROB_BOUND  # 0 where weights are dequantized for cuBLAS
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders(case: str) -> None:
+    """test_vllm_engine_folders.py loads them on the CPU."""
+    ours, dense = (found[case] for found in _both("folders"))
+    assert FOLDERS[case].kernels.items() <= ours["kernels"].items(), ours["kernels"]
+    assert "WeightOnly" not in str(dense["kernels"])
+    assert _difference(ours, dense) < LOGPROB_BOUND
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-mixtral"])
@@ -83,8 +97,7 @@ def test_two_ranks_write_what_one_writes(case: str) -> None:
     """Up to a token where two were as likely. (Of experts a router's tie moves a token by more.)"""
     one, two = _beside(("ranks", "weightonly", f"{case}:1"), ("ranks", "weightonly", f"{case}:2"))
     assert two["kernels"] == one["kernels"] * 2 and "WeightOnly" in str(one["kernels"])
-    difference = (torch.tensor(one["logprobs"]) - torch.tensor(two["logprobs"])).abs().mean()
-    assert 0 < difference < LOGPROB_BOUND  # sums in another order
+    assert 0 < _difference(one, two) < LOGPROB_BOUND  # sums in another order
     if case.endswith("experts"):
         return
     for tokens, others, steps in zip(one["tokens"], two["tokens"], one["steps"], strict=True):
