@@ -17,6 +17,7 @@ from tools.fit import __main__ as command
 from tools.fit import grouped, unfused, waves, write
 from tools.fit.choices import Choices
 from tools.fit.clusters import (
+    Model,
     as_constants,
     fit,
     from_file,
@@ -29,7 +30,13 @@ from tools.regret import regret
 from tools.regret_experts import CELL, problem_of
 from weightonly.heuristics import KernelConfig, Problem, candidates, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS
-from weightonly.heuristics.constants import GroupedTimes, TileTimes, UnfusedConstants
+from weightonly.heuristics.constants import (
+    DecodeSm90Constants,
+    GemmSm90Constants,
+    GroupedTimes,
+    TileTimes,
+    UnfusedConstants,
+)
 from weightonly.heuristics.cost import total_us
 from weightonly.heuristics.families.clusters import ClusterFamily
 from weightonly.heuristics.families.dequantize_cublas import MIN_M, unfused_work
@@ -113,6 +120,12 @@ def cheapest_by(cost: Callable[[KernelConfig, Problem], float]) -> Callable[[Pro
     return lambda p: min((c for c in candidates(p) if is_looked_at(c)), key=lambda c: cost(c, p)).name
 
 
+def both(model: Model) -> tuple[DecodeSm90Constants, GemmSm90Constants]:
+    decode, gemm = as_constants(model).values()
+    assert isinstance(decode, DecodeSm90Constants) and isinstance(gemm, GemmSm90Constants)
+    return decode, gemm
+
+
 def test_choices() -> None:
     cell, measured = np.array([7, 3, 7, 3, 3]), np.array([10.0, 4.0, 11.0, 6.0, 5.0])
     choices = Choices(cell, measured, np.array([10.0, 4.0, 10.0, 4.0, 4.0]))
@@ -139,7 +152,7 @@ def test_the_fit_computes_what_the_model_does(format: str) -> None:
 
 
 def test_least_squares_recovers_the_times(measured: pd.DataFrame) -> None:
-    decode, gemm = as_constants(least_error(prepare(measured)))
+    decode, gemm = both(least_error(prepare(measured)))
     configs = {c.name: c for c in (k.with_split_k(s) for k in CONFIGS for s in range(1, 9))}
     errors = []
     for row in measured[~measured.coarse].itertuples():
@@ -152,7 +165,7 @@ def test_least_squares_recovers_the_times(measured: pd.DataFrame) -> None:
 
 def test_the_fit_recovers_the_choices(measured: pd.DataFrame) -> None:
     """Judged by times without the noise that it was fitted to."""
-    decode, gemm = as_constants(fit(prepare(measured), moves=1500))
+    decode, gemm = both(fit(prepare(measured), moves=1500))
 
     def fitted_us(config: KernelConfig, p: Problem) -> float:
         return us_by(config, p, decode, gemm, DENSE_TRUE)
@@ -222,7 +235,7 @@ def test_the_grouped_constants_are_recovered() -> None:
 
 
 def test_the_file_that_stands_is_what_would_be_written() -> None:
-    constants = write.Constants(h200.WAVES, DECODE_SM90, GEMM_SM90, h200.UNFUSED, h200.GROUPED)
+    constants = write.Constants(h200.WAVES, DECODE_SM90, GEMM_SM90, h200.GEMM_SM90_FP8, h200.UNFUSED, h200.GROUPED)
     assert write.source(constants) == Path(h200.__file__).read_text()
 
 

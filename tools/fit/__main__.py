@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_unfused = unfused.usable(frame)
     if is_waves.any() and arguments.log is None:
         parser.error("--log is needed: there are times of kernels before Hopper")
-    found = Constants(*(getattr(h200, name.upper()) for name in Constants._fields))
+    found = Constants(h200.WAVES, h200.DECODE_SM90, h200.GEMM_SM90, h200.GEMM_SM90_FP8, h200.UNFUSED, h200.GROUPED)
     if (is_grouped := grouped.usable(frame)).any():
         found = found._replace(grouped=grouped.fit(frame[is_grouped], h200.GROUPED))
     if is_unfused.any():
         found = found._replace(unfused=unfused.fit(frame[is_unfused]))
     if is_clusters.any():
-        found = found._replace(**clusters.run(frame[is_clusters], arguments.moves))
+        found = Constants(**(found._asdict() | clusters.run(frame[is_clusters], arguments.moves)))
     if is_waves.any():
         found = found._replace(waves=waves.run(frame[is_waves], arguments.log, h200.WAVES))
     write(arguments.out, found)
