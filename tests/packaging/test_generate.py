@@ -10,7 +10,7 @@ import generate
 import pytest
 from tests import ROOT
 
-from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS, kernel_types
+from weightonly.heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, kernel_types
 
 
 def constants(symbol: str) -> dict[str, int]:
@@ -72,8 +72,8 @@ def test_a_unit_defines_a_function_for_each_kernel() -> None:
         ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32, 2", ""),
         ("gemv_1x16x1024_f16_int4_channel", "1, 0, false, 32, 2", ""),
         ("gemv_1x16x2048_g16_f16_int4_group", "1, 0, false, 16, 2", ""),
-        ("gemm_sm90_fp8_192x128x128_w192x64_s4_bf16_int4_group", "12582720, 8, false, 128, 1", ""),
-        ("gemm_sm90_fp8_192x128x128_w192x64_s4_bf16_int4_channel", "12582720, 8, false, 32, 1", ""),
+        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_group", "12582720, 8, false, 128, 1", ""),
+        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_channel", "12582720, 8, false, 32, 1", ""),
         # and whether it sorts, and may be in a layer, with gates
         ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32, 2", ", false, true"),
         ("grouped_sm90_32x256x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32, 2", ", false, true"),
@@ -164,7 +164,7 @@ def test_files_of_a_build(tmp_path: Path) -> None:
     kernels = generate.generate(tmp_path, ["80", "90a"])
     expected = {
         f"{c.kernel}_{t.name}"
-        for c in CONFIGS
+        for c in (*CONFIGS, *FP8_CONFIGS)
         for t in kernel_types(c)
         if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused and c.is_verified
     }
