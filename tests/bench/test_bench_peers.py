@@ -25,14 +25,36 @@ from weightonly.bench.weights import Weights
 
 @pytest.fixture
 def peers() -> Iterator[Any]:
-    """The plug-in, imported anew; its providers are gone again after the test."""
+    yield from _plug_in("tools.peers")
+
+
+@pytest.fixture
+def fp8_providers() -> Iterator[Any]:
+    yield from _plug_in("tools.fp8_providers")
+
+
+def _plug_in(name: str) -> Iterator[Any]:
+    """A plug-in, imported anew; its providers are gone again after the test."""
     registries: list[dict[str, Any]] = [PROVIDERS, EXPERTS_PROVIDERS]
     before = [dict(registry) for registry in registries]
-    sys.modules.pop("tools.peers", None)
-    yield importlib.import_module("tools.peers")
+    sys.modules.pop(name, None)
+    yield importlib.import_module(name)
     for registry, old in zip(registries, before, strict=True):
         registry.clear()
         registry.update(old)
+
+
+@pytest.mark.parametrize("name", ["ours fp8", "dense fp8"])
+def test_x_in_8_bits(fp8_providers: Any, name: str) -> None:
+    weights = replace(_weights(4, 128), scales=_weights(4, 128).scales.bfloat16())
+    weights = replace(weights, dense=weights.dense.bfloat16())
+    provider = PROVIDERS[name]
+    assert provider.unavailable(torch.device("cpu"), torch.bfloat16, "int4", 128) == "it runs on CUDA only"
+    prepared = provider.prepare(weights)
+    x, out = torch.randn(48, weights.k).bfloat16(), torch.empty(48, weights.n, dtype=torch.bfloat16)
+    for operand in prepared.copies(2):
+        error = (prepared.run(operand, x, out).float() - (x @ prepared.expected).float()).norm()
+        assert error <= prepared.tolerance * (x @ prepared.expected).float().norm()
 
 
 def _weights(bits: int, group_size: int, symmetric: bool = True) -> Weights:

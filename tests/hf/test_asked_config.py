@@ -74,8 +74,8 @@ def test_search_reaches_the_layers(search: bool, tmp_path: Path) -> None:
     assert torch.equal(layer.zeros, zeros)
 
 
-def test_search_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="search: expected"):
+def test_search_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match='search: expected True, False or "whole", got \'no\''):
         WeightOnlyConfig(search="no")  # type: ignore[arg-type]
 
 
