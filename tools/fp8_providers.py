@@ -1,6 +1,6 @@
 """Products of x in E4M3, for a GPU that multiplies 8-bit floats:
 
-    python -m weightonly.bench sweep --plugin tools.fp8_providers --dtype bf16 --providers "ours fp8,dense,dense fp8"
+python -m weightonly.bench sweep --plugin tools.fp8_providers --dtype bf16 --providers "ours fp8,dense,dense fp8"
 """
 
 from __future__ import annotations

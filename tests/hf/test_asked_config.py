@@ -75,7 +75,7 @@ def test_search_reaches_the_layers(search: bool, tmp_path: Path) -> None:
 
 
 def test_search_is_one_of_three() -> None:
-    with pytest.raises(ValueError, match='search: expected True, False or "whole", got \'no\''):
+    with pytest.raises(ValueError, match="search: expected True, False or \"whole\", got 'no'"):
         WeightOnlyConfig(search="no")  # type: ignore[arg-type]
 
 
