@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   uint4 held[kHeld];
   float largest = 0;
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) held[i] = thread + i * threads < vector_count ? vectors[thread + i * threads] : uint4{};
+  for (int i = 0; i < kHeld; ++i)
+    held[i] = thread + i * threads < vector_count ? vectors[thread + i * threads] : uint4{};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) largest = larger(largest, Vector::absmax(held[i]));
   int const first_left = thread + kHeld * threads;

@@ -109,7 +109,7 @@ struct Mainloop {
     mma<1>(pass, accum);
   }
 
-private:
+ private:
   CUTLASS_DEVICE static void convert(Words const& words, Fragment& w) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {

@@ -62,8 +62,8 @@ struct Traits {
   static constexpr int kThreads = kConsumers + kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kProducerRegisters = kTileM == 256 ? 24 : kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = cutlass::const_min(
-      240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
+  static constexpr int kConsumerRegisters =
+      cutlass::const_min(240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
 
   static constexpr int kXRowBytes = kXBlockK;
   static constexpr int kXStageBytes = kXBlocks * kTileM * kXRowBytes;
@@ -81,8 +81,7 @@ struct Traits {
   static constexpr int kStagedTokens = 16;
   static constexpr int kStagedRowElements = kWarpgroupN + 16 / int(sizeof(Element));
   static constexpr int kStagedElements = kStagedTokens * kStagedRowElements;
-  static constexpr int kStagedBytes =
-      kMayStageStore ? 2 * kWarpgroups * kStagedElements * int(sizeof(Element)) : 0;
+  static constexpr int kStagedBytes = kMayStageStore ? 2 * kWarpgroups * kStagedElements * int(sizeof(Element)) : 0;
 
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagesBytes = kStages * (kXStageBytes + kWeightStageBytes + kScaleStageBytes);
