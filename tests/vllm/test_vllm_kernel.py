@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import vllm
 from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_experts import keep_configs
 from vllm import envs
 from vllm.config.utils import hash_factors
 from vllm.model_executor.kernels import linear
@@ -262,6 +263,7 @@ def test_batch_invariant_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[type[MPLinearKernel]]:
     """A platform that says it is a Hopper GPU. Returns a copy of the list of its kernels, which `register` changes."""
     cases.keep_kernels(monkeypatch)
+    keep_configs(monkeypatch)
     platform = type(current_platform)
     monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
     monkeypatch.setattr(platform, "is_cuda", lambda _: True)
