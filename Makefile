@@ -16,10 +16,13 @@ demo: $(VENV)/demo.stamp
 	$(BUILD) auto
 	$(PY) examples/encoder.py
 
+# More processes would wait for each other: the kernels of CPUs take all cores.
+CPU_TEST_PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+
 test: $(VENV)/test.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
 	$(BUILD) auto
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(CPU_TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 # The tests of mark gpu alone. Their time is that of the CPU, which makes what they compare: many processes share the GPU.
 TEST_PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 5 ? 1 : cores < 16 ? cores - 4 : 12)))
