@@ -161,7 +161,9 @@ class Nearest:
     """
 
     def __init__(self, numbers: torch.Tensor, bounds: torch.Tensor, device: torch.device) -> None:
-        self.per_unit = _CELLS / 2.1 / float(bounds.abs().max())
+        self.per_unit = min(
+            _CELLS / 2.1 / float(bounds.abs().max()), 1e38
+        )  # not Inf in fp32, whose product with 0 is NaN
         cells = self._cell(bounds).long()
         counts = cells.bincount(minlength=_CELLS)
         first = counts.cumsum(0) - counts

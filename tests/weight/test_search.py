@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weightonly as wo
@@ -115,6 +115,7 @@ def test_codebooks_of_the_caller(book: list[float], generator: torch.Generator) 
 
 
 @settings(max_examples=60, deadline=None)
+@example(numbers=[0.0, 2.0**-126], spread=1.0, seed=0)
 @given(
     numbers=st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=16, unique=True),
     spread=st.sampled_from([1.0, 1e-3, 1e-30]),
