@@ -161,9 +161,7 @@ class Nearest:
     """
 
     def __init__(self, numbers: torch.Tensor, bounds: torch.Tensor, device: torch.device) -> None:
-        self.per_unit = min(
-            _CELLS / 2.1 / float(bounds.abs().max()), 1e38
-        )  # in fp32 no Inf: times 0 it is NaN
+        self.per_unit = min(_CELLS / 2.1 / float(bounds.abs().max()), 1e38)  # in fp32 no Inf: times 0 it is NaN
         cells = self._cell(bounds).long()
         counts = cells.bincount(minlength=_CELLS)
         first = counts.cumsum(0) - counts
