@@ -23,6 +23,12 @@ def pytest_report_header() -> str:
     return f"{_SEED_VARIABLE}={_SEED} (set it to repeat this run)"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last lines are what is kept of a run that failed."""
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"{_SEED_VARIABLE}={_SEED} repeats this run")
+
+
 @pytest.fixture
 def seed() -> int:
     """The seed of this run; printed, so that a failing test shows it."""
