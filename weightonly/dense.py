@@ -80,6 +80,17 @@ def blocks_of(groups: int, group: int, n: int, device: torch.device) -> Iterator
             yield slice(start, min(start + group_step, groups)), slice(column, min(column + column_step, n))
 
 
+def groups_first(w: torch.Tensor, group: int) -> torch.Tensor:
+    """A view (g, G, n) of w [G * g, n]: sums over the rows of a group are then elementwise, see `fold`."""
+    return w.unflatten(0, (-1, group)).transpose(0, 1)
+
+
+def in_groups(w: torch.Tensor, group: int) -> torch.Tensor:
+    """A copy of w [G * g, n] in fp32 as (g, G, n), contiguous."""
+    view = groups_first(w, group)
+    return torch.empty(view.shape, dtype=torch.float32, device=w.device).copy_(view)
+
+
 def columns_at_once(k: int, align: int) -> int:
     """Columns of K rows with about _SLICE_ELEMS weights, a multiple of `align`."""
     return max(align, _SLICE_ELEMS // k // align * align)

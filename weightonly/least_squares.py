@@ -36,13 +36,13 @@ def require_search(search: object) -> None:
 
 
 def fold(t: torch.Tensor) -> torch.Tensor:
-    """The sum over dim 0, fp32 (G, n), in an order that its size alone decides. t: fp32 (g, G, n), overwritten."""
-    rows = len(t)
+    """The sum over g, a view, in an order that g alone decides. t: fp32 (..., g, G, n), overwritten."""
+    rows = t.shape[-3]
     while rows > 1:
         half = rows // 2
-        t[:half].add_(t[rows - half : rows])
+        t.narrow(-3, 0, half).add_(t.narrow(-3, rows - half, half))
         rows -= half
-    return t[0]
+    return t.select(-3, 0)
 
 
 def clip(group: int) -> float:
@@ -64,7 +64,7 @@ class Search:
     round_: to whole numbers or the numbers of a codebook.
     store_scale: what scales can be; None: any number.
     store_zero: what zero points can be; None: there are none.
-    scratch: fp32 (2, g, G, n), overwritten.
+    scratch: fp32 (3, g, G, n), overwritten.
     """
 
     block: torch.Tensor
@@ -76,25 +76,27 @@ class Search:
     zero: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level, self.product = self.scratch
         self.scale = torch.ones_like(self.block[0])
         self.zero = torch.zeros_like(self.scale)
         self.gain = torch.full_like(self.scale, -1.0)
         """By how much the sum of squares is less than that of the weights."""
         if self.store_zero is not None:
-            self.total = fold(self.product.copy_(self.block)).clone()
+            self.total = fold(self.scratch[0].copy_(self.block)).clone()
 
     def try_(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
         """Takes what fits the levels of scale and zero best, fp32 (G, n), where it is better than the best so far."""
-        level = torch.mul(self.block, scale.reciprocal().clamp(-_FINITE, _FINITE), out=self.level)
+        level, level_squares, products = self.scratch
+        torch.mul(self.block, scale.reciprocal().clamp(-_FINITE, _FINITE), out=level)
         if self.store_zero is not None:
             zero = self.store_zero(zero)
             level.add_(zero)
-        level = self.round_(level, level)
-        dot = fold(torch.mul(self.block, level, out=self.product)).clone()
-        squares = fold(torch.mul(level, level, out=self.product))
+        self.round_(level, level)
+        torch.mul(level, level, out=level_squares)
+        torch.mul(self.block, level, out=products)
+        sums = fold(self.scratch if self.store_zero is not None else self.scratch[1:])
+        squares, dot = sums[-2], sums[-1]
         if self.store_zero is not None:
-            count, levels, total = len(level), fold(level), self.total
+            count, levels, total = len(level), sums[0], self.total
             mean = levels / count
             # NaN where all levels are one: such a trial is not taken.
             zero = self.store_zero(mean - total * (squares - levels * mean) / (dot * count - total * levels))
@@ -122,7 +124,7 @@ class Search:
 def squares(block: torch.Tensor, scale: torch.Tensor, round_: Round, scratch: torch.Tensor) -> torch.Tensor:
     """The sum of squares of what rounding changes, fp64 (G, n).
 
-    round_: less the zero point, where there is one. scale: fp32 (G, n). scratch: fp32 (2, g, G, n), overwritten.
+    round_: less the zero point, where there is one. scale: fp32 (G, n). scratch: fp32 (2 or more, g, G, n), overwritten.
     """
     ratio = torch.div(block, scale, out=scratch[0])
     off = round_(ratio, scratch[1]).sub_(ratio)

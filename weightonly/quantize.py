@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .dense import blocks_of, check_values, check_weight, default_group_size, resolve_group_size
+from .dense import (
+    blocks_of,
+    check_values,
+    check_weight,
+    default_group_size,
+    groups_first,
+    in_groups,
+    resolve_group_size,
+)
 from .heuristics.problem import CODE_FORMATS, FORMATS
 from .least_squares import Search, SearchFor, clip, is_better, require_search, squares
 from .packing import FLOAT_DTYPES, HAS_ZEROS, format_of
@@ -102,8 +110,7 @@ def quantize_for(
     bits = FORMATS[format]
     k, n = w.shape
     group = resolve_group_size(group_size, k)
-    if largest is None:
-        check_values(w, dtype)
+    largest = check_values(w, dtype) if largest is None else largest
 
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
@@ -111,12 +118,11 @@ def quantize_for(
     scratch: torch.Tensor | None = None
     for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        # The rows of a group first: sums over them are elementwise, see `fold`.
-        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
+        block = in_groups(w[rows, columns], group)  # (g, G, n)
         if scratch is None or scratch[0].shape != block.shape:
-            scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
+            scratch = torch.empty(3, *block.shape, dtype=torch.float32, device=w.device)
         low, high = block.amin(dim=0).double(), block.amax(dim=0).double()  # (G, n)
-        scale, zero = _by_range(low, high, bits, symmetric, dtype)
+        scale, zero = _by_range(low, high, bits, symmetric, dtype, largest)
         if search and (bits == 4 or symmetric):
             scale, zero = _by_search(block, low, high, scale, zero, bits, dtype, search == "whole", scratch)
         scales[groups, columns] = scale
@@ -125,7 +131,7 @@ def quantize_for(
         if zeros is not None and zero is not None:
             zeros[groups, columns] = zero
             level.add_(zero).round_()  # a fraction was taken off
-        q[rows, columns] = level.transpose(0, 1).flatten(0, 1)
+        groups_first(q[rows, columns], group).copy_(level)
     if zeros is not None:
         setattr(q, HAS_ZEROS, True)
     return q, scales, zeros
@@ -161,12 +167,13 @@ def _storable_scale(
 
 
 def _within_half(
-    low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, bits: int, dtype: torch.dtype
+    low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, bits: int, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) such that low and high are within half a scale of a level that is finite.
 
     Near the largest number of the dtype, the level that is next to an end of the range may be Inf. There the next
     scales up and down are tried, and one for which the last finite level is near enough; the first that fits counts.
+    largest: the largest magnitude of the weight, which the host knows.
     """
 
     def zero_of(scale: torch.Tensor) -> torch.Tensor:
@@ -180,12 +187,10 @@ def _within_half(
         return torch.maximum(above, below)
 
     zero = zero_of(scale)
+    if largest < torch.finfo(dtype).max / 2:  # nearly always
+        return scale, zero
     peak = torch.maximum(high, -low)
-    if float(peak.max()) < torch.finfo(dtype).max / 2:  # nearly always
-        return scale, zero
     error = error_of(scale, zero)
-    if not bool((error > 0.5).any()):
-        return scale, zero
     reach = torch.floor(torch.finfo(dtype).max / scale.double())
     wide = (peak / (reach + 0.5)).to(dtype)
     first = scale
@@ -205,15 +210,18 @@ def _step(scale: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _by_range(
-    low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+    low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scale in `dtype`, zero fp32 or None) with which the levels cover the range: low, high, fp64 (G, n)."""
+    """(scale in `dtype`, zero fp32 or None) with which the levels cover the range: low, high, fp64 (G, n).
+
+    largest: see `quantize_for`.
+    """
     if symmetric:
         peak = torch.maximum(high, -low)
         return _storable_scale(peak, _largest(bits), 0.5, peak, dtype), None
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     scale = _storable_scale(high - low, (1 << bits) - 1, 0.0, torch.maximum(high, -low), dtype)
-    scale, zero = _within_half(low, high, scale, bits, dtype)
+    scale, zero = _within_half(low, high, scale, bits, dtype, largest)
     return scale, zero.float()
 
 
@@ -252,7 +260,7 @@ def _by_search(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(scale in `dtype`, zero fp32 or None) with a smaller square error than those given, or these.
 
-    whole: whether zero points have to be whole numbers. scratch: fp32 (2, g, G, n), overwritten.
+    whole: whether zero points have to be whole numbers. scratch: see `Search`.
     """
     size, group = torch.maximum(high, -low), len(block)
     lowest, largest = _smallest(bits), _largest(bits)

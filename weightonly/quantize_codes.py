@@ -23,7 +23,15 @@ from functools import partial
 import torch
 
 from .codebooks import BLOCK_FORMATS, CODEBOOKS, E2M1
-from .dense import DEFAULT_GROUP_SIZE, blocks_of, check_values, check_weight, resolve_group_size
+from .dense import (
+    DEFAULT_GROUP_SIZE,
+    blocks_of,
+    check_values,
+    check_weight,
+    groups_first,
+    in_groups,
+    resolve_group_size,
+)
 from .formats.words import unpack_nibbles
 from .heuristics.problem import FORMAT_GROUPS, check_format_groups
 from .least_squares import Nearest, Search, Store, clip, is_better, squares
@@ -74,8 +82,8 @@ def quantize_codes(
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
     for groups, columns in blocks_of(k // group, group, n, w.device):
         rows = slice(groups.start * group, groups.stop * group)
-        block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group)).transpose(0, 1).contiguous()  # (g, G, n)
-        scratch = torch.empty(2, *block.shape, dtype=torch.float32, device=w.device)
+        block = in_groups(w[rows, columns], group)  # (g, G, n)
+        scratch = torch.empty(3, *block.shape, dtype=torch.float32, device=w.device)
         peak = torch.abs(block, out=scratch[0]).amax(dim=0)  # (G, n)
         if format == "mxfp4":
             scale = _e8m0_scale(block, peak, dtype, to_codes.nearest, scratch)
@@ -88,7 +96,7 @@ def quantize_codes(
                 )
         scales[groups, columns] = scale
         codes = to_codes(torch.div(block, _divisor(scale), out=scratch[0]))
-        q[rows, columns] = codes.transpose(0, 1).flatten(0, 1)
+        groups_first(q[rows, columns], group).copy_(codes)
     return q, scales
 
 
@@ -110,7 +118,7 @@ def _by_search(
     to_codes: _ToCodes,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Scales, fp32 (G, n), with a smaller square error than those given, or these. scratch: see `squares`."""
+    """Scales, fp32 (G, n), with a smaller square error than those given, or these. scratch: see `Search`."""
     nearest, none = to_codes.nearest, torch.zeros_like(peak)
     whole = peak * (clip(len(block)) / to_codes.largest)
     found, _ = Search(block, nearest, store, None, scratch).best((whole * part, none) for part in parts)
