@@ -106,6 +106,20 @@ def test_slices_of_other_groups(k: int, group_size: int, generator: torch.Genera
         assert near(by_slices(grad, w, ends([3, 0, 2]), limit_bytes), expected)
 
 
+@pytest.mark.parametrize(("rows_of_a_sum", "elems"), [(128, 1 << 24), (4, 50)])
+def test_the_gradient_of_a_bias_is_a_sum_for_each_expert(
+    rows_of_a_sum: int, elems: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any number of rows, in slices of columns; rows of no expert, which may be NaN, have no part in it."""
+    monkeypatch.setattr(grouped_gradient, "_ROWS_OF_A_SUM", rows_of_a_sum)
+    monkeypatch.setattr(grouped_gradient, "_COPIED_ELEMS", elems)
+    for counts, rest in (([3, 0, 4, 1], 0), ([0, 0], 5), ([0], 0), ([300, 1, 128], 7), ([4, 4, 4], 0)):
+        parts = [torch.randint(-9, 9, (count, 12), generator=generator).float() for count in counts]
+        grad = torch.cat([*parts, torch.full((rest, 12), torch.nan)])
+        got = torch.ops.weightonly.grouped_bias_gradient(grad, ends(counts))
+        assert torch.equal(got, torch.stack([part.sum(0) for part in parts]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [192, 512])
 @pytest.mark.parametrize("format", ["int4", "int8", "nf4"])
@@ -121,17 +135,20 @@ def test_gradients_on_a_gpu(
     x = torch.randn(300, k, generator=generator).bfloat16().cuda().requires_grad_()
     offs = torch.tensor([100, 100, 180, 300], dtype=torch.int32, device="cuda")
     grad = torch.randn(300, 256, generator=generator).bfloat16().cuda()
-    [first] = torch.autograd.grad(wo.grouped_gemm(x, w, offs=offs), x, grad)
-    y = wo.grouped_gemm(x, w, offs=offs)
+    bias = torch.randn(4, 256, generator=generator).bfloat16().cuda().requires_grad_()
+    first, first_of_bias = torch.autograd.grad(wo.grouped_gemm(x, w, offs=offs, bias=bias), (x, bias), grad)
+    y = wo.grouped_gemm(x, w, offs=offs, bias=bias)
     torch.cuda.set_sync_debug_mode("error" if arch >= (8, 0) else "default")
     try:
-        [got] = torch.autograd.grad(y, x, grad)
+        got, of_bias = torch.autograd.grad(y, (x, bias), grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     dense = w.dequantize().double()
     parts = grad.double().split([100, 0, 80, 120])
     exact = torch.cat([rows @ dense[e].T for e, rows in enumerate(parts)])
     assert (got.double() - exact).norm() < 5e-3 * exact.norm() and torch.equal(got, first)
+    torch.testing.assert_close(of_bias.double(), torch.stack([rows.sum(0) for rows in parts]), rtol=2**-8, atol=1e-5)
+    assert torch.equal(of_bias, first_of_bias)
 
 
 @pytest.mark.gpu
