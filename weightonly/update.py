@@ -10,6 +10,7 @@ import torch
 
 from .dense import WEIGHT_DTYPES, check_values, columns_at_once
 from .layout import column_align, put_columns
+from .least_squares import SearchFor
 from .packed import PackedWeight
 from .packing import padded_bytes
 from .quantize import quantize_for
@@ -58,6 +59,7 @@ class Update:
     def write(self) -> None:
         """Bytes, scales and zeros, as `quantize` and `preprocess` make them of all columns at once."""
         w, packed = self.w, self.w.packed
+        search: SearchFor = "whole" if _are_whole(w.zeros) else True
         size = packed.k_padded, packed.n_padded, packed.bits, packed.layout
         is_code = packed.is_code
         order = None if self.order is None else self.order.long()
@@ -73,6 +75,7 @@ class Update:
                 packed.format,
                 self.group_rows,
                 w.zeros is None,
+                search,
                 code=packed.fields.get("code"),
                 largest=self.largest,
             )
@@ -91,6 +94,11 @@ class Update:
                 found.append(columns.to(self.w.packed.device))
             first += part.shape[1]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _are_whole(zeros: torch.Tensor | None) -> bool:
+    """Whether all zero points are whole numbers, as `search="whole"` makes them; a layer of zeros has none yet."""
+    return zeros is not None and bool((zeros == zeros.round()).all() & zeros.any())
 
 
 def checked(

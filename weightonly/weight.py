@@ -212,8 +212,9 @@ class QuantizedWeight:
             weight in act-order the rows are brought into the order that `perm` has.
 
         Format, group size, zero points or none, perm, layout and dtype stay as they are, and so do the addresses: what
-        holds the tensors, captured CUDA graphs and compiled functions sees the new numbers. Columns are quantized some
-        at a time: beside `w` no more than those is in memory. Versions of the tensors go up, so that a backward pass
+        holds the tensors, captured CUDA graphs and compiled functions sees the new numbers. Where all zero points are
+        whole numbers, the new ones are, too, as with `search="whole"`. Columns are quantized some at a time: beside `w`
+        no more than those is in memory. Versions of the tensors go up, so that a backward pass
         over the old numbers is an error. All weights on the same bytes change, and have to share the scales, too.
 
         Returns this weight. All is checked before anything is written; an allocation that fails later leaves a part of

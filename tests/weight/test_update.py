@@ -64,6 +64,12 @@ def fresh(
     return wo.QuantizedWeight(packed, scales, zeros, perm)
 
 
+def quantized_layer(w: torch.Tensor, search: Any) -> wo.nn.Linear:
+    linear = torch.nn.Linear(*w.shape, bias=False)
+    linear.weight = torch.nn.Parameter(w.t())
+    return wo.nn.Linear.from_linear(linear, group_size=64, symmetric=False, arch="cpu", search=search)
+
+
 def tensors(w: wo.QuantizedWeight) -> list[torch.Tensor]:
     return [t for t in (w.packed.data, w.scales, w.zeros, w.perm) if t is not None]
 
@@ -85,6 +91,23 @@ def test_bits_are_those_of_a_fresh_weight_and_addresses_stay(
         assert w.update_(other.t().contiguous().t()) is w and same(w, expected)
         for t, (address, version) in zip(tensors(w), before, strict=True):
             assert t.data_ptr() == address and t._version > version
+
+
+@pytest.mark.parametrize("search", ["whole", False])
+def test_whole_zero_points_stay_whole(search: Any) -> None:
+    def quantized(w: torch.Tensor, search: Any) -> wo.QuantizedWeight:
+        q, scales, zeros = wo.quantize(w, 4, 64, False, search)
+        return wo.QuantizedWeight(wo.preprocess(q, 4, layout="tiled"), scales, zeros)
+
+    first, other = numbers(K, N), numbers(K, N, seed=1)
+    assert same(quantized(first, search).update_(other), quantized(other, "whole"))
+    assert not same(quantized(other, True), quantized(other, "whole"))
+    layer = wo.nn.Linear(K, N, group_size=64, symmetric=False, bias=False, arch="cpu")
+    layer.load_state_dict(quantized_layer(first, search).state_dict())
+    layer.update_(other.t())
+    assert layer.zeros is not None and torch.equal(layer.zeros, layer.zeros.round())
+    empty = wo.nn.Linear(K, N, group_size=64, symmetric=False, bias=False, arch="cpu").update_(other.t())
+    assert empty.zeros is not None and not torch.equal(empty.zeros, empty.zeros.round())
 
 
 def test_a_product_of_a_warm_plan_is_that_of_the_new_numbers() -> None:
