@@ -56,6 +56,20 @@ def test_families(model_type: str, tmp_path: Path) -> None:
     assert model.get_input_embeddings().weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kinds", [{"token_embd": "F16", "": "Q4_0"}, {"token_embd": "Q6_K", "": "Q4_K"}], ids=str)
+def test_a_tied_head_as_autoround_writes_it(kinds: dict[str, str], tmp_path: Path) -> None:
+    """No output.weight, as in Llama 3.2; the metadata of llama.cpp's converter, which AutoRound calls."""
+    file = tmp_path / "tiny-7.6M-instruct-Q4_K_M.gguf"
+    metadata = {"general.type": "model", "general.size_label": "7.6M", "general.file_type": 15}
+    metadata |= {"general.quantization_version": 2, "general.tags": ["a", "b"], "llama.vocab_size": VOCAB}
+    dense = write_gguf(file, tiny_model("llama", tie_word_embeddings=True), kinds, metadata)
+    convert(file, tmp_path / "out", progress=False)
+    for path, error in ((file, 2e-5), (tmp_path / "out", 1e-3)):
+        model = load_model(path, dtype=torch.float32)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert_same(model, dense, error)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_types(kind: str, tmp_path: Path) -> None:
     dense = write_gguf(tmp_path / "x.gguf", tiny_model("llama"), kind)
