@@ -157,7 +157,7 @@ _CELLS = 4096
 
 
 class Nearest:
-    """Finds the next of sorted numbers, exactly and quicker than torch.bucketize: a table says which are near.
+    """Finds the next of sorted numbers, as torch.bucketize does, on a CPU quicker: a table says which are near.
 
     numbers: fp32 [L]. bounds: fp32 [L - 1], up to which, each included, the number before is taken. On a CPU.
     """
@@ -169,7 +169,8 @@ class Nearest:
         first = counts.cumsum(0) - counts
         inside = torch.full((int(counts.max()), _CELLS), math.inf, dtype=torch.float32, device="cpu")
         inside[torch.arange(len(bounds), device="cpu") - first[cells], cells] = bounds
-        self.numbers, self.first, self.inside = numbers.to(device), first.float().to(device), inside.to(device)
+        self.numbers, self.bounds = numbers.to(device), bounds.to(device)
+        self.first, self.inside = first.float().to(device), inside.to(device)
 
     def _cell(self, ratio: torch.Tensor) -> torch.Tensor:
         """int32, which never decreases as ratio grows: so bounds of other cells are known to be above or below."""
@@ -177,6 +178,8 @@ class Nearest:
 
     def index(self, ratio: torch.Tensor) -> torch.Tensor:
         """Which of the numbers, int32 of the shape of ratio: fp32 without NaN, contiguous."""
+        if ratio.is_cuda:  # there it is one pass over ratio, and the host launches one kernel
+            return torch.bucketize(ratio, self.bounds, out_int32=True)
         flat = ratio.view(-1)
         cell = self._cell(flat)
         index = self.first.index_select(0, cell)

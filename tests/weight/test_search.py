@@ -216,6 +216,32 @@ def test_threads_do_not_change_a_bit(generator: torch.Generator) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(
+    ("format", "group", "symmetric"),
+    [
+        *((format, 128, symmetric) for format in ("int4", "int8") for symmetric in (True, False)),
+        ("int4", -1, False),
+        ("nf4", 64, True),
+        ("fp4", 32, True),
+        ("mxfp4", 32, True),
+        ("nvfp4", 16, True),
+    ],
+)
+def test_a_gpu_gives_the_bits_of_a_cpu(
+    dtype: torch.dtype, format: str, group: int, symmetric: bool, generator: torch.Generator
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    w = torch.cat([many_kinds(dtype, exponent, generator) for exponent in (-8, 0, 3)], 1)
+    for search in (True, "whole", False):
+        want = wo.quantize(w, None, group, symmetric, search, format=format)
+        got = wo.quantize(w.cuda(), None, group, symmetric, search, format=format)
+        for a, b in zip(want, got, strict=True):
+            assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b.cpu()))
+
+
 GOLDEN = {
     (4, True): "79448b9aa5a5c21c6ea1a1a26aa2f96504f743a549ed640a685e728017600a8a",
     (4, False): "9ade9973d0f86560b4345924217be5b42cd25f2e042be49d237c593b14ad9719",
