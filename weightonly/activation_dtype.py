@@ -47,7 +47,12 @@ def check_layer_layout(name: str, layout: str, activations: str | None) -> None:
     name: of the argument that has the layout.
     """
     if activations is None and layout == FP8_LAYOUT:
-        raise ValueError(f"{name}: expected a layout for x in 16 bits, got {layout!r}, which is for {FP8!r}")
+        raise ValueError(
+            f"{name}: expected a layout for x in 16 bits, got {layout!r}; make the layer with activations={FP8!r}"
+        )
     if activations is not None and layout not in LAYOUTS:
         expected = " or ".join(map(repr, LAYOUTS))
-        raise ValueError(f"{name}: expected layout {expected} for activations {FP8!r}, got {layout!r}; repack it")
+        raise ValueError(
+            f"{name}: expected layout {expected} for activations={FP8!r}, got {layout!r}; repack it, or make the layer "
+            "without activations"
+        )

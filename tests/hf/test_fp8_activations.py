@@ -222,7 +222,7 @@ def test_a_config_that_was_edited(tmp_path: Path) -> None:
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     for wrong, message in (
-        ({"activations": "fp8"}, "expected layout 'tiled_fp8' or 'cpu' for activations 'fp8', got 'tiled'"),
+        ({"activations": "fp8"}, "expected layout 'tiled_fp8' or 'cpu' for activations='fp8', got 'tiled'"),
         ({"layout": "tiled_fp8"}, "expected a layout for x in 16 bits, got 'tiled_fp8'"),
         ({"activations": "int8"}, "activations of .*: expected one of 16bit, fp8, got 'int8'"),
     ):

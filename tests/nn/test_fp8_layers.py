@@ -209,7 +209,7 @@ def test_what_is_refused_before_any_work(case: str) -> None:
 def test_weights_and_states_that_do_not_go_with_it() -> None:
     layer = layer_of()
     tiled = wo.repack(layer.packed, layout="tiled")
-    with pytest.raises(ValueError, match="weight: expected layout 'tiled_fp8' or 'cpu' for activations 'fp8', got 'ti"):
+    with pytest.raises(ValueError, match="weight: expected layout 'tiled_fp8' or 'cpu' for activations='fp8', got 'ti"):
         Linear.from_quantized(tiled, layer.scales, activations="fp8")
     q, scales, zeros = wo.quantize(torch.randn(256, 72), group_size=64, symmetric=False)
     with pytest.raises(ValueError, match="activations: expected None for int4 with zero points"):
@@ -219,10 +219,18 @@ def test_weights_and_states_that_do_not_go_with_it() -> None:
     with pytest.raises(ValueError, match="activations: expected None for sm89"):
         layer.repack("sm89")
     of_16_bits = layer_of(activations=None)
-    with pytest.raises(ValueError, match="state dict: expected layout 'tiled_fp8' or 'cpu' for activations 'fp8'"):
+    with pytest.raises(ValueError, match="state dict: expected layout 'tiled_fp8' or 'cpu' for activations='fp8'"):
         layer.load_state_dict(of_16_bits.state_dict())
     with pytest.raises(ValueError, match="state dict: expected a layout for x in 16 bits, got 'tiled_fp8'"):
         of_16_bits.load_state_dict(layer.state_dict())
+    for assign in (False, True):  # a file of safetensors has no metadata: the shape of the bytes tells
+        with pytest.raises(ValueError, match=r"qweight: .*'tiled_fp8'; make the layer with activations='fp8'"):
+            of_16_bits.load_state_dict(dict(layer.state_dict()), assign=assign)
+        with pytest.raises(ValueError, match=r"qweight: .*got 'tiled'; repack it, or make the layer without activations"):
+            layer.load_state_dict(dict(of_16_bits.state_dict()), assign=assign)
+    again = layer_of()
+    again.load_state_dict(dict(layer.state_dict()))
+    assert torch.equal(again.dequantize(), layer.dequantize())
 
 
 def test_experts_keep_x_as_it_is() -> None:

@@ -62,6 +62,30 @@ def test_fp4_by_its_own_method(name: str, generator: torch.Generator, monkeypatc
     check(load(CHECKPOINTS / name, quantization=None, load_format="auto"), CHECKPOINTS / name, generator)
 
 
+@pytest.mark.parametrize("name", ["gptq4", "awq"])
+def test_by_autoround(name: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are those of GPTQ and AWQ; the config is another one."""
+    pytest.importorskip("vllm.model_executor.layers.quantization.inc.inc_linear")
+    cases.take_first(monkeypatch, "sm90")
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(CHECKPOINTS / name / "model.safetensors")
+    config = json.loads((CHECKPOINTS / name / "config.json").read_text())
+    own = config["quantization_config"]
+    config["quantization_config"] = {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:auto_{own['quant_method']}",
+        "bits": own["bits"],
+        "group_size": own["group_size"],
+        "sym": name != "awq",
+        "data_type": "int",
+        "autoround_version": "0.9.0",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    check(load(folder, quantization=None, load_format="auto"), folder, generator)
+    check(load(folder), folder, generator)
+
+
 @pytest.mark.parametrize(
     "name", ["gptq4", "gptq4_g16", "awq", "ct_w4a16", "gptq4_moe", "ct_moe", "bnb_nf4", "ct_mxfp4", "ct_nvfp4"]
 )

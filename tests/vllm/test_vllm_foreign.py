@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
+from tests import ROOT
 from tests import formats_llama as llama
 from tests import unknown_cases
 from tests.unknown_cases import CASES
+from tests.vllm import vllm_cases as cases
 from tests.vllm.test_vllm_folders import FOLDERS, integers, write
 from tests.vllm.vllm_models import check, load
 
@@ -31,6 +33,19 @@ def test_a_model_of_them(tmp_path: Path, generator: torch.Generator) -> None:
     folder = unknown_cases.write(tmp_path / "model", CASES["fp8-scale"], unknown_cases.awq, generator)
     with pytest.raises(ValueError, match="it looks like FP8"):
         load(folder)
+
+
+def test_quark_in_groups_by_its_own_method(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.model_executor.layers.quantization.quark.schemes.quark_w4a16_int4")
+    cases.take_first(monkeypatch, "sm90")
+    folder = ROOT / "tests/data/quark_uint4"
+    check(load(folder, quantization=None, load_format="auto"), folder, generator)
+
+
+@pytest.mark.parametrize("name", ["quark_int4", "quark_uint4", "quark_uint8", "quark_mxfp4"])
+def test_quark_by_weightonly(name: str, generator: torch.Generator) -> None:
+    """vLLM's own method refuses int4 per channel and 8 bits."""
+    check(load(ROOT / "tests/data" / name), ROOT / "tests/data" / name, generator)
 
 
 def test_scales_of_a_kv_cache(tmp_path: Path, generator: torch.Generator) -> None:

@@ -69,6 +69,7 @@ def check(model: torch.nn.Module, folder: Path, g: torch.Generator) -> None:
 
 def check_linear(layer: LinearBase, records: list[QuantizedLayer], g: torch.Generator) -> None:
     method: Any = layer.quant_method
+    method = getattr(getattr(method, "scheme", None), "linear_method", method)  # of AutoRound
     kernel = getattr(method, "kernel", getattr(getattr(layer, "scheme", None), "kernel", None))
     assert isinstance(method, WeightOnlyLinearMethod) or type(kernel).__module__.startswith("weightonly.")
     x = torch.randn(3, layer.input_size, generator=g).half()

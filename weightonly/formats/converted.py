@@ -108,7 +108,7 @@ def _beside(tensors: Tensors) -> dict[str, Any]:
 def _packed(tensors: Tensors, fields: Mapping[str, Any]) -> PackedWeight:
     """The weight that the config describes. Raises TensorError for tensors that contradict it, or each other."""
     qweight, scales, group_size = tensors["qweight"], tensors["scales"], fields["group_size"]
-    stack = ["E"] if qweight.dim() == 3 else []
+    stack = ["E"] if scales.dim() == 3 else []
     expect("scales", scales, FLOATS, [*stack, "groups", "N"])
     *experts, groups, n = scales.shape
     k = groups * group_size

@@ -98,7 +98,7 @@ def unpack_bytes(
         panels = data.view(stored_shape(k, n, bits, layout))[begin // PANEL : end // PANEL]
         return unpack_panels(panels, bits, bias=0 if codes else 1 << (bits - 1))
     if layout == TILED_FP8:
-        return unpack_fp8_panels(data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE])
+        return unpack_fp8_panels(data.view(n // TILE, -1)[begin // TILE : end // TILE])
     if layout == TILED:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
         return untile_fragments(_elements(panels, bits, codes), bits)

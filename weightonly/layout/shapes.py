@@ -66,16 +66,19 @@ def block_bytes(bits: int) -> int:
     return TILE * TILE * bits // 8
 
 
-def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[int, int]:
-    """The bytes of a weight as a matrix: a view of what `pack_bytes` returns, which can be cut along its rows.
+def stored_shape(k_padded: int, n_padded: int, bits: int, layout: str) -> tuple[int, ...]:
+    """The shape that layers and files give the bytes of a weight: a view of what `pack_bytes` returns.
 
-    tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K; tiled_fp8 likewise
+    tiled        [N / 64, K / 64 * block_bytes]    panels of columns: dim 0 is N, dim 1 is K
+    tiled_fp8    [N / 64, K / 64, block_bytes]     the same
     cpu          [N / 32, K * 4 * bits]            the same with panels of 32 columns
     interleaved  [N / I, K * I * bits / 8]         lines of I = 16 / bits columns
     row_major    [K * (N * bits / 256), 32]        rows of K, cut into 32 bytes
 
-    No two of LAYOUTS have the same shape for one weight: 32 bytes are fewer than a line or a panel has.
+    No two layouts have the same shape for one weight: 32 bytes are fewer than a line or a panel has.
     """
+    if layout == TILED_FP8:
+        return n_padded // TILE, k_padded // TILE, block_bytes(bits)
     if layout in SLICED_LAYOUTS:
         panel = column_step(bits, layout)
         return n_padded // panel, k_padded * panel * bits // 8

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from ..activation_dtype import check_layer_layout
 from ..dense import check_weight_dtype, default_group_size, resolve_group_size
 from ..device import check_visible
 from ..heuristics.arch import Arch
 from ..heuristics.problem import CODE_FORMATS, check_group_size
-from ..layout import LAYOUTS, padded_shape, stored_shape
+from ..layout import LAYOUTS, TILED_FP8, padded_shape, stored_shape
 from ..packed import PackedWeight, format_bits
 from ..packing import repack, resolve_layout
 from ..quantize_codes import check_scales_as
@@ -281,8 +282,9 @@ class PackedLayer(torch.nn.Module):
         shape = tuple(getattr(state_dict.get(f"{prefix}qweight"), "shape", expected))
         if shape == expected:
             return
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *([TILED_FP8] if format_bits(self.format) == 4 else [])):
             if shape == self._stored_shape(layout):
+                check_layer_layout(f"state dict: {prefix}qweight", layout, self.activations)
                 raise ValueError(
                     f"state dict: {prefix}qweight: expected {list(expected)} for layout {self.layout!r}, got "
                     f"{list(shape)}, the shape of layout {layout!r}; make the layer for a GPU of that layout (arch=), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,6 @@ class Linear(PackedLayer):
 
     The state dict holds the tensors alone. It loads into a layer that was made with the same arguments, for a GPU of
     the same layout: a state of another layout has another shape and is refused, unless its metadata says what it is.
-    ("tiled" and "tiled_fp8" have one shape: there only the metadata tells.)
     State dicts of earlier versions, with one-dimensional bytes and an `_extra_state`, load as well.
 
     `.half()`, `.bfloat16()` and `.float()` convert scales, zeros and bias, and with them the dtype of x that the module
@@ -293,7 +293,7 @@ class Linear(PackedLayer):
         rows = self._stored_shape(layout)
         data = state.get(f"{prefix}qweight")
         if isinstance(data, torch.Tensor):
-            state[f"{prefix}qweight"] = weight = data.view(rows) if data.numel() == rows[0] * rows[1] else data
+            state[f"{prefix}qweight"] = weight = data.view(rows) if data.numel() == math.prod(rows) else data
             code = fields.get("code")
             if weight.dtype == torch.uint8 and weight.shape == rows and code is not None:
                 flat = PackedWeight(weight.view(-1), self.in_features, self.out_features, self.format, layout, code)

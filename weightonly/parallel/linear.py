@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -202,7 +203,7 @@ class ParallelLinear(Linear):
 
     def _as_dtensor(self, name: str, tensor: torch.Tensor, placement: Placement) -> DTensor:
         shape = self.full_shape(name)
-        stride = (1,) if len(shape) == 1 else (shape[1], 1)
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return DTensor.from_local(
             tensor.contiguous(), self.exchange.mesh, [placement], run_check=False, shape=shape, stride=stride
         )
