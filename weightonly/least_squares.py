@@ -124,7 +124,8 @@ class Search:
 def squares(block: torch.Tensor, scale: torch.Tensor, round_: Round, scratch: torch.Tensor) -> torch.Tensor:
     """The sum of squares of what rounding changes, fp64 (G, n).
 
-    round_: less the zero point, where there is one. scale: fp32 (G, n). scratch: fp32 (2 or more, g, G, n), overwritten.
+    round_: less the zero point, where there is one. scale: fp32 (G, n). scratch: fp32 (2 or more, g, G, n),
+    overwritten.
     """
     ratio = torch.div(block, scale, out=scratch[0])
     off = round_(ratio, scratch[1]).sub_(ratio)

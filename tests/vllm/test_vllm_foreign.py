@@ -11,9 +11,8 @@ import torch
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
-from tests import ROOT
+from tests import ROOT, unknown_cases
 from tests import formats_llama as llama
-from tests import unknown_cases
 from tests.unknown_cases import CASES
 from tests.vllm import vllm_cases as cases
 from tests.vllm.test_vllm_folders import FOLDERS, integers, write

@@ -65,7 +65,7 @@ def fresh(
 
 
 def quantized_layer(w: torch.Tensor, search: Any) -> wo.nn.Linear:
-    linear = torch.nn.Linear(*w.shape, bias=False)
+    linear = torch.nn.Linear(w.shape[0], w.shape[1], bias=False)
     linear.weight = torch.nn.Parameter(w.t())
     return wo.nn.Linear.from_linear(linear, group_size=64, symmetric=False, arch="cpu", search=search)
 
