@@ -101,6 +101,12 @@ MUTATIONS = [
         "experts_autograd",
         [
             ("rows of no expert", "by_slices", "[offs, offs.new_full((1,), grad.shape[0])]", "[offs, offs[-1:]]"),
+            (
+                "columns of a bias in one place",
+                "_bias_gradient_op",
+                "result[:, begin : begin + step]",
+                "result[:, :step]",
+            ),
             ("no weights of zeros", "_dequantized_rows", "workspace[:, experts] = 0", "workspace[:, experts] = 1"),
             ("slices in one place", "by_slices", "result[:, begin:end] = part", "result[:, : end - begin] = part"),
             ("columns that are padded", "_dequantized_rows", "[..., : w.n]", ""),

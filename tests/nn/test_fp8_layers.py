@@ -226,9 +226,7 @@ def test_weights_and_states_that_do_not_go_with_it() -> None:
     for assign in (False, True):  # a file of safetensors has no metadata: the shape of the bytes tells
         with pytest.raises(ValueError, match=r"qweight: .*'tiled_fp8'; make the layer with activations='fp8'"):
             of_16_bits.load_state_dict(dict(layer.state_dict()), assign=assign)
-        with pytest.raises(
-            ValueError, match=r"qweight: .*'tiled'; repack it, or make the layer without activations"
-        ):
+        with pytest.raises(ValueError, match=r"qweight: .*'tiled'; repack it, or make the layer without activations"):
             layer.load_state_dict(dict(of_16_bits.state_dict()), assign=assign)
     again = layer_of()
     again.load_state_dict(dict(layer.state_dict()))
