@@ -72,4 +72,9 @@ struct GroupedGemmParams {
   int32_t is_in_layer;
 };
 
+/// y[t] = x_scales[t] * x[t] * w[e] + bias[e], as Fp8GemmParams has it.
+struct Fp8GroupedGemmParams : GroupedGemmParams {
+  float const* x_scales;  // [m], 4-byte aligned
+};
+
 }  // namespace weightonly

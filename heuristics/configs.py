@@ -18,11 +18,14 @@ CONFIGS = _configs(grouped=False)
 FP8_CONFIGS = _configs(grouped=False, x_bytes=1)
 """Configurations that take x in E4M3 with a scale for each row, and nothing else."""
 
-FITTED_CONFIGS = tuple(c for c in (*CONFIGS, *FP8_CONFIGS) if not c.groups_of_16)
-"""Configurations that measurements are fitted for. The others borrow their constants: `KernelConfig.measured`."""
+FITTED_CONFIGS = tuple(c for c in (*CONFIGS, *FP8_CONFIGS) if c.is_verified and not c.groups_of_16)
+"""Configurations that measurements are fitted for. Those of groups of 16 borrow constants: `KernelConfig.measured`."""
 
 GROUPED_CONFIGS = _configs(grouped=True)
 """Configurations of grouped products, which compute nothing else."""
+
+GROUPED_FP8_CONFIGS = _configs(grouped=True, x_bytes=1)
+"""The same with x as FP8_CONFIGS have it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ TYPES: tuple[TypeConfig, ...] = tuple(
     for dtype in ("f16", "bf16")
     for format in INTEGER_FORMATS
     for mode in ("channel", "group", "group_zeros")
-) + tuple(TypeConfig(dtype, "code4", "group") for dtype in ("f16", "bf16"))
+) + tuple(TypeConfig(dtype, format, "group") for format in ("code4", "mxfp4") for dtype in ("f16", "bf16"))
 
 
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:

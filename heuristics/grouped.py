@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .configs import GROUPED_CONFIGS, KernelConfig
+from .configs import GROUPED_CONFIGS, GROUPED_FP8_CONFIGS, KernelConfig
 from .families.grouped_decode_sm90 import MAX_ROW_TILES, MAX_SORTED_CHOICES, GroupedDecodeSm90
 from .families.grouped_sm90 import MAX_TILES
 from .h200 import GROUPED
@@ -60,7 +60,7 @@ def _times_us(problem: Problem, experts: int, is_gated: bool = False) -> dict[Ke
     """Of all configurations that compute it."""
     return {
         c: c.rules.grouped_us(c, problem, experts, is_gated)
-        for c in GROUPED_CONFIGS
+        for c in (*GROUPED_CONFIGS, *GROUPED_FP8_CONFIGS)
         if c.is_verified and c.rules.is_calibrated(c, problem.format) and why_not_grouped(c, problem, experts) is None
     }
 

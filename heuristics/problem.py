@@ -63,7 +63,10 @@ K_ALIGNMENT = 64
 LAYOUTS: tuple[str, ...] = ("row_major", "interleaved", "tiled")
 
 FP8_LAYOUT = "tiled_fp8"
-"""The layout of kernels that take x in E4M3: symmetric int4 alone. Those of LAYOUTS take x in 16 bits."""
+"""The layout of kernels that take x in E4M3. Those of LAYOUTS take x in 16 bits."""
+
+FP8_FORMATS: tuple[str, ...] = ("int4", "mxfp4")
+"""Formats in FP8_LAYOUT, without zeros: their weights are exact in E4M3."""
 
 CODE_LAYOUTS: tuple[str, ...] = ("interleaved", "tiled")
 """Layouts that codes are packed in."""
@@ -90,12 +93,12 @@ def is_read(layout: str, arch: int) -> bool:
 class Problem:
     """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
 
-    `format` is one of FORMATS; CODE_FORMATS become "code4". `group_size` is in elements of K; -1 means per channel.
-    `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer. `layout` is the
-    packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1, an
-    unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that `gemm`
-    takes nowhere or that is not the format's, or codes in a layout that has none or with zeros; TypeError for a size
-    that is no int.
+    `format` is one of FORMATS; but in FP8_LAYOUT CODE_FORMATS become "code4". `group_size` is in elements of K; -1
+    means per channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer.
+    `layout` is the packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1,
+    an unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that
+    `gemm` takes nowhere or that is not the format's, or codes in a layout that has none or with zeros; TypeError for a
+    size that is no int.
     """
 
     m: int
@@ -125,18 +128,22 @@ class Problem:
             object.__setattr__(self, "layout", layouts_of(self.arch)[0])
         elif self.layout not in (*LAYOUTS, FP8_LAYOUT):
             raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, FP8_LAYOUT))}, got {self.layout!r}")
-        if self.layout == FP8_LAYOUT and (self.format != "int4" or self.zeros):
+        if self.layout == FP8_LAYOUT and (self.format not in FP8_FORMATS or self.zeros):
             got = f"{self.format} with zeros" if self.zeros else self.format
-            raise ValueError(f"format must be int4 without zeros in layout {FP8_LAYOUT!r}, got {got}")
+            expected = " or ".join(FP8_FORMATS)
+            raise ValueError(f"format must be {expected} without zeros in layout {FP8_LAYOUT!r}, got {got}")
         if is_code:
-            if self.layout not in CODE_LAYOUTS:
+            if self.layout not in (*CODE_LAYOUTS, FP8_LAYOUT):
                 expected = " or ".join(map(repr, CODE_LAYOUTS))
                 raise ValueError(f"layout must be {expected} for {self.format}, got {self.layout!r}")
             if self.zeros:
                 raise ValueError(f"zeros must be False for {self.format}, got True")
             check_format_groups(self.format, self.group_size, self.k)
-            object.__setattr__(self, "format", "code4")
-        if is_code and self.group_size in (-1, self.k, self.k_padded):
+            if self.layout == FP8_LAYOUT:
+                object.__setattr__(self, "group_size", FORMAT_GROUPS[self.format])
+            else:
+                object.__setattr__(self, "format", "code4")
+        if self.format == "code4" and self.group_size in (-1, self.k, self.k_padded):
             object.__setattr__(self, "group_size", self.k_padded)  # one group: codes have no kernels per channel
         else:
             check_group_size(self.group_size, self.k)
@@ -152,7 +159,7 @@ class Problem:
 
     @property
     def per_channel(self) -> bool:
-        return self.format != "code4" and self.group_size in (-1, self.k)
+        return self.format not in CODE_FORMATS and self.group_size in (-1, self.k)
 
     @property
     def k_padded(self) -> int:

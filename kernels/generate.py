@@ -18,7 +18,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heuristics.arch import PTX, target_number
-from heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from heuristics.configs import (
+    CONFIGS,
+    FP8_CONFIGS,
+    GROUPED_CONFIGS,
+    GROUPED_FP8_CONFIGS,
+    KernelConfig,
+    TypeConfig,
+    kernel_types,
+)
 
 ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 SCALE_MODES = {"channel": "kChannel", "group": "kGroup", "group_zeros": "kGroupZeros"}
@@ -102,7 +110,7 @@ class Kernel:
             scale_mode=SCALE_MODES[self.types.scale_mode],
             constants="\n".join(f"  static constexpr int {k} = {v};" for k, v in constants.items()),
             symbol=self.symbol,
-            family=family.name,
+            family=family.launcher or family.name,
             params=self.params,
         )
 
@@ -189,7 +197,8 @@ def all_kernels(unverified: bool = False) -> list[Kernel]:
 
     unverified: those, too, that no GPU has run.
     """
-    configs = (c for c in (*CONFIGS, *FP8_CONFIGS, *GROUPED_CONFIGS) if not c.unfused and (unverified or c.is_verified))
+    every = (*CONFIGS, *FP8_CONFIGS, *GROUPED_CONFIGS, *GROUPED_FP8_CONFIGS)
+    configs = (c for c in every if not c.unfused and (unverified or c.is_verified))
     return [Kernel(config, types) for config in configs for types in kernel_types(config)]
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import weightonly as wo
+from weightonly.codebooks import codebook
 from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.configs import KernelConfig, TypeConfig
 from weightonly.heuristics.legal import why_not
-from weightonly.heuristics.problem import CODE_LAYOUTS, layouts_of
+from weightonly.heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
 from weightonly.kernels import is_compiled, runs_on
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -39,7 +40,7 @@ class Case:
     def mode(self) -> str:
         if self.zeros:
             return "group_zeros"
-        return "channel" if self.group_size == -1 and self.format != "code4" else "group"
+        return "channel" if self.group_size == -1 and self.format not in CODE_FORMATS else "group"
 
     @property
     def groups(self) -> int:
@@ -60,7 +61,10 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
     """exact: scales are powers of two, zeros and codebooks integers, so that every product and sum is exact in fp32."""
     limit = 128 if case.format == "int8" else 8
     q = torch.randint(-limit, limit, (case.k, case.n), generator=g, dtype=torch.int8)
-    values, dtype = q.double(), DTYPES[case.dtype]
+    values, table, dtype = q.double(), None, DTYPES[case.dtype]
+    if case.format == "mxfp4":
+        q = q + 8
+        values = codebook("mxfp4").double()[q.int()]
     if case.format == "code4":
         q, order = q + 8, torch.randperm(16, generator=g)
         # Kernels hold the codebook in the dtype of x. 32 weights share each rounding, which does not average out.
@@ -68,7 +72,9 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
         values = table.double()[q.int()]
     shape = (case.groups, case.n)
     if exact:
-        scales = torch.exp2(torch.randint(-2, 2, shape, generator=g).double()).to(dtype)
+        # Codes of E2M1 have halves, and tensor cores keep 14 bits of a sum.
+        lowest = -1 if case.format == "mxfp4" else -2
+        scales = torch.exp2(torch.randint(lowest, 2, shape, generator=g).double()).to(dtype)
         zeros = torch.randint(-limit // 2, limit // 2, shape, generator=g).to(dtype)
     else:
         scales = (torch.rand(shape, generator=g) * 0.02 + 0.001).to(dtype)
@@ -76,10 +82,7 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
     offset = zeros.double() if case.zeros else torch.zeros(shape, dtype=torch.float64)
     rows = case.k // case.groups
     w64 = (values.view(case.groups, rows, case.n) - offset[:, None]) * scales.double()[:, None]
-    if case.format == "code4":
-        qweight = wo.preprocess(q, format="code4", code=table, layout=layout)
-    else:
-        qweight = wo.preprocess(q, bits=8 if case.format == "int8" else 4, layout=layout)
+    qweight = wo.preprocess(q, format=case.format, code=table, layout=layout)
     return Operands(
         qweight.to("cuda"),
         scales.cuda(),

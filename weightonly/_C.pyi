@@ -180,6 +180,7 @@ class GroupedPlan:
         ldx: int,
         ldy: int,
         stream: int,
+        x_scales: int,
         /,
     ) -> None: ...
     def launch_choices(

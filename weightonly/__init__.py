@@ -30,7 +30,7 @@ from .formats import load_checkpoint
 from .gate import Gate
 from .gemm import gemm
 from .grouped import grouped_gemm
-from .kernels import cuda_built, fp8_kernels, grouped_kernels, kernels
+from .kernels import cuda_built, fp8_kernels, grouped_fp8_kernels, grouped_kernels, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
 from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
@@ -70,6 +70,7 @@ __all__ = [
     "fp8_kernels",
     "fused_experts",
     "gemm",
+    "grouped_fp8_kernels",
     "grouped_gemm",
     "grouped_kernels",
     "heuristics",

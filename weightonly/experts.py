@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from .args import CPU_DTYPES, GroupedArgs
+from .fp8_args import Fp8GroupedArgs
 from .gate import Gate
 from .gemm import autocast
-from .grouped import Product
+from .grouped import Product, grouped_fp8
 from .ops.around_experts import combine, runs, sort_by_expert
+from .ops.quantize_activations import quantize_activations
 from .packed import PackedWeight
 from .plain import is_watched
 from .plan import cache
@@ -30,6 +32,8 @@ def fused_experts(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     activation: str | Gate | None = "silu",
+    *,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
 
@@ -44,6 +48,9 @@ def fused_experts(
     topk_weights  [M, top_k], any float dtype; used in fp32.
     activation    act, on the gate alone: None or "identity", "relu", "relu2", "gelu" (the erf form), "gelu_tanh",
                   "silu" or "situ"; "swigluoai", the gate of gpt-oss; or a `Gate`, for one with a limit.
+    x_scales      fp32 [M], for an x of float8_e4m3fn, as `quantize_activations` makes both. What is between the
+                  products is rounded to E4M3 by it, too. The result, bias and all else have the dtype of scales; there
+                  are no gradients. On a GPU for weights in layout "tiled_fp8", H and I being multiples of 16.
 
     Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
     top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
@@ -54,10 +61,13 @@ def fused_experts(
     Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
     than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
     """
-    require_dtype("x", x, CPU_DTYPES)
+    if x_scales is None:
+        require_dtype("x", x, CPU_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
     first, second = _product("w13", w13), _product("w2", w2)
+    if x_scales is not None:
+        return _in_fp8(x, x_scales, topk_ids, topk_weights, first, activation, second)
     x = autocast(x, first.operand.scales)
     gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
     # What is checked depends on shapes, dtypes and devices alone: a layer is checked once.
@@ -72,7 +82,38 @@ def fused_experts(
     return run_experts(x, topk_ids, topk_weights, first.operand.experts or 0, first, gate, second)
 
 
-def _check_weights(x: torch.Tensor, first: Product, gate: Gate, second: Product) -> None:
+def _in_fp8(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    first: Product,
+    activation: str | Gate | None,
+    second: Product,
+) -> torch.Tensor:
+    """`fused_experts` of x in E4M3."""
+    gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
+    _check_weights(x, first, gate, second, x_scales)
+    _check_choice(x, ids, weights)
+    experts, top_k = first.operand.experts or 0, ids.shape[1]
+    if x.shape[1] % 2:
+        x = torch.nn.functional.pad(x.view(torch.uint8), (0, 1)).view(x.dtype)
+    pairs, offs, places = sort_by_expert(x.view(torch.float16), ids, experts)  # rows of 8 bits move in pairs
+    rows = pairs.view(x.dtype)[:, : first.operand.k]  # (T = M * top_k, H)
+    row_scales = torch.empty_like(places, dtype=torch.float32)
+    row_scales[places.long()] = x_scales.repeat_interleave(top_k)
+
+    def product(of: Product, rows: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
+        return grouped_fp8(Fp8GroupedArgs(rows, of.operand, row_scales, offs, of.bias, has_rest=True))
+
+    between = gate(product(first, rows, row_scales))  # (T, I)
+    y = product(second, *quantize_activations(between))
+    return combine(y, weights, ids, offs, places, y.dtype)
+
+
+def _check_weights(
+    x: torch.Tensor, first: Product, gate: Gate, second: Product, x_scales: torch.Tensor | None = None
+) -> None:
     w13, w2 = first.operand, second.operand
     columns, inner, experts = w13.n, w2.k, w13.experts
     if w13.k != x.shape[1]:
@@ -84,8 +125,12 @@ def _check_weights(x: torch.Tensor, first: Product, gate: Gate, second: Product)
         raise ValueError(f"w2: expected {expected}, got {w2.experts} with N = {w2.n}")
     for name, rows, product in (("w13", x, first), ("w2", x.new_empty(0, inner), second)):
         offs = torch.zeros(experts or 0, dtype=torch.int32, device=x.device)
+        args = GroupedArgs(rows, product.operand, offs, product.bias)
+        if x_scales is not None:
+            scales = x_scales if rows is x else x_scales.new_empty(0)
+            args = Fp8GroupedArgs(rows, product.operand, scales, offs, product.bias)
         try:
-            GroupedArgs(rows, product.operand, offs, product.bias).check()
+            args.check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Fp8Args: the arguments of a `gemm` of activations in 8 bits, and what each of them must be."""
+"""Fp8Args and Fp8GroupedArgs: the arguments of products of activations in 8 bits, and what each of them must be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .args import CUDA_DTYPES, OP_SCHEMA, GemmArgs
+from .args import CUDA_DTYPES, OP_SCHEMA, GemmArgs, GroupedArgs
 from .heuristics import KernelConfig
 from .layout import TILED_FP8
 from .packed import PackedWeight
@@ -26,23 +26,12 @@ def check_fp8_layout(x: torch.Tensor, layout: str) -> None:
         )
 
 
-class Fp8Args(GemmArgs):
-    """The arguments of one call with x_scales. The result, bias and `out` have the dtype of the scales."""
+class _WithXScales(GemmArgs):
+    """What a call with x_scales changes. The result, bias and `out` have the dtype of the scales."""
 
-    __slots__ = ("x_scales",)
+    __slots__ = ()
 
-    def __init__(
-        self,
-        x: torch.Tensor,
-        weight: QuantizedWeight,
-        x_scales: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        out: torch.Tensor | None = None,
-        config: KernelConfig | None = None,
-    ) -> None:
-        super().__init__(x, weight, bias, activation, out, config)
-        self.x_scales = x_scales
+    x_scales: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,14 +47,8 @@ class Fp8Args(GemmArgs):
         return *super().key(), s.shape, s.is_contiguous() or s.stride(), s.dtype, s.device
 
     def to_op(self) -> tuple[Any, ...]:
-        """The arguments of FP8_OP_SCHEMA: all but `out` and `config`."""
+        """The arguments of the operator: all but `out` and `config`."""
         return *super().to_op(), self.x_scales
-
-    @classmethod
-    def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8Args:
-        """The inverse of `to_op`."""
-        *weight, scales, zeros, bias, activation, perm, x_scales = rest
-        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), x_scales, bias, activation)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return super().tensors() | {"x_scales": self.x_scales}
@@ -107,3 +90,50 @@ class Fp8Args(GemmArgs):
     def check_like(self, name: str, tensor: torch.Tensor) -> None:
         check_dtype(name, tensor, self.dtype, "scales have")
         check_device(name, tensor, "x", self.x)
+
+
+class Fp8Args(_WithXScales):
+    """The arguments of one call of `gemm` with x_scales."""
+
+    __slots__ = ("x_scales",)
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: QuantizedWeight,
+        x_scales: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        out: torch.Tensor | None = None,
+        config: KernelConfig | None = None,
+    ) -> None:
+        super().__init__(x, weight, bias, activation, out, config)
+        self.x_scales = x_scales
+
+    @classmethod
+    def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8Args:
+        """The inverse of `to_op`."""
+        *weight, scales, zeros, bias, activation, perm, x_scales = rest
+        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), x_scales, bias, activation)
+
+
+class Fp8GroupedArgs(_WithXScales, GroupedArgs):
+    """The arguments of one call of `grouped_gemm` with x_scales."""
+
+    __slots__ = ("x_scales",)
+
+    def __init__(self, x: torch.Tensor, weight: QuantizedWeight, x_scales: torch.Tensor, *rest: Any, **named: Any):
+        """rest, named: as for GroupedArgs, from `offs` on."""
+        super().__init__(x, weight, *rest, **named)
+        self.x_scales = x_scales
+
+    @classmethod
+    def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8GroupedArgs:
+        """The inverse of `to_op`."""
+        *rest_of_16_bits, x_scales = rest
+        args = GroupedArgs.from_op(x, *rest_of_16_bits)
+        return cls(x, args.weight, x_scales, args.offs, args.bias, args.activation, has_rest=args.has_rest)
+
+    def of_expert(self, expert: int, begin: int, end: int) -> Fp8Args:
+        args = super().of_expert(expert, begin, end)
+        return Fp8Args(args.x, args.weight, self.x_scales[begin:end], args.bias, args.activation, args.out)

@@ -59,7 +59,7 @@ def gemm(
     x_scales    None, or fp32 [...]: what `quantize_activations` returned with x, which is float8_e4m3fn then;
                 y = act(x_scales * (x @ w) + bias) in the dtype of scales, which bias and out have, too. On CUDA for
                 compute capability 9.0 and weights in layout "tiled_fp8": int4, symmetric, groups of 32, a multiple of
-                64, or K. It has no gradients.
+                64, or K; MXFP4 on the CPU. It has no gradients.
 
     Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
 

@@ -13,6 +13,7 @@ import torch
 
 from . import autograd
 from .args import OP_SCHEMA, GroupedArgs
+from .fp8_args import Fp8GroupedArgs
 from .gemm import autocast, compute, dispatch, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
@@ -35,6 +36,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     config: KernelConfig | None = None,
     perm: torch.Tensor | None = None,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
 
@@ -50,6 +52,8 @@ def grouped_gemm(
     out         [T, N], the result's tensor, if it is there already; must not overlap an input.
     config      the kernel to run, one of `grouped_kernels()` (CUDA only); default: what suits T rows of E experts.
     perm        [E, K] int32 or int64, act-order: perm[e] is the order of expert e, see `gemm`.
+    x_scales    fp32 [T], for an x of float8_e4m3fn, as `gemm` has it: the result and bias have the dtype of scales, and
+                there are no gradients. `config` is one of `grouped_fp8_kernels()`.
 
     Returns [T, N] in the dtype of x; T = 0 gives an empty result. Results are bit-identical from run to run.
 
@@ -72,6 +76,8 @@ def grouped_gemm(
     """
     weight = weight_of(qweight, scales, zeros, perm)
     ends: Any = offs  # the checks find that it is None
+    if x_scales is not None:
+        return grouped_fp8(Fp8GroupedArgs(x, weight, x_scales, ends, bias, activation, out, config))
     return grouped(GroupedArgs(autocast(x, weight._scales), weight, ends, bias, activation, out, config))
 
 
@@ -95,6 +101,13 @@ def rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tupl
 def grouped(args: GroupedArgs) -> torch.Tensor:
     """`grouped_gemm` of arguments in one object."""
     return dispatch(args, _grouped_op) if needs_dispatch(args) else _compute(args)
+
+
+def grouped_fp8(args: Fp8GroupedArgs) -> torch.Tensor:
+    """The same of x in 8 bits."""
+    if torch.is_grad_enabled():
+        args.check_no_gradient()
+    return dispatch(args, _fp8_op) if needs_dispatch(args) else _compute(args)
 
 
 @torch.no_grad()
@@ -161,7 +174,7 @@ class ExpertsPlan(Plan):
 
     def run(self, args: Any) -> torch.Tensor:
         if args.out is None:
-            args.out = args.x.new_empty(self.shape)
+            args.out = args.new_result()
         rows = rows_of(args.offs, args.x.shape[0], args.has_rest)
         for expert, begin, end in rows:
             compute(args.of_expert(expert, begin, end), checks_out=False)
@@ -183,3 +196,15 @@ def _result_of_op(x: torch.Tensor, data: torch.Tensor, k: int, n: int, *rest: An
 
 
 _grouped_op.register_autograd(autograd.backward, setup_context=autograd.setup_context)
+
+
+@torch.library.custom_op(
+    "weightonly::grouped_gemm_fp8", mutates_args=(), schema=_OP_SCHEMA.replace(") ->", ", Tensor x_scales) ->")
+)
+def _fp8_op(*operands: Any) -> torch.Tensor:
+    return _compute(Fp8GroupedArgs.from_op(*operands))
+
+
+@_fp8_op.register_fake
+def _result_of_fp8_op(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return Fp8GroupedArgs.from_op(x, *rest).new_result()

@@ -12,7 +12,15 @@ from . import build_info
 from .build_info import BuildInfo
 from .device import device_arch
 from .heuristics.arch import PTX, target_number
-from .heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from .heuristics.configs import (
+    CONFIGS,
+    FP8_CONFIGS,
+    GROUPED_CONFIGS,
+    GROUPED_FP8_CONFIGS,
+    KernelConfig,
+    TypeConfig,
+    kernel_types,
+)
 from .version import VERSION
 
 
@@ -145,6 +153,11 @@ def fp8_kernels(device: int | None = None) -> list[KernelConfig]:
 def grouped_kernels(device: int | None = None) -> list[KernelConfig]:
     """The same for `grouped_gemm(..., config=c)`: kernels that compute the rows of all experts in one launch."""
     return _here(GROUPED_CONFIGS, device)
+
+
+def grouped_fp8_kernels(device: int | None = None) -> list[KernelConfig]:
+    """The same for `grouped_gemm(..., x_scales=..., config=c)`."""
+    return _here(GROUPED_FP8_CONFIGS, device)
 
 
 def _here(configs: tuple[KernelConfig, ...], device: int | None) -> list[KernelConfig]:

@@ -12,7 +12,7 @@ import torch
 from .codebooks import codebook_of, codebook_on
 from .dense import WEIGHT_DTYPES, resolve_group_size
 from .device import check_visible
-from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS
+from .heuristics.problem import CODE_FORMATS, FORMAT_GROUPS, FORMATS, FP8_FORMATS
 from .layout import SLICED_LAYOUTS, TILE, TILED_FP8, Range, check_code_layout, check_layout, cut_bytes, padded_shape
 from .plain import PLAIN
 from .require import require_bool, require_dtype, require_int, require_memory
@@ -30,7 +30,7 @@ class PackedWeight:
         a number in a codebook of 16; "fp8" for floats of 8 bits (E4M3).
     layout: the order of the bytes, "row_major", "interleaved", "tiled" or "tiled_fp8" for GPUs, "cpu" for CPUs; their
         number and shape cannot tell. Codes are "interleaved", "tiled" or "cpu"; "tiled_fp8" is for x in float8_e4m3fn
-        and has "int4" without zeros alone.
+        and has "int4" without zeros, and "mxfp4".
     code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
         holds 16 floats, rounded to fp32, for every format of 4-bit codes, and None for others.
     group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
@@ -81,10 +81,8 @@ class PackedWeight:
         experts: int | None = None,
     ) -> None:
         bits = format_bits(format)
-        check_layout(layout)
         self.is_code = format in CODE_FORMATS
-        if self.is_code:
-            check_code_layout(bits, layout)
+        check_format_layout(format, layout)
         codebook = codebook_of(format, code)
         for name, size in (("k", k), ("n", n), ("experts", 1 if experts is None else experts)):
             require_int(name, size, least=1)
@@ -312,6 +310,13 @@ def format_groups(format: str, group_size: int | None, k: int) -> int | None:
     if group_size is not None and resolve_group_size(group_size, k) != expected:
         raise ValueError(f"group_size: expected {expected} for {format}, got {group_size}")
     return expected
+
+
+def check_format_layout(format: str, layout: str) -> None:
+    """Raises ValueError unless weights of a format are packed in a layout, or for an unknown layout."""
+    check_layout(layout)
+    if format in CODE_FORMATS and (layout, format in FP8_FORMATS) != (TILED_FP8, True):
+        check_code_layout(format_bits(format), layout)
 
 
 def format_bits(format: str) -> int:

@@ -16,15 +16,13 @@ from .layout import (
     TILED,
     TILED_FP8,
     check_bits,
-    check_code_layout,
-    check_layout,
     column_step,
     matrix_shape,
     pack_bytes,
     padded_shape,
     unpack_bytes,
 )
-from .packed import PackedWeight, format_bits, format_groups
+from .packed import PackedWeight, check_format_layout, format_bits, format_groups
 from .require import require_bool, require_device, require_dtype, require_memory, require_numbers, require_tensor
 
 FLOAT_DTYPES = {"fp8": torch.float8_e4m3fn}
@@ -82,8 +80,8 @@ def preprocess(
     bits: 4 or 8; None: those of `format`, or 4.
     arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
         torch.cuda.get_device_capability returns; or "cpu".
-    layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 alone. With
-        neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
+    layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 and mxfp4.
+        With neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
     format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
         codes of `code`, "fp8" for 8-bit floats.
     code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
@@ -241,9 +239,7 @@ def resolve_layout(
         raise ValueError(f"arch: expected {archs} for {format}, which has no layout for other GPUs, got {arch!r}")
     if layout is None:
         return record_code_layout(arch, device) if is_code else default_layout(device, arch, activations)
-    check_layout(layout)
-    if is_code:
-        check_code_layout(format_bits(format), layout)
+    check_format_layout(format, layout)
     if arch is not None and layout_for_arch(arch) != layout:
         raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
     return layout

@@ -8,11 +8,12 @@ from .gemm_sm70 import GemmSm70
 from .gemm_sm75 import GemmSm75
 from .gemm_sm80 import GemmSm80
 from .gemm_sm90 import GemmSm90
-from .gemm_sm90_fp8 import GemmSm90Fp8
+from .gemm_sm90_fp8 import GemmSm90Fp8, GemmSm90Fp8Mx
 from .gemv import Gemv
 from .grouped_decode_sm90 import GroupedDecodeSm90
 from .grouped_sm80 import GroupedSm80
 from .grouped_sm90 import GroupedSm90
+from .grouped_sm90_fp8 import GroupedSm90Fp8, GroupedSm90Fp8Mx
 
 __all__ = ["FAMILIES", "Family", "KernelConfig"]
 
@@ -23,12 +24,15 @@ _IN_ORDER: tuple[Family, ...] = (
     DecodeSm90(),
     GemmSm90(),
     GemmSm90Fp8(),
+    GemmSm90Fp8Mx(),
     GemmSm75(),
     GemmSm70(),
     DequantizeCublasSm75(),
     DequantizeCublasSm90(),
     GroupedDecodeSm90(),
     GroupedSm90(),
+    GroupedSm90Fp8(),
+    GroupedSm90Fp8Mx(),
     GroupedSm80(),
 )
 FAMILIES.update((family.name, family) for family in _IN_ORDER)

@@ -184,6 +184,7 @@ class Family:
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     max_experts            grouped: experts of one launch
     header                 of the kernel, below kernels/gemm
+    launcher               of the family whose function launch_<name> launches it; "": its own
     """
 
     name: ClassVar[str]
@@ -205,6 +206,7 @@ class Family:
     in_layers: ClassVar[bool] = False
     max_experts: ClassVar[int] = 0
     header: ClassVar[str] = ""
+    launcher: ClassVar[str] = ""
 
     # --- its configurations ---
 

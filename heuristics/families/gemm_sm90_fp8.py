@@ -1,8 +1,9 @@
-"""gemm_sm90_fp8: gemm_sm90 with x in E4M3 (kernels/gemm/sm90_fp8/)."""
+"""gemm_sm90_fp8, gemm_sm90_fp8_mx: gemm_sm90 with x in E4M3 (kernels/gemm/sm90_fp8/)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from ..h200 import GEMM_SM90_FP8
@@ -32,16 +33,17 @@ class GemmSm90Fp8(GemmSm90):
     layout = "tiled_fp8"
     header = "sm90_fp8/kernel.cuh"
     x_bytes = 1
-    scale_modes = ("channel", "group")
+    scale_modes: ClassVar[tuple[str, ...]] = ("channel", "group")
     takes_tail = False
     verified = True
     constants = GEMM_SM90_FP8
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
+    formats: ClassVar[tuple[str, ...]] = ("int4",)
 
     def configs(self) -> Iterable[KernelConfig]:
         for tokens, columns, warpgroups_k, _, stages in self.shapes:
             block_k = _WARPGROUP_K * warpgroups_k
-            yield KernelConfig(self.name, tokens, columns, block_k, tokens, 64, stages, 1, ("int4",))
+            yield KernelConfig(self.name, tokens, columns, block_k, tokens, 64, stages, 1, self.formats)
 
     def least_group(self, config: KernelConfig) -> int:
         """The largest tile has no registers for a second main loop."""
@@ -66,3 +68,21 @@ class GemmSm90Fp8(GemmSm90):
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         shape = (config.block_m, config.block_n, self.warpgroups_k(config))
         return super().code_constants(config, format) | {"kChunks": _CHUNKS[shape]}
+
+
+class GemmSm90Fp8Mx(GemmSm90Fp8):
+    """Scales become part of the operand: one main loop for all groups."""
+
+    name = "gemm_sm90_fp8_mx"
+    launcher = GemmSm90Fp8.name
+    scale_modes = ("group",)
+    verified = False
+    constants = replace(GEMM_SM90_FP8, kernels={})
+    formats = ("mxfp4",)
+
+    def least_group(self, config: KernelConfig) -> int:
+        return 32
+
+    def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
+        """There are always scales."""
+        return super().stage_bytes(config, format, False, zeros)

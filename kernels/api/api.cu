@@ -40,11 +40,7 @@ int launch_gemm(int kernel, Params const* params, int x_bytes,
   }
   KernelEntry const& entry = kKernels[kernel];
   if (!check_address(entry.facts.name, params, place)) return 1;
-  if (entry.facts.x_bytes != x_bytes) {
-    std::snprintf(place.text, place.bytes, "%s: kernel must be one that takes x in %d bits", entry.facts.name,
-                  8 * x_bytes);
-    return 1;
-  }
+  if (!check_x_bytes(entry.facts, x_bytes, place.text, place.bytes)) return 1;
   if (!check(entry.facts, *params, place.text, place.bytes)) return 1;
   return run_on_device(entry.facts.name, device, place.text, place.bytes, [&] {
     Params complete = *params;
@@ -84,6 +80,8 @@ int wo_struct_bytes(int which) {
       return int(sizeof(Fp8GemmParams));
     case 9:
       return int(sizeof(QuantizeActivationsParams));
+    case 10:
+      return int(sizeof(Fp8GroupedGemmParams));
     default:
       return 0;
   }

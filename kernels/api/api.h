@@ -8,12 +8,12 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 5
+#define WEIGHTONLY_ABI_VERSION 6
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
 /// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams,
-/// 8 Fp8GemmParams, 9 QuantizeActivationsParams; 0 bytes for other numbers. A caller compares them with its own before
-/// all else.
+/// 8 Fp8GemmParams, 9 QuantizeActivationsParams, 10 Fp8GroupedGemmParams; 0 bytes for other numbers. A caller compares
+/// them with its own before all else.
 WEIGHTONLY_API int wo_abi_version();
 WEIGHTONLY_API int wo_struct_bytes(int which);
 
@@ -33,11 +33,13 @@ WEIGHTONLY_API int wo_gemm(int kernel, weightonly::GemmParams const* params, int
 WEIGHTONLY_API int wo_gemm_fp8(int kernel, weightonly::Fp8GemmParams const* params, int device, void* stream,
                                char* message, int message_bytes);
 
-/// The same three functions for grouped products, whose kernels have numbers of their own.
+/// The same four functions for grouped products, whose kernels have numbers of their own.
 WEIGHTONLY_API int wo_grouped_kernel_count();
 WEIGHTONLY_API char const* wo_grouped_kernel_name(int kernel);
 WEIGHTONLY_API int wo_grouped_gemm(int kernel, weightonly::GroupedGemmParams const* params, int device, void* stream,
                                    char* message, int message_bytes);
+WEIGHTONLY_API int wo_grouped_gemm_fp8(int kernel, weightonly::Fp8GroupedGemmParams const* params, int device,
+                                       void* stream, char* message, int message_bytes);
 
 /// Runs FastInterleavedAndBiasedNumericArrayConverter on the host, so that tests need no GPU: `words` packed 32-bit words
 /// of int4 (bits 4) or int8 (bits 8) become 32 / bits elements each, fp16 or, for bf16 != 0, bf16. Returns nonzero for

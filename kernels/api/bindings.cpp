@@ -133,10 +133,11 @@ class GroupedPlan {
   }
 
   void launch(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
-              uintptr_t offs, int64_t ldx, int64_t ldy, uintptr_t stream) const {
-    GroupedGemmParams params = fixed_;
+              uintptr_t offs, int64_t ldx, int64_t ldy, uintptr_t stream, uintptr_t x_scales) const {
+    weightonly::Fp8GroupedGemmParams params = {fixed_, reinterpret_cast<float const*>(x_scales)};
     params.offs = reinterpret_cast<int32_t const*>(offs);
-    run(params, x, weight, scales, zeros, bias, y, ldx, ldy, stream);
+    fill(params, x, weight, scales, zeros, bias, y, ldx, ldy);
+    x_scales == 0 ? enqueue<wo_grouped_gemm>(&params, stream) : enqueue<wo_grouped_gemm_fp8>(&params, stream);
   }
 
   void launch_choices(uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t y,
@@ -146,12 +147,13 @@ class GroupedPlan {
     params.ids = reinterpret_cast<void const*>(ids);
     params.places = reinterpret_cast<int32_t*>(places);
     params.rows = reinterpret_cast<int32_t*>(rows);
-    run(params, x, weight, scales, zeros, bias, y, ldx, ldy, stream);
+    fill(params, x, weight, scales, zeros, bias, y, ldx, ldy);
+    enqueue<wo_grouped_gemm>(&params, stream);
   }
 
  private:
-  void run(GroupedGemmParams& params, uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t bias,
-           uintptr_t y, int64_t ldx, int64_t ldy, uintptr_t stream) const {
+  static void fill(GroupedGemmParams& params, uintptr_t x, uintptr_t weight, uintptr_t scales, uintptr_t zeros,
+                   uintptr_t bias, uintptr_t y, int64_t ldx, int64_t ldy) {
     params.gemm.x = reinterpret_cast<void const*>(x);
     params.gemm.weight = reinterpret_cast<void const*>(weight);
     params.gemm.scales = reinterpret_cast<void const*>(scales);
@@ -162,9 +164,12 @@ class GroupedPlan {
     params.gemm.ldy = ldy;
     // What a layer launches after its first kernel starts early all the same, as a tail does.
     params.gemm.pdl_mode = params.is_in_layer ? int(PdlMode::kPrefetch) : overlap();
+  }
+
+  template <auto kLaunch, class Params>
+  void enqueue(Params const* params, uintptr_t stream) const {
     Failure message;
-    throw_if(wo_grouped_gemm(kernel_, &params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)),
-             message);
+    throw_if(kLaunch(kernel_, params, device_, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
   }
 
   int kernel_;
@@ -311,9 +316,10 @@ void check_library() {
                           int(sizeof(weightonly::GatherParams)),
                           int(sizeof(weightonly::CombineParams)),
                           int(sizeof(weightonly::Fp8GemmParams)),
-                          int(sizeof(weightonly::QuantizeActivationsParams))};
+                          int(sizeof(weightonly::QuantizeActivationsParams)),
+                          int(sizeof(weightonly::Fp8GroupedGemmParams))};
   bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
-  for (int i = 0; same && i < 10; ++i) same = wo_struct_bytes(i) == expected[i];
+  for (int i = 0; same && i < 11; ++i) same = wo_struct_bytes(i) == expected[i];
   if (!same)
     throw pybind11::import_error("weightonly._C and libweightonly_kernels.so are of different builds (interface " +
                                  std::to_string(WEIGHTONLY_ABI_VERSION) + " and " + std::to_string(wo_abi_version()) +
@@ -376,7 +382,7 @@ PYBIND11_MODULE(_C, module) {
            "A grouped kernel by its number, and the fields of GroupedGemmParams that hold for all its launches.")
       .def("launch", &GroupedPlan::launch,
            "Enqueues the kernel. Positional: the addresses of x, weight, scales, zeros, bias, y and offs, the row "
-           "strides of x and y in elements, and the stream.")
+           "strides of x and y in elements, the stream, and the address of x_scales, 0 for x in 16 bits.")
       .def("launch_choices", &GroupedPlan::launch_choices,
            "The same of a kernel that sorts: ids, places and rows in the place of offs.");
 }

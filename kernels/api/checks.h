@@ -88,13 +88,23 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
   return true;
 }
 
-/// The same for kernels that take x in 8 bits.
-inline bool check_fp8_params(KernelFacts const& kernel, Fp8GemmParams const& p, char* message, int message_bytes) {
-  if (!check_params(kernel, p, message, message_bytes)) return false;
-  if (p.x_scales != nullptr && reinterpret_cast<uintptr_t>(p.x_scales) % 4 == 0) return true;
-  std::snprintf(message, message_bytes, "%s: x_scales must be a 4-byte aligned address, got %lld", kernel.name,
-                (long long)p.x_scales);
+/// Whether a kernel takes x in elements of x_bytes.
+inline bool check_x_bytes(KernelFacts const& kernel, int x_bytes, char* message, int message_bytes) {
+  if (kernel.x_bytes == x_bytes) return true;
+  std::snprintf(message, message_bytes, "%s: kernel must be one that takes x in %d bits", kernel.name, 8 * x_bytes);
   return false;
+}
+
+inline bool check_x_scales(KernelFacts const& kernel, float const* x_scales, char* message, int message_bytes) {
+  if (x_scales != nullptr && reinterpret_cast<uintptr_t>(x_scales) % 4 == 0) return true;
+  std::snprintf(message, message_bytes, "%s: x_scales must be a 4-byte aligned address, got %lld", kernel.name,
+                (long long)x_scales);
+  return false;
+}
+
+/// The same as check_params for kernels that take x in 8 bits.
+inline bool check_fp8_params(KernelFacts const& kernel, Fp8GemmParams const& p, char* message, int message_bytes) {
+  return check_params(kernel, p, message, message_bytes) && check_x_scales(kernel, p.x_scales, message, message_bytes);
 }
 
 }  // namespace weightonly

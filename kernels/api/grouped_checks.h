@@ -66,4 +66,11 @@ inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams c
   return true;
 }
 
+/// The same for kernels that take x in 8 bits.
+inline bool check_fp8_grouped_params(GroupedEntry const& kernel, Fp8GroupedGemmParams const& p, char* message,
+                                     int message_bytes) {
+  return check_grouped_params(kernel, p, message, message_bytes) &&
+         check_x_scales(kernel.facts, p.x_scales, message, message_bytes);
+}
+
 }  // namespace weightonly

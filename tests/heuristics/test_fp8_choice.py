@@ -71,9 +71,9 @@ def test_groups_that_the_largest_tile_has_no_registers_for() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "int8"}, "format must be int4 without zeros in layout 'tiled_fp8', got int8"),
+        ({"format": "int8"}, "format must be int4 or mxfp4 without zeros in layout 'tiled_fp8', got int8"),
         ({"format": "nf4"}, "got nf4"),
-        ({"zeros": True}, "format must be int4 without zeros in layout 'tiled_fp8', got int4 with zeros"),
+        ({"zeros": True}, "format must be int4 or mxfp4 without zeros in layout 'tiled_fp8', got int4 with zeros"),
     ],
     ids=str,
 )

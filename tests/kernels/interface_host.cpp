@@ -32,6 +32,7 @@ GroupedEntry const grouped_table[] = {
     {{"grouped_sm90_f16_int4_group", kAnyM, 1, false, 32, 2}, &count_grouped_launch, false, true},
     {{"grouped_sm80_f16_int8_channel", kAnyM, 0, false, 32, 2}, &count_grouped_launch, false, false},
     {{"grouped_decode_sm90_f16_int4_group", kAnyM, 1, false, 32, 2}, &count_grouped_launch, true, true},
+    {{"grouped_sm90_fp8_f16_int4_group", kAnyM, 1, false, 32, 1}, &count_grouped_launch, false, true},
 };
 
 }  // namespace
@@ -41,7 +42,7 @@ namespace weightonly {
 KernelEntry const* const kKernels = table;
 int const kKernelCount = 5;
 GroupedEntry const* const kGroupedKernels = grouped_table;
-int const kGroupedKernelCount = 3;
+int const kGroupedKernelCount = 4;
 char const* const kArchs = "80,90a";
 
 }  // namespace weightonly

@@ -17,19 +17,21 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import weightonly as wo
+from weightonly.codebooks import codebook
 from weightonly.device import device_arch, sm_count
 from weightonly.experts import Product
 from weightonly.gate import Gate
-from weightonly.grouped import GroupedArgs, grouped
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
+from weightonly.heuristics.problem import CODE_FORMATS
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, sort_by_expert
 from weightonly.plan import cache
@@ -58,7 +60,7 @@ class Launch:
 
 
 def launch_of(config: KernelConfig, types: TypeConfig, group_size: int, sms: int) -> Launch:
-    k, n = {16: 656, 32: 480}.get(group_size, 5 * group_size), 72
+    k, n = {16: 656, 32: 992 if config.block_k == 512 else 480}.get(group_size, 5 * group_size), 72
     if config.family == "decode_sm90" and config.split_k > 1:
         # Three tiles and a ragged one per cluster: every buffer and barrier is used a second time.
         n = 3 * resident_clusters(sms, config.split_k) * config.block_n + 8
@@ -75,9 +77,9 @@ def launches(configs: Iterable[KernelConfig], arch: int, sms: int) -> list[Launc
         for types in kernel_types(config):
             if not is_compiled(config, types):
                 continue
-            # gemm_sm90 has other loops for groups that are longer than a k_block.
-            sizes = (32, 128) if config.family == "gemm_sm90" and types.scale_mode != "channel" else (32,)
-            sizes = (16,) if config.groups_of_16 else sizes
+            # gemm_sm90 and gemm_sm90_fp8 have other loops for groups that are longer than a k_block.
+            has_loops = config.family in ("gemm_sm90", "gemm_sm90_fp8") and types.scale_mode != "channel"
+            sizes = (16,) if config.groups_of_16 else (32, 128) if has_loops else (32,)
             for split_k in (1, 2):
                 for size in sizes:
                     one = launch_of(config.with_split_k(split_k), types, size, sms)
@@ -99,29 +101,41 @@ def can_run(one: Launch, arch: int, sms: int) -> bool:
     return True
 
 
+def weights_of(
+    types: TypeConfig, layout: str, shape: tuple[int, ...], generator: torch.Generator
+) -> tuple[wo.PackedWeight, torch.Tensor]:
+    """Random weights [K, N] or [E, K, N] on the GPU, and their numbers."""
+    limit = 128 if types.format == "int8" else 8
+    q = torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8)
+    is_code = types.format in CODE_FORMATS
+    code = torch.arange(-8.0, 8.0) if types.format == "code4" else None
+    packed = wo.preprocess(q + 8 if is_code else q, format=types.format, code=code, layout=layout)
+    return packed.to("cuda"), codebook(types.format)[(q + 8).long()] if types.format == "mxfp4" else q.float()
+
+
+def in_8_bits(x: torch.Tensor) -> dict[str, Any]:
+    """x of integers as `gemm` takes it in E4M3."""
+    return {"x": x.to(torch.float8_e4m3fn).cuda(), "x_scales": torch.ones(len(x), device="cuda")}
+
+
 def is_exact(one: Launch, generator: torch.Generator) -> bool:
     """Launches it; whether the result is the exact one."""
     k, n, types = one.k, one.n, one.types
     groups = 1 if types.scale_mode == "channel" else k // one.group_size
-    limit = 128 if types.format == "int8" else 8
-    q = torch.randint(-limit, limit, (k, n), generator=generator, dtype=torch.int8)
+    qweight, w = weights_of(types, one.config.layout, (k, n), generator)
     scales = torch.full((groups, n), 0.5)
     zeros = (
         torch.randint(-2, 3, (groups, n), generator=generator).float() if types.scale_mode == "group_zeros" else None
     )
     x = torch.randint(-2, 3, (one.m, k), generator=generator).float()
-    w = q.float() - (0 if zeros is None else zeros.repeat_interleave(k // groups, 0))
+    w = w - (0 if zeros is None else zeros.repeat_interleave(k // groups, 0))
     dtype = DTYPES[types.dtype]
     expected = (x @ w * 0.5).to(dtype)
-    layout = one.config.layout
-    if types.format == "code4":
-        qweight = wo.preprocess(q + 8, format="code4", code=torch.arange(-8.0, 8.0), layout=layout).to("cuda")
-    else:
-        qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout).to("cuda")
-    x, scales = x.to(dtype).cuda(), scales.to(dtype).cuda()
+    given = in_8_bits(x) if one.config.rules.x_bytes == 1 else {"x": x.to(dtype).cuda()}
+    scales = scales.to(dtype).cuda()
     zeros = None if zeros is None else zeros.to(dtype).cuda()
     torch.cuda.synchronize()  # from here on the weights are constant
-    y = wo.gemm(x, qweight, scales, zeros=zeros, config=one.config)
+    y = wo.gemm(qweight=qweight, scales=scales, zeros=zeros, config=one.config, **given)
     return torch.equal(y.cpu(), expected)
 
 
@@ -159,10 +173,10 @@ def grouped_launches() -> list[GroupedLaunch]:
     """Layers of as few tokens as kernels sort themselves, and of more."""
     return [
         GroupedLaunch(config, types, tokens)
-        for config in wo.grouped_kernels()
+        for config in (*wo.grouped_kernels(), *wo.grouped_fp8_kernels())
         for types in kernel_types(config)
         if is_compiled(config, types)
-        for tokens in (None, *((9, 140) if config.rules.in_layers else ()))
+        for tokens in (None, *((9, 140) if config.rules.in_layers and config.rules.x_bytes == 2 else ()))
     ]
 
 
@@ -171,21 +185,16 @@ def experts_of(
 ) -> tuple[Product, torch.Tensor]:
     """Five experts on the GPU, and their weights [5, K, N]."""
     types, dtype = one.types, DTYPES[one.types.dtype]
-    groups = 1 if types.scale_mode == "channel" else k // (16 if one.config.groups_of_16 else 64)
-    limit = 128 if types.format == "int8" else 8
-    q = torch.randint(-limit, limit, (5, k, n), generator=generator, dtype=torch.int8)
+    group_size = 16 if one.config.groups_of_16 else 32 if types.format == "mxfp4" else 64
+    groups = 1 if types.scale_mode == "channel" else k // group_size
+    qweight, w = weights_of(types, one.config.layout, (5, k, n), generator)
     zeros = torch.randint(-2, 3, (5, groups, n), generator=generator).float()
     if types.scale_mode != "group_zeros":
         zeros.zero_()
-    w = q.float() - zeros.repeat_interleave(k // groups, 1)
-    layout = one.config.layout
-    if types.format == "code4":
-        qweight = wo.preprocess(q + 8, format="code4", code=torch.arange(-8.0, 8.0), layout=layout)
-    else:
-        qweight = wo.preprocess(q, bits=8 if types.format == "int8" else 4, layout=layout)
+    w = w - zeros.repeat_interleave(k // groups, 1)
     given = zeros.to(dtype).cuda() if types.scale_mode == "group_zeros" else None
     scales = torch.full((5, groups, n), scale, dtype=dtype, device="cuda")
-    return Product(wo.QuantizedWeight(qweight.to("cuda"), scales, given)), w * scale
+    return Product(wo.QuantizedWeight(qweight, scales, given)), w * scale
 
 
 def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
@@ -219,9 +228,10 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
         expected[begin : begin + count] = x[begin : begin + count] @ w[expert]
         begin += count
     offs = torch.tensor(counts).cumsum(0).int().cuda()
-    args = GroupedArgs(x.to(dtype).cuda(), product.operand, offs, config=one.config, has_rest=True)
+    given = in_8_bits(x) if one.config.rules.x_bytes == 1 else {"x": x.to(dtype).cuda()}
     torch.cuda.synchronize()
-    return torch.equal(grouped(args).cpu(), expected.to(dtype))
+    y = wo.grouped_gemm(qweight=product.operand, offs=offs, config=one.config, **given)
+    return torch.equal(y.cpu(), expected.to(dtype))
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -244,7 +254,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS' sums, too, are to be exact
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.cuda.current_device()
-    chosen = [config for config in wo.kernels() if not families or config.family in families]
+    chosen = [c for c in (*wo.kernels(), *wo.fp8_kernels()) if not families or c.family in families]
     todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
     if not families or GROUPED in families:
         todo += grouped_launches()

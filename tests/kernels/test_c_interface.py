@@ -37,6 +37,8 @@ _TYPES["GemmParams"] = GemmParams
 _TYPES["Gate"] = struct_of("cutlass_ext/grouped_params.h", "Gate")
 Fp8GemmParams = struct_of("cutlass_ext/gemm_params.h", "Fp8GemmParams")
 GroupedGemmParams = struct_of("cutlass_ext/grouped_params.h", "GroupedGemmParams")
+_TYPES["GroupedGemmParams"] = GroupedGemmParams
+Fp8GroupedGemmParams = struct_of("cutlass_ext/grouped_params.h", "Fp8GroupedGemmParams")
 STRUCTS = [
     GemmParams,
     struct_of("kernels/convert/conversions.h", "AwqDequantizeParams"),
@@ -46,11 +48,12 @@ STRUCTS = [
     *(struct_of("kernels/experts/experts.h", name) for name in ("RouteParams", "GatherParams", "CombineParams")),
     Fp8GemmParams,
     struct_of("kernels/convert/conversions.h", "QuantizeActivationsParams"),
+    Fp8GroupedGemmParams,
 ]
 """In the order of wo_struct_bytes."""
 
 GEMV, GEMM, DECODE, OF_16, FP8 = range(5)
-TILED, INTERLEAVED, SORTING = range(3)
+TILED, INTERLEAVED, SORTING, GROUPED_FP8 = range(4)
 """Kernels of interface_host.cpp, and its grouped ones."""
 
 
@@ -187,12 +190,16 @@ def test_what_is_at_the_limit_is_launched(kernel: int, changed: dict[str, int], 
 
 
 def grouped(library: ctypes.CDLL, kernel: int = 0, **changed: Any) -> tuple[int, str]:
-    names = {field[0] for field in GroupedGemmParams._fields_} - {"gemm"}
+    """By wo_grouped_gemm_fp8 where x_scales are given."""
+    struct, function = GroupedGemmParams, library.wo_grouped_gemm
+    if "x_scales" in changed:
+        struct, function = Fp8GroupedGemmParams, library.wo_grouped_gemm_fp8
+    names = {field[0] for field in struct._fields_} - {"gemm"}
     fields = {"offs": 4096, "experts": 8} | {name: changed.pop(name) for name in names if name in changed}
     fields["gate"] = _TYPES["Gate"](*fields.get("gate", (0, 1.0, math.inf, 0.0)))
-    given = GroupedGemmParams(gemm=params(**changed), **fields)
+    given = struct(gemm=params(**changed), **fields)
     message = ctypes.create_string_buffer(512)
-    status = library.wo_grouped_gemm(kernel, ctypes.byref(given), 0, None, message, len(message))
+    status = function(kernel, ctypes.byref(given), 0, None, message, len(message))
     return status, message.value.decode()
 
 
@@ -316,15 +323,16 @@ def test_columns_of_experts_are_padded_as_their_layout_has_it(host: ctypes.CDLL)
 
 def test_grouped_kernels_have_numbers_of_their_own(host: ctypes.CDLL) -> None:
     host.wo_grouped_kernel_name.restype = ctypes.c_char_p
-    assert host.wo_grouped_kernel_count() == 3
+    assert host.wo_grouped_kernel_count() == 4
     assert host.wo_grouped_kernel_name(0) == b"grouped_sm90_f16_int4_group"
     assert host.wo_grouped_kernel_name(1) == b"grouped_sm80_f16_int8_channel"
     assert host.wo_grouped_kernel_name(2) == b"grouped_decode_sm90_f16_int4_group"
-    assert host.wo_grouped_kernel_name(3) is None
+    assert host.wo_grouped_kernel_name(3) == b"grouped_sm90_fp8_f16_int4_group"
+    assert host.wo_grouped_kernel_name(4) is None
     before = host.launches_so_far()
     assert grouped(host, experts=1024, m=1 << 20) == (0, "")
     assert host.launches_so_far() == before + 1
-    assert grouped(host, kernel=3) == (1, "kernel must be 0 to 2, got 3")
+    assert grouped(host, kernel=4) == (1, "kernel must be 0 to 3, got 4")
 
 
 @pytest.mark.parametrize(
@@ -354,6 +362,20 @@ def test_kernels_take_x_in_the_bits_that_they_are_for(host: ctypes.CDLL) -> None
     assert gemm(host, FP8, params(group_size=128)) == (1, refused)
     refused = "gemv_f16_int4_group: kernel must be one that takes x in 8 bits"
     assert gemm(host, GEMV, fp8_params()) == (1, refused)
+    assert host.launches_so_far() == before + 1
+
+
+def test_grouped_kernels_take_x_in_the_bits_that_they_are_for(host: ctypes.CDLL) -> None:
+    name, before = "grouped_sm90_fp8_f16_int4_group", host.launches_so_far()
+    assert grouped(host, GROUPED_FP8, x_scales=4096, k=112, ldx=112) == (0, "")
+    assert host.launches_so_far() == before + 1
+    assert grouped(host, GROUPED_FP8) == (1, f"{name}: kernel must be one that takes x in 16 bits")
+    of_16_bits = "grouped_sm90_f16_int4_group: kernel must be one that takes x in 8 bits"
+    assert grouped(host, TILED, x_scales=4096) == (1, of_16_bits)
+    for address in (0, 4098):
+        refused = f"{name}: x_scales must be a 4-byte aligned address, got {address}"
+        assert grouped(host, GROUPED_FP8, x_scales=address) == (1, refused)
+    assert grouped(host, GROUPED_FP8, x_scales=4096, k=120) == (1, f"{name}: k must be a multiple of 16, got 120")
     assert host.launches_so_far() == before + 1
 
 

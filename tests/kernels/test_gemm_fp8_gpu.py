@@ -20,7 +20,7 @@ KERNELS = [
     pytest.param(config, dtype, group_size, id=f"{config.kernel}-{dtype}-g{group_size}")
     for config in FP8_CONFIGS
     for dtype in DTYPES
-    for group_size in GROUPS
+    for group_size in ((32,) if config.formats == ("mxfp4",) else GROUPS)
     if group_size in (-1, 128, 256) or config.least_group == 32
 ]
 SEEDS = range(3)
@@ -51,6 +51,12 @@ def check_exact(m: int, case: Case, config: KernelConfig | None, g: torch.Genera
     return o
 
 
+def case_of(config: KernelConfig, k: int, n: int, dtype: str, group_size: int) -> Case:
+    """Of a weight that it reads: mxfp4 has groups of 32."""
+    (format,) = config.formats
+    return Case(k, n, format, dtype, 32) if format == "mxfp4" else Case(k, n, format, dtype, group_size)
+
+
 def k_of(group_size: int) -> int:
     """Ragged: no multiple of 128, and per channel none of 64."""
     return {-1: 720, 32: 672, 64: 704, 128: 640, 192: 576, 256: 1280}[group_size]
@@ -67,16 +73,16 @@ def test_every_kernel_is_bit_exact_on_the_grid(
     number: int,
 ) -> None:
     generator.manual_seed(generator.initial_seed() + number)
-    ragged = Case(k_of(group_size), 328, "int4", dtype, group_size)
+    ragged = case_of(config, k_of(group_size), 328, dtype, group_size)
     require(config, ragged)
     ms = (1, config.block_m - 3, config.block_m + 5, 2 * config.block_m)
     for split in splits(config, 1, ragged, (1, 2, 4)):
         for m in ms:
             check_exact(m, ragged, split, generator)
-    deep = Case(4096, 136, "int4", dtype, group_size if 4096 % group_size == 0 else 64)
+    deep = case_of(config, 4096, 136, dtype, group_size if 4096 % group_size == 0 else 64)
     for split in splits(config, 1, deep, (1, 3, 4, 8)):
         check_exact(config.block_m + 3, deep, split, generator)
-    even = Case(ragged.k, 4 * config.block_n, "int4", dtype, group_size)  # two CTAs share x where they loop
+    even = case_of(config, ragged.k, 4 * config.block_n, dtype, group_size)  # two CTAs share x where they loop
     check_exact(3 * config.block_m - 1, even, config, generator)
 
 
@@ -86,7 +92,7 @@ def test_every_kernel_is_accurate(
 ) -> None:
     """Beside the rounding of y, sums of 128 k keep some 14 bits in the tensor cores."""
     k = {192: 1536}.get(group_size, 4096)
-    case = Case(k, 520, "int4", dtype, group_size)
+    case = case_of(config, k, 520, dtype, group_size)
     require(config, case)
     m = 2 * config.block_m - 1
     o = make(case, generator, FP8_LAYOUT, exact=False)
@@ -101,6 +107,29 @@ def test_every_kernel_is_accurate(
             assert (y.double() - expected).norm() <= rounding + 5e-4 * expected.norm(), (split, activation)
 
 
+@pytest.mark.parametrize("scales", ["far apart", "of other numbers"])
+@pytest.mark.parametrize("config", [c for c in FP8_CONFIGS if c.formats == ("mxfp4",)], ids=lambda c: c.kernel)
+def test_scales_that_do_not_fold_at_once(
+    cuda_device: torch.device, generator: torch.Generator, config: KernelConfig, scales: str
+) -> None:
+    """Some columns need several turns over 128 k, and others one: warps of a warpgroup stay together."""
+    for k, n, m in ((736, 328, config.block_m + 5), (4096, 136, 3), (2048, 3 * config.block_n, 2 * config.block_m)):
+        case = case_of(config, k, n, "bf16", 32)
+        require(config, case)
+        o = make(case, generator, FP8_LAYOUT, exact=True)
+        few = torch.rand(o.scales.shape, generator=generator).cuda() < 0.05
+        others = 2.0**13 if scales == "far apart" else 1.5
+        factors = torch.where(few, others, 1.0)
+        w64 = o.w64 * factors.double().repeat_interleave(32, 0)
+        given = (o.scales.float() * factors).to(o.scales.dtype)
+        x8 = framed(torch.randint(-1, 2, (m, k), generator=generator).float().to(torch.float8_e4m3fn))
+        x_scales = torch.ones(m, device="cuda")
+        expected = x8.double() @ w64
+        for split in splits(config, m, case, (1, 2, 4)):
+            y = wo.gemm(x8, o.qweight, given, x_scales=x_scales, config=split)
+            assert torch.equal(y, expected.to(y.dtype)), split
+
+
 @pytest.mark.parametrize("tiles", ["odd", "even"])
 @pytest.mark.parametrize("k", [64, 448, 1216])
 def test_ctas_that_go_through_many_tiles(
@@ -111,14 +140,14 @@ def test_ctas_that_go_through_many_tiles(
         if config.rules.loops(config):
             columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3) // 2 * 2 + (tiles == "odd")
             group_size = 64 if config.least_group == 32 else -1
-            case = Case(k, columns * config.block_n - 24, "int4", "bf16", group_size)
+            case = case_of(config, k, columns * config.block_n - 24, "bf16", group_size)
             check_exact(3 * config.block_m - 3, case, config, generator)
 
 
 @pytest.mark.parametrize("n", [72, 1000])
 def test_swizzled_token_tiles(cuda_device: torch.device, generator: torch.Generator, n: int) -> None:
     for config in wo.fp8_kernels():
-        case = Case(256, n, "int4", "f16", 128)
+        case = case_of(config, 256, n, "f16", 128)
         for split in splits(config, 1, case, (1, 2)):
             check_exact(11 * config.block_m - 3, case, split, generator)
 
@@ -129,11 +158,12 @@ def test_any_shape(cuda_device: torch.device, generator: torch.Generator, m: int
     """K is padded in a copy of x where it is no multiple of 16."""
     for config in wo.fp8_kernels():
         for dtype in DTYPES:
-            check_exact(m, Case(k, n, "int4", dtype, -1), config, generator)
+            rows = -(-k // 32) * 32 if config.formats == ("mxfp4",) else k
+            check_exact(m, case_of(config, rows, n, dtype, -1), config, generator)
 
 
 def small(config: KernelConfig, g: torch.Generator) -> tuple[Operands, torch.Tensor, torch.Tensor, torch.Tensor]:
-    o = make(Case(512, 192, "int4", "bf16", 128), g, FP8_LAYOUT, exact=True)
+    o = make(case_of(config, 512, 192, "bf16", 128), g, FP8_LAYOUT, exact=True)
     x8, x_scales = grid(70, 512, g)
     return o, x8, x_scales, ((x8.double() @ o.w64) * x_scales.double()[:, None]).bfloat16()
 
@@ -173,7 +203,7 @@ def test_nan_stays_in_its_row(cuda_device: torch.device, generator: torch.Genera
 def test_in_a_cuda_graph(cuda_device: torch.device, generator: torch.Generator) -> None:
     """Quantizing and the product, with numbers of x that change from replay to replay."""
     for config in wo.fp8_kernels():
-        o = make(Case(512, 192, "int4", "bf16", 128), generator, FP8_LAYOUT, exact=False)
+        o = make(case_of(config, 512, 192, "bf16", 128), generator, FP8_LAYOUT, exact=False)
         x = torch.randn(40, 512, generator=generator).bfloat16().cuda()
 
         def product(x: torch.Tensor, o: Operands = o, config: KernelConfig = config) -> torch.Tensor:
@@ -200,7 +230,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
 def test_what_is_chosen_computes_every_m(
     cuda_device: torch.device, verified: None, generator: torch.Generator, group_size: int
 ) -> None:
-    if not wo.fp8_kernels():
+    if not any("int4" in c.formats for c in wo.fp8_kernels()):
         pytest.skip("no kernel takes x in 8 bits")
     o = make(Case(1024, 328, "int4", "bf16", group_size), generator, FP8_LAYOUT, exact=True)
     x8, x_scales = grid(1100, 1024, generator)
@@ -232,7 +262,7 @@ def test_quantized_activations_are_those_of_the_cpu(
 
 
 def test_what_is_refused_on_a_gpu(cuda_device: torch.device, generator: torch.Generator) -> None:
-    for config in wo.fp8_kernels()[:1]:
+    for config in [c for c in wo.fp8_kernels() if "int4" in c.formats][:1]:
         o, x8, x_scales, _ = small(config, generator)
         tiled = wo.repack(o.qweight, layout="tiled")
         with pytest.raises(ValueError, match="qweight: packed in layout 'tiled', but x is float8_e4m3fn"):

@@ -13,10 +13,11 @@ import pytest
 from tests import ROOT
 
 from weightonly.gate import Gate
+from weightonly.heuristics.families import FAMILIES
 from weightonly.heuristics.families.grouped_decode_sm90 import GATED_COLUMNS, MAX_ROW_TILES, MAX_SORTED_CHOICES
 from weightonly.heuristics.families.grouped_sm80 import MAX_EXPERTS as MAX_INTERLEAVED
 from weightonly.heuristics.families.grouped_sm90 import MAX_EXPERTS
-from weightonly.heuristics.problem import Problem
+from weightonly.heuristics.problem import FORMAT_GROUPS, Problem
 from weightonly.ops.around_experts import MAX_CHOICES
 from weightonly_build import cutlass, library, target
 
@@ -30,7 +31,7 @@ HEAD = """\
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
-#include "kernels/gemm/sm90_fp8/traits.h"
+#include "kernels/gemm/sm90_fp8/grouped.cuh"
 namespace weightonly {
 constexpr GemmParams gemm(int m, int n_padded, int k_padded, int group_size, int split_k, int clusters) {
   GemmParams p{};
@@ -56,6 +57,8 @@ def problems(kernel: generate.Kernel) -> Iterator[Problem]:
     group_sizes = [-1] if kernel.types.scale_mode == "channel" else [32, 64, 128, 192] + [-1] * zeros
     if kernel.config.groups_of_16:
         group_sizes = [16]
+    if kernel.types.format in FORMAT_GROUPS:
+        group_sizes = [FORMAT_GROUPS[kernel.types.format]]
     for m, n, k in ((1, 4096, 4096), (5, 6144, 4160), (8, 28672, 768)):
         for group_size in group_sizes:
             if group_size == -1 or k % group_size == 0:
@@ -78,12 +81,12 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
         config = kernel.config.with_split_k(split_k)
         for p in problems(kernel):
             expected = config.rules.smem_bytes(config, p)
-            if config.family == "grouped_sm90":
-                traits = f"sm90::GroupedTraits<{name}>"
+            if config.family.startswith("grouped_sm90"):
+                traits = f"sm90{'_fp8' if config.rules.x_bytes == 1 else ''}::GroupedTraits<{name}>"
                 yield f"static_assert({traits}::smem_bytes({MAX_EXPERTS}) == {expected});"
                 break  # the same for every problem
-            if config.family in ("gemm_sm90", "gemm_sm90_fp8"):
-                traits = f"sm90{config.family.removeprefix('gemm_sm90')}::Traits<{name}>"
+            if config.family.startswith("gemm_sm90"):
+                traits = f"sm90{'_fp8' if config.rules.x_bytes == 1 else ''}::Traits<{name}>"
                 yield f"static_assert({traits}::smem_bytes({split_k}) == {expected});"
                 break  # the same for every problem
             if config.family == "grouped_decode_sm90":
@@ -115,7 +118,8 @@ def compiles(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_python_and_cpp_agree(tmp_path: Path) -> None:
     lines = [HEAD]
     count = 0
-    families = ("gemm_sm90", "gemm_sm90_fp8", "decode_sm90", "grouped_sm90", "grouped_decode_sm90", "grouped_sm80")
+    families = {"gemm_sm90", "decode_sm90", "grouped_sm90", "grouped_decode_sm90", "grouped_sm80"}
+    families |= {name for name, family in FAMILIES.items() if family.x_bytes == 1}
     for i, kernel in enumerate(k for k in generate.all_kernels(unverified=True) if k.config.family in families):
         if kernel.types.dtype == "bf16":
             continue  # the same sizes as fp16

@@ -40,16 +40,16 @@ MUTATIONS = [
         "weightonly/fp8_args.py",
         "gemm_fp8 fp8_plan",
         [
-            ("x_scales are not in the key", "Fp8Args.key", ", s.shape, ", ", len(s), "),
-            ("x_scales of another length", "Fp8Args.check", "scales.shape != x.shape[:-1]", "False"),
-            ("x_scales in 16 bits", "Fp8Args.check", "(torch.float32,)", "(torch.float32, torch.float16)"),
+            ("x_scales are not in the key", "_WithXScales.key", ", s.shape, ", ", len(s), "),
+            ("x_scales of another length", "_WithXScales.check", "scales.shape != x.shape[:-1]", "False"),
+            ("x_scales in 16 bits", "_WithXScales.check", "(torch.float32,)", "(torch.float32, torch.float16)"),
             (
                 "another x in 8 bits",
-                "Fp8Args.check_x",
+                "_WithXScales.check_x",
                 "!= torch.float8_e4m3fn",
                 "not in (torch.float8_e4m3fn, torch.float8_e5m2)",
             ),
-            ("a gradient of a product in 8 bits", "Fp8Args.check_no_gradient", '"requires_grad"', '"is_leaf" * 0'),
+            ("a gradient of a product in 8 bits", "_WithXScales.check_no_gradient", '"requires_grad"', '"is_leaf" * 0'),
         ],
     ),
     *of(

@@ -12,8 +12,13 @@ MUTATIONS = [
             ("K is not padded", "padded_k", "-(-k // K_ALIGNMENT) * K_ALIGNMENT", "k"),
             ("groups of 96", "check_group_size", "% 64", "% 32"),
             ("groups that do not divide K", "check_group_size", "% group_size != 0", "< group_size"),
-            ("codes of another layout", "Problem.__post_init__", "CODE_LAYOUTS:", "LAYOUTS:"),
-            ("codes per channel", "Problem.per_channel", '.format != "code4" and self', ""),
+            (
+                "codes of another layout",
+                "Problem.__post_init__",
+                "(*CODE_LAYOUTS, FP8_LAYOUT)",
+                "(*LAYOUTS, FP8_LAYOUT)",
+            ),
+            ("codes per channel", "Problem.per_channel", ".format not in CODE_FORMATS and self", ""),
         ],
     ),
     *of(

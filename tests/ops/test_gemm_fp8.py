@@ -11,6 +11,7 @@ import torch
 from tests.packed_cases import random_q
 
 import weightonly as wo
+from weightonly.codebooks import codebook
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda y: y,
@@ -105,6 +106,25 @@ def test_product(k: int, n: int, group_size: int, layout: str, activation: str, 
     operand = wo.QuantizedWeight(packed, scales)
     assert wo.gemm(x8, operand, x_scales=x_scales, bias=bias, activation=activation, out=out) is out
     assert torch.equal(out, y)
+
+
+@pytest.mark.parametrize("layout", ["tiled_fp8", "tiled", "interleaved", "cpu"])
+def test_codes(layout: str, generator: torch.Generator) -> None:
+    codes = random_q(96, 130, 4, generator) + 8
+    scales = torch.exp2(torch.randint(-3, 3, (3, 130), generator=generator).float()).bfloat16()
+    packed = wo.preprocess(codes, format="mxfp4", layout=layout)
+    assert torch.equal(wo.unpack(packed), codes)
+    assert torch.equal(wo.unpack(wo.repack(packed, layout="tiled_fp8")), codes)
+    x8 = torch.randint(-4, 5, (7, 96), generator=generator).float().to(FP8)
+    w = codebook("mxfp4").double()[codes.long()] * scales.double().repeat_interleave(32, 0)
+    y = wo.gemm(x8, packed, scales, x_scales=torch.full((7,), 0.5))
+    assert torch.equal(y, (x8.double() @ w * 0.5).bfloat16())
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "nvfp4"])
+def test_codes_that_are_not_exact_in_e4m3(format: str) -> None:
+    with pytest.raises(ValueError, match=r"layout: expected .* for codes of a codebook, got 'tiled_fp8'"):
+        wo.preprocess(torch.zeros(64, 64, dtype=torch.int8), format=format, layout="tiled_fp8")
 
 
 def good(**changed: Any) -> dict[str, Any]:

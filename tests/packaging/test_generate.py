@@ -118,7 +118,8 @@ def test_unusual_wgmma_shapes_are_asked_for_where_they_are_needed() -> None:
         (
             ["90a"],
             {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}
-            | {"decode_sm90", "gemm_sm90", "gemm_sm90_fp8", "grouped_sm90", "grouped_decode_sm90"},
+            | {"decode_sm90", "gemm_sm90", "gemm_sm90_fp8", "gemm_sm90_fp8_mx"}
+            | {"grouped_sm90", "grouped_sm90_fp8", "grouped_sm90_fp8_mx", "grouped_decode_sm90"},
         ),
         (["100a"], {"gemm_sm80", "decode_sm80", "gemv", "grouped_sm80"}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,6 +167,21 @@ def test_words_for_x_in_8_bits_are_numbers_of_e4m3() -> None:
     for half in (data & 15, data >> 4):
         numbers = (half + (half & 1) * 0x81).view(torch.float8_e4m3fn).double() * 256
         assert numbers.unique().tolist() == list(range(-8, 8))
+
+
+@pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_codes_for_x_in_8_bits(shape: tuple[int, int], generator: torch.Generator) -> None:
+    """What load_e2m1_fragment of cutlass_ext/fragment/fp8_weight.h reads: of integers the words tell the places."""
+    codes = random_codes(*shape, generator)
+    data = layout.pack_bytes(codes, 4, layout.TILED_FP8, codes=True)
+    assert torch.equal(layout.unpack_bytes(data, *shape, 4, layout.TILED_FP8, codes=True), codes)
+    of_magnitudes = layout.pack_bytes(codes & 7, 4, layout.TILED_FP8)  # nibble 2c + h is twice the number of (c, h)
+    of_signs = layout.pack_bytes(codes >> 3, 4, layout.TILED_FP8)
+    words, magnitudes, signs = (t.view(torch.int32).long() & 0xFFFFFFFF for t in (data, of_magnitudes, of_signs))
+    for c, h in itertools.product(range(4), range(2)):
+        of_column, sign_bit = words >> (16 * h), 8 * c + 7 - 4 * h
+        assert torch.equal(of_column >> (4 * c) & 7, magnitudes >> (8 * c + 4 * h + 1) & 7)
+        assert torch.equal(words >> sign_bit & 1, signs >> (8 * c + 4 * h + 1) & 1)
 
 
 @pytest.mark.parametrize("shape", PADDED_SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -385,9 +401,9 @@ BAD_CALLS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], st
         "layout: expected one of row_major, interleaved, tiled, cpu for 8 bits, got 'tiled_fp8'",
     ),
     "codes for x in 8 bits": (
-        lambda q: layout.pack_bytes(q, 4, layout.TILED_FP8, codes=True),
+        lambda q: layout.pack_bytes(q * 0 + 16, 4, layout.TILED_FP8, codes=True),
         ValueError,
-        "for codes of a codebook, got 'tiled_fp8'",
+        r"q: expected codes in 0\.\.15, got 16\.\.16",
     ),
     "range for x in 8 bits": (
         lambda q: layout.pack_bytes(q * 0 + 9, 4, layout.TILED_FP8),

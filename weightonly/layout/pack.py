@@ -40,11 +40,12 @@ from .words import add_bias_and_interleave, pack_codes, remove_bias_and_deinterl
 def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> torch.Tensor:
     """int8 [K, N] of a padded shape (see `padded_shape`) -> its bytes in `layout`, uint8 [K * N * bits / 8].
 
-    codes: the values are codes of numbers: of 4 bits 0..15, of 8 bits any; for one of CODE_LAYOUTS.
+    codes: the values are codes of numbers: of 4 bits 0..15, of 8 bits any; for one of CODE_LAYOUTS, or of E2M1
+        for TILED_FP8.
     Raises ValueError for an unknown layout, a shape that is not padded, or values out of the range of `bits`.
     """
     check_layout(layout)
-    if codes:
+    if codes and layout != TILED_FP8:
         check_code_layout(bits, layout)
     k, n = matrix_shape(q, bits)
     if (k, n) != padded_shape(k, n, bits, layout):
@@ -55,7 +56,7 @@ def pack_bytes(q: torch.Tensor, bits: int, layout: str, codes: bool = False) -> 
         q = q.view(torch.uint8) if codes else q
         return pack_panels(q, bits, bias=0 if codes else 1 << (bits - 1)).view(-1)
     if layout == TILED_FP8:
-        return pack_fp8_panels(q).view(-1)
+        return pack_fp8_panels(q, codes).view(-1)
     q = _in_order(q, bits, layout)
     return (pack_codes(q, bits) if codes else add_bias_and_interleave(q, bits)).view(-1)
 
@@ -85,7 +86,7 @@ def unpack_bytes(
     Raises ValueError for an unknown layout, or columns that are out of range or no multiples.
     """
     check_layout(layout)
-    if codes:
+    if codes and layout != TILED_FP8:
         check_code_layout(bits, layout)
     begin, end = columns if columns is not None else (0, n)
     step = column_step(bits, layout)
@@ -98,7 +99,7 @@ def unpack_bytes(
         panels = data.view(stored_shape(k, n, bits, layout))[begin // PANEL : end // PANEL]
         return unpack_panels(panels, bits, bias=0 if codes else 1 << (bits - 1))
     if layout == TILED_FP8:
-        return unpack_fp8_panels(data.view(n // TILE, -1)[begin // TILE : end // TILE])
+        return unpack_fp8_panels(data.view(n // TILE, -1)[begin // TILE : end // TILE], codes)
     if layout == TILED:
         panels = data.view(stored_shape(k, n, bits, layout))[begin // TILE : end // TILE]
         return untile_fragments(_elements(panels, bits, codes), bits)

@@ -17,7 +17,7 @@ LAYOUTS = (*GPU_LAYOUTS, CPU)
 """Layouts of every integer format, for x in 16 bits."""
 
 TILED_FP8 = FP8_LAYOUT
-"""For x in E4M3: symmetric integers of 4 bits alone."""
+"""For x in E4M3: symmetric integers of 4 bits, and codes of E2M1."""
 
 CODE_LAYOUTS = (*GPU_CODE_LAYOUTS, CPU)
 """Layouts that codes of numbers are packed in."""

@@ -167,4 +167,5 @@ class LayerPlan:
             distance,
             target.shape[1],
             stream,
+            *(() if self.sorts else (0,)),  # no x_scales
         )

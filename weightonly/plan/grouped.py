@@ -11,6 +11,7 @@ from ..activations import activation_of
 from ..args import GroupedArgs
 from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
+from ..fp8_args import Fp8GroupedArgs
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.grouped import select_grouped, why_not_grouped
 from ..heuristics.machine import resident_clusters
@@ -43,7 +44,7 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     arch = device_arch(device)
     check_kernels(arch)
     experts, problem = w.experts or 0, problem_of(args.m, args.weight, arch, sm_count(device))
-    types = types_of(problem, args.x.dtype)
+    types = types_of(problem, args.dtype)
     check_sizes(problem)
     if config is None:
         config = select_grouped(problem, experts)
@@ -61,7 +62,7 @@ def launches_of(
 ) -> tuple[Any, int]:
     """The _C.GroupedPlan of a kernel for the rows of all experts, and the address of its codebook, 0 for integers.
 
-    dtype: of x. fields: of the plan, beside what the weight and the problem say.
+    dtype: of y. fields: of the plan, beside what the weight and the problem say.
     """
     plan = _C.GroupedPlan(
         kernel=grouped_kernel_numbers()[f"{config.kernel}_{types_of(problem, dtype).name}"],
@@ -85,7 +86,18 @@ class GroupedKernelPlan(Plan):
     problem: M counts the rows of all experts. config: a compiled kernel that computes it.
     """
 
-    __slots__ = ("activate", "codebook", "config", "k", "launch", "n_padded", "out_has_rows", "rows_aligned", "x_k")
+    __slots__ = (
+        "activate",
+        "aligned",
+        "codebook",
+        "config",
+        "k",
+        "launch",
+        "n_padded",
+        "out_has_rows",
+        "rows_aligned",
+        "x_k",
+    )
 
     def __init__(self, args: GroupedArgs, problem: Problem, config: KernelConfig) -> None:
         super().__init__(args)
@@ -94,29 +106,31 @@ class GroupedKernelPlan(Plan):
         activation = activation_of(args.activation)
         self.activate = None if config.rules.in_layers else activation.in_place
         self.k = w.k
-        self.x_k = -(-w.k // 8) * 8  # K as the kernel sees it
+        aligned = 16 // x.element_size()
+        self.x_k = -(-w.k // aligned) * aligned  # K as the kernel sees it
         self.n_padded = w.n_padded
         self.out_has_rows = self.m > 1
         # Rows of x are read where they are if they are contiguous inside and 16-byte aligned.
         distance = x.stride(0) if self.m > 1 else w.k
         in_place = args.weight.perm is not None or (
-            (x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % 8 == 0
+            (x.stride(1) == 1 or w.k == 1) and distance >= w.k and distance % aligned == 0
         )
         self.rows_aligned = in_place and self.x_k == w.k
         gate = (activation.number if config.rules.in_layers else 0, 1.0, math.inf, 0.0)
-        plan, self.codebook = launches_of(w, problem, config, x.dtype, self.device, k=self.x_k, gate=gate)
+        plan, self.codebook = launches_of(w, problem, config, args.dtype, self.device, k=self.x_k, gate=gate)
         self.launch: Any = plan.launch
 
     def run(self, args: Any) -> torch.Tensor:
         x, w, bias, out = args.x, args.weight, args.bias, args.out
         if out is None:
-            out = x.new_empty(self.shape)
+            out = args.new_result()
         if w.perm is not None:
             x = self._gathered(x, w.perm, args.offs)
         if not self.rows_aligned or x.data_ptr() % 16:
             copy = x.new_zeros((self.m, self.x_k))
             copy[:, : self.k] = x
             x = copy
+        x_scales = args.x_scales.contiguous() if isinstance(args, Fp8GroupedArgs) else None
         scales = aligned_rows(w.scales, self.n_padded)
         zeros = None if w.zeros is None else aligned_rows(w.zeros, self.n_padded)
         bias = None if bias is None else bias.contiguous()
@@ -132,6 +146,7 @@ class GroupedKernelPlan(Plan):
             x.stride(0) if self.m > 1 else self.x_k,
             out.stride(0) if self.out_has_rows else self.shape[1],
             _current_stream(self.device),
+            0 if x_scales is None else x_scales.data_ptr(),
         )
         if self.activate is not None:
             self.activate(out)

@@ -17,7 +17,23 @@
 namespace weightonly {
 namespace sm90 {
 
-template <class Traits_>
+/// How a warpgroup goes through the k_tiles of a tile.
+template <class Traits>
+struct GroupedLoop {
+  StageReader<Traits> reader;
+
+  CUTLASS_DEVICE GroupedLoop(GroupedParams const& p, typename Traits::Smem const& smem) : reader(p, smem) {}
+
+  /// width: see GroupedWork.
+  template <class XFragment, class Accumulators>
+  CUTLASS_DEVICE void run(GroupedParams const& p, int width, XFragment const& x, Accumulators& accum) {
+    reader.width = width;
+    reader.k_block_x = (width + 1) * Traits::kWidthStep * (Traits::kXRowBytes / Traits::kDescriptorBytes);
+    Mainloop<Traits>::run(p, WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, x, accum);
+  }
+};
+
+template <class Traits_, class Loop = GroupedLoop<Traits_>>
 struct GroupedKernel {
   using Traits = Traits_;
   using Tiles = GroupedTiles<Traits>;
@@ -70,24 +86,22 @@ struct GroupedKernel {
     using namespace cute;
     typename Traits::TiledMma tiled_mma;
     auto const thread_mma = tiled_mma.get_slice(threadIdx.x % Traits::kWarpgroupThreads);
-    Tensor const sX = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.x())),
-                                  typename Traits::SmemLayoutX{});  // (kTileM,64): a k_block
+    Tensor const sX = make_tensor(make_smem_ptr(reinterpret_cast<typename Traits::XElement*>(smem.x())),
+                                  typename Traits::SmemLayoutX{});  // (kTileM,64): a k_block; of 8 bits (kChunkM,128)
     Tensor const tCrX = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (V,1,4): descriptors
-    Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,1): 64 columns x kTileM
-    StageReader<Traits> reader(p, smem);
+    Tensor accum = partition_fragment_C(tiled_mma, typename Traits::ShapeC{});  // (V,1,chunks): 64 columns x kTileM
+    Loop loop(p, smem);
     // The reader has it right if the second half follows one row of the first.
     if (int(threadIdx.x) / 128 >= Traits::kHalfPanels)
-      reader.scales += Traits::kHalfScaleBytes - Traits::kScaleRowBytes;
+      loop.reader.scales += Traits::kHalfScaleBytes - Traits::kScaleRowBytes;
     // Broadcasts tell the compiler that all lanes have the same value. So it keeps descriptors in uniform registers.
     int const tiles = __reduce_or_sync(0xffffffff, Tiles::count(p, schedule));
     int record = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-      reader.wait();  // until the tile's first k_tile, and its record, are there
+      loop.reader.wait();  // until the tile's first k_tile, and its record, are there
       GroupedWork const& work = smem.records()[record];
-      reader.width = __reduce_or_sync(0xffffffff, work.width);
-      reader.k_block_x = (reader.width + 1) * Traits::kWidthStep * (Traits::kXRowBytes / Traits::kDescriptorBytes);
-      Mainloop<Traits>::run(p, WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, tCrX, accum);
+      loop.run(p, __reduce_or_sync(0xffffffff, work.width), tCrX, accum);
       GroupedStore<Traits>::store(p, work, smem, accum);
       record = record + 1 == Traits::kRecords ? 0 : record + 1;
     }
@@ -128,6 +142,7 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   p.is_gated = call.is_gated;
   p.is_in_layer = call.is_in_layer;
   p.gate = call.gate;
+  if constexpr (Traits::kHasXScales) p.x_scales = static_cast<Fp8GroupedGemmParams const&>(call).x_scales;
   p.columns = call.is_gated ? p.n / 2 : p.n;
   p.n_tiles = cutlass::FastDivmod(call.is_gated ? divide_up(p.columns, Traits::kHalfColumns)
                                                 : divide_up(p.n_padded, Traits::kTileN));
@@ -135,7 +150,7 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   p.scale_k = scale_k<Traits>(p.group_size);
   p.groups = divide_up(p.k, p.group_size);
   p.multicast_ctas = 1;
-  p.x_box_k_blocks = p.k % Layout::kBlockK == 0 ? Traits::kKBlocks : 1;
+  p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? Traits::kXBlocks : 1;
   p.scale_rows = Traits::kTileK / p.scale_k;
   p.scale_box_rows = p.scale_k == p.group_size ? p.scale_rows : 1;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
@@ -143,7 +158,8 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
       map_lines(&p.weight_map, p.weight, int64_t(p.experts) * (p.n_padded / Layout::kPanelColumns),
                 p.k_padded / Layout::kBlockK * kBlockLines, Traits::kHalfPanels, Traits::kKBlocks * kBlockLines);
   for (int i = 0; i < Traits::kWidths && error == cudaSuccess; ++i) {
-    error = map_k_blocks<Element>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep, p.x_box_k_blocks);
+    error = map_k_blocks<typename Traits::XElement>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep,
+                                                    p.x_box_k_blocks);
   }
   auto const map_groups = [&](CUtensorMap* map, void const* rows) {
     return map_matrices<Element>(map, rows, p.experts, p.groups, p.n_padded, p.ld_scales, p.scale_box_rows,
@@ -154,9 +170,9 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   return error;
 }
 
-template <class Traits>
+template <class Traits, class Loop = GroupedLoop<Traits>>
 cudaError_t launch_grouped_kernel(GroupedGemmParams const& call, cudaStream_t stream) {
-  using Kernel = GroupedKernel<Traits>;
+  using Kernel = GroupedKernel<Traits, Loop>;
   GroupedParams p;
   cudaError_t const error = make_grouped_params<Traits>(call, p);
   if (error != cudaSuccess) return error;

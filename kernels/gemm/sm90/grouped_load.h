@@ -46,13 +46,15 @@ struct GroupedLoad {
     static constexpr bool kIsX = true;
 
     CUTLASS_DEVICE int rows(Tiles const& tile) const { return (tile.width + 1) * Traits::kWidthStep; }
-    CUTLASS_DEVICE int stage_bytes(Tiles const& tile) const { return kKBlocks * rows(tile) * Traits::kXRowBytes; }
+    CUTLASS_DEVICE int stage_bytes(Tiles const& tile) const {
+      return Traits::kXBlocks * rows(tile) * Traits::kXRowBytes;
+    }
 
     CUTLASS_DEVICE void load(Tiles const& tile, int k_tile, int stage, uint64_t* full) const {
-      for (int i = 0; i < kKBlocks; i += p.x_box_k_blocks) {
+      for (int i = 0; i < Traits::kXBlocks; i += p.x_box_k_blocks) {
         // Coordinates as map_k_blocks has them.
-        int const k_block = k_tile * kKBlocks + i;
-        int const k = p.x_box_k_blocks == 1 ? k_block * Layout::kBlockK : 0;
+        int const k_block = k_tile * Traits::kXBlocks + i;
+        int const k = p.x_box_k_blocks == 1 ? k_block * Traits::kXBlockK : 0;
         int const box = p.x_box_k_blocks == 1 ? 0 : k_block;
         char* const target = smem.x() + stage * Traits::kXStageBytes + i * rows(tile) * Traits::kXRowBytes;
         cute::SM90_TMA_LOAD_3D::copy(&p.x_maps[tile.width], full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),

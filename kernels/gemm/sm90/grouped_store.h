@@ -41,6 +41,14 @@ struct GroupedStore {
     CUTLASS_PRAGMA_UNROLL
     for (int begin = 0; begin < Traits::kTileM; begin += kTokens) {
       if (begin >= tokens) break;
+      [[maybe_unused]] float x_scales[kTokens / 4];  // of the lane's tokens
+      if constexpr (Traits::kHasXScales) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kTokens / 4; ++i) {
+          int const token = work.token_begin + begin + i / 2 * 8 + 2 * t + i % 2;
+          x_scales[i] = __ldg(p.x_scales + min(token, p.m - 1));
+        }
+      }
       synchronize();  // all threads have read what was in the buffer
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kTokens / 8; ++j) {
@@ -50,7 +58,8 @@ struct GroupedStore {
           ColumnPair<Element> pair;
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
-            pair.values[h] = Element(columns[h].affine(accum(4 * (begin / 8 + j) + 2 * h + e)));
+            float const sum = accum(4 * (begin / 8 + j) + 2 * h + e);
+            pair.values[h] = Element(columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * j + e] : sum));
           }
           pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }

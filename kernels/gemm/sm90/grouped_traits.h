@@ -52,19 +52,19 @@ struct GroupedWork : WorkTile {
 ///   | mbarriers | x | weights | scales and zeros | codebook | staged y | records | schedule |
 ///
 /// kScalesPartials_: see Traits. With other groups in one kernel ptxas would make every wgmma wait for the one before.
-template <class Config, bool kScalesPartials_ = false>
-struct GroupedTraits : Traits<Config> {
-  using Base = Traits<Config>;
+template <class Config, bool kScalesPartials_ = false, class Base_ = Traits<Config>,
+          int kWidthStep_ = Base_::kTileM <= 16 ? Base_::kTileM : cutlass::const_max(8, Base_::kTileM / kMaxWidths)>
+struct GroupedTraits : Base_ {
+  using Base = Base_;
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
   static constexpr bool kMayMulticastX = false;
   static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the columns
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
-  static constexpr int kWidthStep =
-      Base::kTileM <= 16 ? Base::kTileM : cutlass::const_max(8, Base::kTileM / kMaxWidths);  // tokens
+  static constexpr int kWidthStep = kWidthStep_;  // tokens
   static constexpr int kWidths = Base::kTileM / kWidthStep;
   static_assert(Base::kWarpgroupsK == 1 && Base::kWarpgroupsN % 2 == 0 && kWidthStep % 8 == 0 &&
-                (kWidths == 1 || kWidths == 4 || kWidths == 8));
+                (kWidths == 1 || kWidths == 4 || kWidths == 8 || Base::kHasXScales));
 
   // Scales lie as their boxes bring them: of the first half of the columns, kMaxScaleRows rows, then of the second half.
   static constexpr int kScaleRowBytes = kHalfColumns * int(sizeof(Element));

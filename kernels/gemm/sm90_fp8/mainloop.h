@@ -9,12 +9,16 @@
 //
 // While a warpgroup converts the next weights, the tensor cores work for the other one. (nvcc 13.0 makes every wgmma wait
 // for the one before if jobs are under way from one turn of the loop to the next.)
+//
+// Of weights with folded scales a turn adds the groups of 128 k that could be converted together. Where groups are left,
+// the next turn stays with this k_tile.
 #pragma once
 
 #include "cute/tensor.hpp"
 #include "cutlass_ext/arch/barrier.h"
 #include "cutlass_ext/arch/cluster.h"
 #include "cutlass_ext/arch/ld_shared.h"
+#include "cutlass_ext/arch/vote.h"
 #include "cutlass_ext/fragment/fp8_weight.h"
 #include "kernels/gemm/sm90/tile_scheduler.h"
 #include "kernels/gemm/sm90_fp8/traits.h"
@@ -84,39 +88,42 @@ struct Mainloop {
                     weights + stage * Traits::kWeightStageBytes + i * Layout::kBlockBytes);
       }
     }
-    /// Of the lane's two columns, times the unit of weights.
-    CUTLASS_DEVICE float2 read_scales(int row) const {
-      if constexpr (!Traits::kHasScales) return {kFp8WeightUnit, kFp8WeightUnit};
+    CUTLASS_DEVICE uint32_t read_scale_pair(int row) const {
       uint32_t pair[1];
       read_shared(pair, scales + stage * Traits::kScaleStageBytes + row * Traits::kScaleRowBytes);
-      return {float(Element::bitcast(uint16_t(pair[0]))) * kFp8WeightUnit,
-              float(Element::bitcast(uint16_t(pair[0] >> 16))) * kFp8WeightUnit};
+      return pair[0];
+    }
+    CUTLASS_DEVICE static float scale_of(uint32_t pair, int column) {
+      return float(Element::bitcast(uint16_t(pair >> (16 * column))));
+    }
+    /// Of the lane's two columns, times the unit of weights.
+    CUTLASS_DEVICE float2 read_scales(int row) const {
+      if constexpr (!Traits::kHasScales) return {Traits::kWeightUnit, Traits::kWeightUnit};
+      uint32_t const pair = read_scale_pair(row);
+      return {scale_of(pair, 0) * Traits::kWeightUnit, scale_of(pair, 1) * Traits::kWeightUnit};
     }
   };
 
-  /// accum = w x of all k_tiles of a work tile. x: the B fragment of stage 0.
-  template <class XFragment>
+  /// accum = w x of all k_tiles of a work tile, in its first kActive chunks. x: the B fragment of stage 0.
+  template <int kActive = kChunks, class XFragment>
   CUTLASS_DEVICE static void run(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
                                  Accum& accum) {
     cute::clear(accum);
     Pass<XFragment> pass{p, reader, x, work.k_tile_end - work.k_tile_begin};
     if (pass.left <= 0) return;
     reader.wait();
-    reader.read_words(pass.words);
-    if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32) {
-      if (p.scale_k < 128) return mma<4>(pass, accum);
+    if constexpr (!Traits::kFoldsScales) reader.read_words(pass.words);
+    if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32 && !Traits::kFoldsScales) {
+      if (p.scale_k < 128) return mma<4, kActive>(pass, accum);
     }
-    mma<1>(pass, accum);
+    mma<1, kActive>(pass, accum);
   }
 
  private:
-  CUTLASS_DEVICE static void convert(Words const& words, Fragment& w) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSteps; ++i) {
-      load_fp8_fragment(reinterpret_cast<uint32_t const(&)[2]>(words[2 * i]),
-                        reinterpret_cast<uint32_t*>(&w(0)) + 4 * i);
-    }
+  CUTLASS_DEVICE static uint32_t const (&words_of_step(Words const& words, int i))[2] {
+    return reinterpret_cast<uint32_t const(&)[2]>(words[2 * i]);
   }
+  CUTLASS_DEVICE static uint32_t* step_of(Fragment& w, int i) { return reinterpret_cast<uint32_t*>(&w(0)) + 4 * i; }
 
   CUTLASS_DEVICE static void add(float2 scales, Partial& partial, Accum& accum, int chunk) {
     cute::warpgroup_fence_operand(partial);
@@ -130,22 +137,62 @@ struct Mainloop {
   /// What the loops share of one pass over the k_tiles of a work tile.
   template <class XFragment>
   struct Pass {
+    static constexpr uint32_t kStays = 0x100;
     Params const& p;
     Reader& reader;
     XFragment const& x;
     int left;  // k_tiles
     Words words;
     cute::GmmaDescriptor x_stage;
+    uint32_t folded = 0;  // groups of this k_tile whose scales were folded: bit 4h + i of column h and 32 k
+    float2 base;  // what folded sums are to be multiplied with
 
     CUTLASS_DEVICE void begin_k_tile() {
       x_stage = x.data().desc_;
       x_stage.reg32_[0] += reader.x_units();
     }
+    /// Whether the next turn has the same k_tile, for groups whose scales could not be folded with the others'.
+    CUTLASS_DEVICE bool stays() const { return folded & kStays; }
     CUTLASS_DEVICE void read_next() {
+      if (stays()) return;
       reader.advance();
       if (--left <= 0) return;
       reader.wait();
+      if constexpr (!Traits::kFoldsScales) reader.read_words(words);  // early; others wait for scales, too
+    }
+    CUTLASS_DEVICE void convert(Fragment& w) {
+      if constexpr (Traits::kFoldsScales) {
+        if (left > 0) fold(w);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSteps; ++i) load_fp8_fragment(words_of_step(words, i), step_of(w, i));
+      }
+    }
+    CUTLASS_DEVICE void fold(Fragment& w) {
       reader.read_words(words);
+      uint32_t pairs[kSteps];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i) pairs[i] = reader.read_scale_pair(i);
+      base.x = fold_column<0>(pairs, w);
+      base.y = fold_column<1>(pairs, w);
+      bool const is_left = warpgroup_any(sm90::BarrierId::kFirstWarpgroup + threadIdx.x / 128, (folded & 0xff) != 0xff);
+      folded = is_left ? folded | kStays : 0;
+    }
+    template <int kColumn>
+    CUTLASS_DEVICE float fold_column(uint32_t const (&pairs)[kSteps], Fragment& w) {
+      uint32_t scales[kSteps];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i) {
+        bool const is_folded = folded >> (4 * kColumn + i) & 1;
+        scales[i] = is_folded ? 0 : __float_as_uint(Reader::scale_of(pairs[i], kColumn));
+      }
+      FoldedScales const of_column(scales);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps; ++i) {
+        load_e2m1_fragment<kColumn>(words_of_step(words, i), of_column.bytes[i], step_of(w, i));
+        if (scales[i] == 0) folded |= 1 << (4 * kColumn + i);
+      }
+      return of_column.base * Traits::kWeightUnit;
     }
     /// Issues partial = w x of k32 steps and a chunk of tokens.
     template <int kBegin, int kCount>
@@ -166,45 +213,50 @@ struct Mainloop {
   };
 
   /// kGroups: sums of 128 k, 1 or 4: groups of 64 are two of four.
-  template <int kGroups, class XFragment>
+  template <int kGroups, int kActive, class XFragment>
   CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
-    constexpr int kJobs = kGroups * kChunks, kGroupSteps = kSteps / kGroups;
-    static_assert(kJobs % kBuffers == 0);
+    constexpr int kJobs = kGroups * kActive, kGroupSteps = kSteps / kGroups;
+    // Whether the last sum is added before the turn ends. While scales are folded there are no registers for it.
+    constexpr bool kEnds = kBuffers == 2 && (Traits::kFoldsScales || Traits::kEndsTurns);
+    static_assert(kEnds || kJobs % kBuffers == 0);
     Reader& reader = pass.reader;
     Fragment w;
     Partial partial[kBuffers];
     float2 scales = {0.f, 0.f};  // of the job before
-    convert(pass.words, w);
-    clear(partial[kBuffers - 1]);  // the job before the first adds nothing
+    pass.convert(w);
+    if (!kEnds) clear(partial[kBuffers - 1]);  // the job before the first adds nothing
     CUTLASS_PRAGMA_NO_UNROLL
     while (pass.left > 0) {
       int const stage = reader.stage;
       float2 group_scales;
       pass.begin_k_tile();
       for_each(make_int_sequence<kJobs>{}, [&](auto job) {
-        constexpr int kBuffer = job % kBuffers, kGroup = job / kChunks, kChunk = job % kChunks;
+        constexpr int kBuffer = job % kBuffers, kGroup = job / kActive, kChunk = job % kActive;
         constexpr int kBefore = kBuffers - 1 - kBuffer;
         constexpr bool kIsLast = job == kJobs - 1;
         if (kChunk == 0) {
-          group_scales = reader.read_scales(kGroups == 4 && pass.p.scale_k == 64 ? kGroup / 2 : kGroup);
+          group_scales = Traits::kFoldsScales
+                             ? pass.base
+                             : reader.read_scales(kGroups == 4 && pass.p.scale_k == 64 ? kGroup / 2 : kGroup);
         }
         if (kIsLast) pass.read_next();
         pass.template issue<kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
-        if constexpr (kBuffers == 2) {
+        if constexpr (kBuffers == 2 && !(kEnds && job == 0)) {
           warpgroup_wait<1>();
-          add(scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kChunks);
+          add(kEnds ? group_scales : scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kActive);
           scales = group_scales;
         }
         if (kIsLast || kBuffers == 1) warpgroup_wait<0>();
         if (kIsLast) {
-          reader.release(stage);
-          convert(pass.words, w);
+          if (!pass.stays()) reader.release(stage);
+          if constexpr (kEnds) add(group_scales, partial[kBuffer], accum, kChunk);
+          pass.convert(w);
         }
         if constexpr (kBuffers == 1) add(group_scales, partial[0], accum, kChunk);
       });
     }
-    if constexpr (kBuffers == 2) add(scales, partial[1], accum, kChunks - 1);
+    if constexpr (kBuffers == 2 && !kEnds) add(scales, partial[1], accum, kActive - 1);
   }
 };
 

@@ -2,9 +2,21 @@
 #pragma once
 
 #include "cutlass/float8.h"
+#include "cutlass_ext/fragment/fp8_weight.h"
 #include "kernels/gemm/sm90/traits.h"
 
-namespace weightonly::sm90_fp8 {
+namespace weightonly {
+
+/// E2M1 with a scale for 32 k. Kernels of x in 16 bits have a codebook for it: Code4.
+struct Mxfp4;
+
+template <>
+struct WeightFormat<Mxfp4> {
+  static constexpr int kBits = 4;
+  static constexpr bool kIsCodebook = false;
+};
+
+namespace sm90_fp8 {
 
 /// Config: as that of sm90::Traits, and kChunks.
 template <class Config>
@@ -17,6 +29,9 @@ struct Traits {
   static constexpr bool kHasScales = kScaleMode != ScaleMode::kChannel;
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
   static constexpr bool kHasXScales = true;
+  static constexpr bool kEndsTurns = false;
+  static constexpr bool kFoldsScales = cutlass::platform::is_same<Weight, Mxfp4>::value;
+  static constexpr float kWeightUnit = kFoldsScales ? kUnitOfE2m1 : kUnitOfInt4;
 
   static constexpr int kWarpgroupsN = Config::kWarpgroupsN;
   static constexpr int kWarpgroupsK = Config::kWarpgroupsK;
@@ -38,13 +53,15 @@ struct Traits {
   static constexpr int kChunkM = kTileM / kChunks;
   static_assert(kChunkM * kChunks == kTileM && kChunkM % 8 == 0);
 
+  using MmaM = cute::Int<kWarpgroupN>;
   using MmaN = cute::Int<kChunkM>;
-  using MmaOp = decltype(cute::GMMA::rs_op_selector<XElement, XElement, float,
-                                                    cute::Shape<cute::Int<kWarpgroupN>, MmaN, cute::Int<32>>>());
+  using MmaK = cute::Int<kWarpgroupK>;
+  using MmaOp =
+      decltype(cute::GMMA::rs_op_selector<XElement, XElement, float, cute::Shape<MmaM, MmaN, cute::Int<32>>>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using ShapeA = cute::Shape<cute::Int<kWarpgroupN>, cute::Int<kWarpgroupK>>;
-  using ShapeC = cute::Shape<cute::Int<kWarpgroupN>, cute::Int<kTileM>>;
-  using ShapeChunk = cute::Shape<cute::Int<kWarpgroupN>, MmaN>;
+  using ShapeA = cute::Shape<MmaM, MmaK>;
+  using ShapeC = cute::Shape<MmaM, cute::Int<kTileM>>;
+  using ShapeChunk = cute::Shape<MmaM, MmaN>;
   static constexpr int kDescriptorBytes = 16;
   using SmemLayoutX = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{},
                                                    cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
@@ -61,9 +78,11 @@ struct Traits {
   static constexpr int kProducerWarps = kHasZeros ? 4 : kHasScales ? 3 : 2;
   static constexpr int kThreads = kConsumers + kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kTileM == 256 ? 24 : kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters =
-      cutlass::const_min(240, (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8);
+  static constexpr int kProducerRegisters = kTileM == 256 && !kFoldsScales ? 24 : kWarpgroups == 2 ? 40 : 32;
+  static constexpr int consumer_registers(int of_producers) {
+    return cutlass::const_min(240, (kLaunchRegisters * (kWarpgroups + 1) - of_producers) / kWarpgroups / 8 * 8);
+  }
+  static constexpr int kConsumerRegisters = consumer_registers(kProducerRegisters);
 
   static constexpr int kXRowBytes = kXBlockK;
   static constexpr int kXStageBytes = kXBlocks * kTileM * kXRowBytes;
@@ -120,4 +139,5 @@ struct Traits {
   };
 };
 
-}  // namespace weightonly::sm90_fp8
+}  // namespace sm90_fp8
+}  // namespace weightonly

@@ -1,0 +1,53 @@
+// Grouped GEMM with x in E4M3, for mixtures of experts: grouped_sm90 (sm90/grouped.cuh) with the main loop of
+// gemm_sm90_fp8. A tile multiplies as many of its chunks as have rows.
+#pragma once
+
+#include "kernels/gemm/sm90/grouped.cuh"
+#include "kernels/gemm/sm90_fp8/mainloop.h"
+#include "kernels/gemm/sm90_fp8/traits.h"
+
+namespace weightonly {
+namespace sm90_fp8 {
+
+template <class Config>
+struct GroupedTraits : sm90::GroupedTraits<Config, false, Traits<Config>, Traits<Config>::kChunkM> {
+  using Base = Traits<Config>;
+  static constexpr bool kEndsTurns = true;  // there may be one chunk
+  static constexpr int kProducerRegisters = Base::kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = Base::consumer_registers(kProducerRegisters);
+};
+
+template <class Traits>
+struct GroupedLoop {
+  using Loop = Mainloop<Traits>;
+  typename Loop::Reader reader;
+
+  CUTLASS_DEVICE GroupedLoop(sm90::GroupedParams const& p, typename Traits::Smem const& smem) : reader(p, smem) {}
+
+  template <class XFragment>
+  CUTLASS_DEVICE void run(sm90::GroupedParams const& p, int width, XFragment const& x, typename Loop::Accum& accum) {
+    run_chunks<1>(p, width, x, accum);
+  }
+
+ private:
+  /// Compares one number of chunks after another: a switch would become an indirect branch.
+  template <int kActive, class XFragment>
+  CUTLASS_DEVICE void run_chunks(sm90::GroupedParams const& p, int width, XFragment const& x,
+                                 typename Loop::Accum& accum) {
+    if constexpr (kActive < Traits::kChunks) {
+      if (width >= kActive) return run_chunks<kActive + 1>(p, width, x, accum);
+    }
+    Loop::template run<kActive>(p, sm90::WorkTile{0, 0, p.k_tiles, 0, 0, 0}, reader, x, accum);
+  }
+};
+
+}  // namespace sm90_fp8
+
+/// Launches a grouped product. Config: see sm90_fp8::Traits. call: Fp8GroupedGemmParams, as KernelFacts::x_bytes says.
+template <class Config>
+cudaError_t launch_grouped_sm90_fp8(GroupedGemmParams const& call, cudaStream_t stream) {
+  using Traits = sm90_fp8::GroupedTraits<Config>;
+  return sm90::launch_grouped_kernel<Traits, sm90_fp8::GroupedLoop<Traits>>(call, stream);
+}
+
+}  // namespace weightonly

@@ -1,0 +1,43 @@
+// cutlass_ext/fragment/fp8_weight.h on the host: what a lane makes of two words of a column, or of two columns.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+using std::max;
+using std::min;
+
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+/// PRMT, without its signs.
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  uint64_t const bytes = uint64_t(high) << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= uint32_t(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return picked;
+}
+
+#include "cutlass_ext/fragment/fp8_weight.h"
+
+using namespace weightonly;
+
+extern "C" {
+
+/// One turn over 128 k of two columns. words [4][2], scales [2][4]: of fp32, those that are folded become 0. Fills
+/// a [4][4], the A registers of four k32 steps, and base [2].
+void wo_fold(uint32_t const (*words)[2], uint32_t (*scales)[4], uint32_t (*a)[4], float* base) {
+  FoldedScales const columns[2] = {FoldedScales(scales[0]), FoldedScales(scales[1])};
+  for (int i = 0; i < 4; ++i) {
+    load_e2m1_fragment<0>(words[i], columns[0].bytes[i], a[i]);
+    load_e2m1_fragment<1>(words[i], columns[1].bytes[i], a[i]);
+  }
+  for (int h = 0; h < 2; ++h) base[h] = columns[h].base * kUnitOfE2m1;
+}
+
+void wo_integers(uint32_t const (*words)[2], uint32_t (*a)[4]) {
+  for (int i = 0; i < 4; ++i) load_fp8_fragment(words[i], a[i]);
+}
+}
