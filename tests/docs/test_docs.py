@@ -22,7 +22,7 @@ import torch
 from tests import ROOT
 
 import weightonly as wo
-from tools import published
+from tools import drawings, published
 from weightonly.bench import PROVIDERS, shapes
 from weightonly.bench.report import GROUP_SIZES
 from weightonly.bench.report.results import read
@@ -290,6 +290,12 @@ def test_pictures_are_there_and_the_same_when_made_again(tmp_path: Path) -> None
         committed = path.read_text(encoding="utf-8")
         if f"Matplotlib v{matplotlib.__version__}" in committed:  # another version draws the same in other words
             assert drawn == committed, path.name
+
+
+@pytest.mark.parametrize("path", drawings.DRAWINGS, ids=lambda path: path.name)
+def test_drawings_are_those_that_are_drawn(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == drawings.DRAWINGS[path]().svg()
+    assert any(f"assets/{path.name})" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def test_legend_of_the_picture() -> None:
