@@ -37,7 +37,7 @@ def ids_of_blocks(
         top_k: choices of a row.
 
     Raises:
-        TypeError, ValueError: other tensors and sizes.
+        TypeError | ValueError: other tensors and sizes.
 
     Examples:
         >>> blocks = torch.tensor([0, 2, 1, 2]), torch.tensor([3, 1]), torch.tensor([4])
@@ -100,7 +100,7 @@ def rows_of_blocks(
         (order, offs): choices by expert, int64 [tokens * top_k], those without one last; int32 [experts].
 
     Raises:
-        TypeError, ValueError: as for `ids_of_blocks`; on the CPU also experts from `experts` + 1 on.
+        TypeError | ValueError: as for `ids_of_blocks`; on the CPU also experts from `experts` + 1 on.
 
     Examples:
         >>> rows_of_blocks(torch.tensor([0, 2, 1, 2]), torch.tensor([3, 1]), torch.tensor([4]), 2, 1, 2, experts=4)
