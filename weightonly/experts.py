@@ -54,7 +54,7 @@ def fused_experts(
         in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
     Raises:
-        TypeError, ValueError: as for `grouped_gemm`, and shapes of the two weights that do not fit.
+        TypeError | ValueError: as for `grouped_gemm`, and shapes of the two weights that do not fit.
         ValueError: on the CPU, ids other than -1 .. E; on a GPU they count as -1.
 
     Examples:
