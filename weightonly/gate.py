@@ -44,7 +44,7 @@ class Gate:
         has_gate: False: there is no gate, as in experts of Nemotron; `limit` and `shift` are for gates alone.
 
     Raises:
-        TypeError, ValueError: naming the field.
+        TypeError | ValueError: naming the field.
 
     Examples:
         >>> wo.Gate("silu", limit=7.0, alpha=1.702, shift=1.0).has_gate  # gpt-oss
@@ -82,7 +82,7 @@ class Gate:
         """The gate of an argument `activation`: a Gate, the name of its activation, or "swigluoai".
 
         Raises:
-            TypeError, ValueError: naming the argument, and where it has a gate and the experts none, or the other way
+            TypeError | ValueError: naming the argument, and where it has a gate and the experts none, or the other way
                 round.
         """
         if isinstance(activation, str) and activation in _NAMED:
