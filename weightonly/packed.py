@@ -45,7 +45,7 @@ class PackedWeight:
         experts: E, how many weights [K, N] of one format are stacked; None: a single one.
 
     Raises:
-        TypeError, ValueError: naming the argument, data that does not fit the other arguments.
+        TypeError | ValueError: naming the argument, data that does not fit the other arguments.
 
     Examples:
         >>> w = wo.preprocess(torch.zeros(512, 768, dtype=torch.int8), arch="sm90")
