@@ -92,8 +92,8 @@ def quantize_model(
         ValueError: before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot
             be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
             earlier call with the same format is why.
-        TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers before
-            it are replaced by then.
+        TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers
+            before it are replaced by then.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(512, 768), torch.nn.Linear(768, 10))
