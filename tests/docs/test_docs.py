@@ -21,7 +21,7 @@ import torch
 from tests import ROOT
 
 import weightonly as wo
-from tools import published
+from tools import measured, pictures, published
 from weightonly.bench import PROVIDERS, shapes
 from weightonly.bench.report import GROUP_SIZES
 from weightonly.bench.report.results import read
@@ -251,7 +251,7 @@ def test_variables_are_those_of_the_code() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
 
 
 @pytest.mark.parametrize("document", [pytest.param(path, id=name_of(path)) for path in published.DOCUMENTS])
@@ -268,14 +268,14 @@ def test_every_table_is_published() -> None:
 def test_pictures_are_there_and_the_same_when_made_again(tmp_path: Path) -> None:
     """In processes of their own, as providers that other tests register change colours."""
     code = (
-        "import sys, pathlib; from tools import published; "
-        "[published.save_picture(made, pathlib.Path(sys.argv[1]) / path.name) "
-        "for path, made in published.pictures().items()]"
+        "import sys, pathlib; from tools import pictures; "
+        "[pictures.save_picture(draw, pathlib.Path(sys.argv[1]) / path.name) "
+        "for path, draw in pictures.pictures().items()]"
     )
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
-    for path in published.pictures():
+    for path in pictures.pictures():
         drawn = (tmp_path / "one" / path.name).read_text(encoding="utf-8")
         assert drawn == (tmp_path / "two" / path.name).read_text(encoding="utf-8"), path.name
         committed = path.read_text(encoding="utf-8")
@@ -284,17 +284,17 @@ def test_pictures_are_there_and_the_same_when_made_again(tmp_path: Path) -> None
 
 
 def test_legend_of_the_picture() -> None:
-    legend = published.peers_picture().axes[0].get_legend()
+    legend = pictures.peers_picture().axes[0].get_legend()
     assert legend is not None
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == [published.OURS, *published.PEERS, "cuBLAS fp16"]
+    assert names == [measured.OURS, *measured.PEERS, "cuBLAS fp16"]
 
 
-@pytest.mark.parametrize("column", published.PEERS.values())
+@pytest.mark.parametrize("column", measured.PEERS.values())
 def test_no_peer_is_ahead(column: str) -> None:
     """README: none is ahead in any cell where both were measured, each beside cuBLAS of its own run."""
-    times = published.peer_times(4)
-    ours = published.report_part("int4").speedups(published.DENSE).stack()
+    times = measured.peer_times(4)
+    ours = measured.report_part("int4").speedups(measured.DENSE).stack()
     theirs = (times["cublas_f16"] / times[column]).dropna()
     both = theirs.index.intersection(ours.index)
     assert len(both) == len(theirs) >= 50
@@ -303,14 +303,14 @@ def test_no_peer_is_ahead(column: str) -> None:
 
 def test_what_the_pages_say_of_nf4() -> None:
     """NF4 is faster than bitsandbytes in all 112 cells."""
-    speedups = published.report_part("nf4").speedups("bitsandbytes").stack()
+    speedups = measured.report_part("nf4").speedups("bitsandbytes").stack()
     assert len(speedups) == 112
     assert not speedups.map(lost).any()
 
 
 def test_peers_say_where_they_come_from() -> None:
-    facts = read_facts(published.MEASUREMENTS / "h200_peers.csv")
-    assert facts["GPU"] == read(published.MEASUREMENTS / "h200_report.csv").facts["GPU"] == "NVIDIA H200"
+    facts = read_facts(measured.MEASUREMENTS / "h200_peers.csv")
+    assert facts["GPU"] == read(measured.MEASUREMENTS / "h200_report.csv").facts["GPU"] == "NVIDIA H200"
     assert "weightonly" in facts["measured by"]
 
 
