@@ -1,12 +1,13 @@
 """README.md and docs/ are run: their Python and their command lines. What they name is there: paths, targets, tables.
 
-A line `<!-- needs: gpu -->` before a Python block skips the block where there is no GPU with kernels. The other blocks
-of a page run in order, in one namespace, on a CPU.
+A line `<!-- needs: gpu -->` before a Python block skips the block where there is no GPU with kernels, one with the name
+of a package where that is not installed. The other blocks of a page run in order, in one namespace, on a CPU.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ from weightonly.bench.report.tables import lost
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU = "gpu"
+PACKAGES = {"bitsandbytes", "torchao"}
+"""What blocks may need, beside a GPU."""
 TOOLS = {"tools.regret", "tools.regret_experts", "tools.conversions"}
 
 
@@ -55,12 +58,19 @@ def run_blocks(page: Path, chosen: list[Block]) -> dict[str, Any]:
     return namespace
 
 
+def runnable(page: Path, *, on_a_gpu: bool) -> list[Block]:
+    """The Python of a page that this machine can run."""
+    there = {"", *([GPU] if on_a_gpu else []), *(name for name in PACKAGES if importlib.util.find_spec(name))}
+    return [block for block in blocks(page, "python") if block.needs in there]
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def pages_with_python(needs: str) -> list[Any]:
-    found = [page for page in PAGES if any(block.needs == needs for block in blocks(page, "python"))]
+def pages_with_python(*, on_a_gpu: bool) -> list[Any]:
+    """Those with blocks that need a GPU, or those with others."""
+    found = [page for page in PAGES if any((block.needs == GPU) == on_a_gpu for block in blocks(page, "python"))]
     return [pytest.param(page, id=name_of(page)) for page in found]
 
 
@@ -91,21 +101,23 @@ def test_python_of_the_readme(without_gpu: None) -> None:
     assert found["hidden"].shape == (4, 512)
 
 
-@pytest.mark.parametrize("page", pages_with_python(""))
+@pytest.mark.parametrize("page", pages_with_python(on_a_gpu=False))
 def test_python_runs(page: Path, without_gpu: None) -> None:
-    run_blocks(page, [block for block in blocks(page, "python") if not block.needs])
+    if not (found := runnable(page, on_a_gpu=False)):
+        pytest.skip("what its Python needs is not installed")
+    run_blocks(page, found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", pages_with_python(GPU))
+@pytest.mark.parametrize("page", pages_with_python(on_a_gpu=True))
 def test_python_runs_on_a_gpu(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda_device: object) -> None:
     monkeypatch.chdir(tmp_path)
-    run_blocks(page, blocks(page, "python"))
+    run_blocks(page, runnable(page, on_a_gpu=True))
 
 
 def test_needs_are_those_that_the_tests_know() -> None:
     needs = {block.needs for page in PAGES for block in blocks(page, "python")}
-    assert needs == {"", GPU}
+    assert needs == {"", GPU, *PACKAGES}
 
 
 def test_checkpoint_page_multiplies_by_what_the_file_holds(without_gpu: None) -> None:
