@@ -113,14 +113,14 @@ def tokens_picture() -> Figure:
     served = served[(served["model"] == "llama3-8b") & (served["measure"] == "decode")]
     decoded = model_rows()
     decoded = decoded[(decoded["model"] == "llama3-8b") & (decoded["measure"] == "decode")]
-    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(3, 4))
-    for part, title, speeds, looks in (
-        (above, "vLLM 0.33, GPTQ int4", served.pivot(index="size", columns="provider", values="value"), _ENGINE),
-        (below, "transformers", decoded.pivot(index="batch", columns="provider", values="tokens_s"), _TRANSFORMERS),
+    figure = Figure(figsize=(6.0, 4.6), layout="constrained")  # narrow, so that phones show its text
+    above, below = figure.subfigures(2, 1, height_ratios=(3, 7))
+    for part, columns, title, speeds, looks in (
+        (above, 3, "vLLM 0.33, GPTQ int4", served.pivot(index="size", columns="provider", values="value"), _ENGINE),
+        (below, 2, "transformers", decoded.pivot(index="batch", columns="provider", values="tokens_s"), _TRANSFORMERS),
     ):
-        part.suptitle(f"{title}: Llama-3-8B, one H200, tokens/s, higher is better", fontsize=10)
-        panels = part.subplots(1, len(speeds), sharey=True)
+        part.suptitle(f"{title}: Llama-3-8B, one H200, tokens/s", fontsize=10)
+        panels = part.subplots(len(speeds) // columns, columns, sharey=True, squeeze=False).flatten()
         for panel, (batch, row) in zip(panels, speeds.iterrows(), strict=True):
             _bars(panel, [looks[name] for name in looks], [row[name] for name in looks])
             panel.set_title(f"batch {batch}", fontsize=9)
