@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -55,7 +56,7 @@ def pictures() -> dict[Path, Callable[[], Figure]]:
         "h200x2": two_gpus_picture,
     }
     for name in dict.fromkeys(rows["model"]):
-        found[f"h200_{name}"] = lambda name=name: _of_model(rows, name)
+        found[f"h200_{name}"] = partial(_of_model, rows, str(name))
     return {ASSETS / f"{name}.svg": draw for name, draw in found.items()}
 
 
@@ -74,8 +75,9 @@ def _colours() -> Iterator[None]:
 
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    settings = {"svg.fonttype": "path", "svg.hashsalt": "weightonly", **dict.fromkeys(ink, _INK)}
-    with matplotlib.rc_context({**settings, **dict.fromkeys(paper, _PAPER)}):
+    settings: Any = {"svg.fonttype": "path", "svg.hashsalt": "weightonly"}
+    settings |= dict.fromkeys(ink, _INK) | dict.fromkeys(paper, _PAPER)
+    with matplotlib.rc_context(settings):
         yield
 
 
@@ -114,7 +116,8 @@ def tokens_picture() -> Figure:
     decoded = model_rows()
     decoded = decoded[(decoded["model"] == "llama3-8b") & (decoded["measure"] == "decode")]
     figure = Figure(figsize=(6.0, 4.6), layout="constrained")  # narrow, so that phones show its text
-    above, below = figure.subfigures(2, 1, height_ratios=(3, 7))
+    halves: Any = figure.subfigures(2, 1, height_ratios=(3, 7))
+    above, below = halves
     for part, columns, title, speeds, looks in (
         (above, 3, "vLLM 0.33, GPTQ int4", served.pivot(index="size", columns="provider", values="value"), _ENGINE),
         (below, 2, "transformers", decoded.pivot(index="batch", columns="provider", values="tokens_s"), _TRANSFORMERS),

@@ -40,7 +40,7 @@ def needs(name: str) -> Needs:
 
     import weightonly.hf  # noqa: F401  (makes packed layers known to PEFT)
 
-    model = wo.nn.quantize_model(MODELS[name].on_meta(), format=_FORMATS[name])
+    model: Any = wo.nn.quantize_model(MODELS[name].on_meta(), format=_FORMATS[name])
     summary: Any = model.weightonly_summary
     targets = LoraConfig(
         r=RANK,

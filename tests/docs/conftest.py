@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
     config = transformers.Qwen3Config(**sizes, **heads, bos_token_id=None, eos_token_id=None)
-    model = transformers.Qwen3ForCausalLM(config).to(torch.float16)
-    model.save_pretrained(dense)
-    wo.nn.quantize_model(model).save_pretrained(folder / "packed")
+    model: Any = transformers.Qwen3ForCausalLM(config)
+    model.half().save_pretrained(dense)
+    packed: Any = wo.nn.quantize_model(model)
+    packed.save_pretrained(folder / "packed")
     wo.formats.export(folder / "packed", folder / "Qwen" / "Qwen3-8B-AWQ", to="awq")
     for file in dense.glob("tokenizer*"):
         (folder / "Qwen" / "Qwen3-8B-AWQ" / file.name).write_bytes(file.read_bytes())

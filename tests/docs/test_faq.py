@@ -24,10 +24,13 @@ def strings() -> Iterator[str]:
     """Every string of the package, what is filled in as `GAP`; names of text in f-strings as that text."""
     for path in (ROOT / "weightonly").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        assigned = (
-            node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        )
-        texts = {node.targets[0].id: node.value for node in assigned}
+        texts = {
+            name.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for name in node.targets
+            if isinstance(name, ast.Name)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr | ast.Constant):
                 yield text_of(node, texts)
