@@ -52,8 +52,8 @@ def fused_experts(
         topk_weights: [M, top_k], any float dtype; used in fp32.
         activation: act, on the gate alone: None or "identity", "relu", "relu2", "gelu" (the erf form), "gelu_tanh",
             "silu" or "situ"; "swigluoai", the gate of gpt-oss; or a `Gate`, for one with a limit.
-        x_scales: fp32 [M], for an x of float8_e4m3fn, as `quantize_activations` makes both. What is between the products
-            is rounded to E4M3 by it, too. The result, bias and all else have the dtype of scales; there are no
+        x_scales: fp32 [M], for an x of float8_e4m3fn, as `quantize_activations` makes both. What is between the
+            products is rounded to E4M3 by it, too. The result, bias and all else have the dtype of scales; there are no
             gradients. On a GPU for weights in layout "tiled_fp8", H and I being multiples of 16.
 
     Returns:

@@ -81,8 +81,8 @@ def preprocess(
         bits: 4 or 8; None: those of `format`, or 4.
         arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
             torch.cuda.get_device_capability returns; or "cpu".
-        layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 and mxfp4.
-            With neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
+        layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 and
+            mxfp4. With neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
         format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4"
             for codes of `code`, "fp8" for 8-bit floats.
         code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
