@@ -184,7 +184,14 @@ def grouped_kernels(device: int | None = None) -> list[KernelConfig]:
 
 
 def grouped_fp8_kernels(device: int | None = None) -> list[KernelConfig]:
-    """The same for `grouped_gemm(..., x_scales=..., config=c)`."""
+    """The same for `grouped_gemm(..., x_scales=..., config=c)`.
+
+    Args:
+        device: a CUDA device; None: the current one, or, without a GPU, all.
+
+    Examples:
+        >>> names = [config.name for config in wo.grouped_fp8_kernels()]
+    """
     return _here(GROUPED_FP8_CONFIGS, device)
 
 
