@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | test-vllm | test-sglang | lint | docs | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
+# make demo | test | test-gpu | test-vllm | test-sglang | lint | docs | screenshots | kernels | binding | wheel | clean. Each sets up what it needs, once; later runs are quick.
 PYTHON ?= python3# the interpreter that the environment is made from, and that `make binding` compiles for
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ HASHED := --require-hashes --only-binary=:all: -r kernels/weightonly_build/requi
 BUILD = PYTHONPATH=kernels $(PY) -m weightonly_build
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-gpu test-vllm test-sglang lint docs mypy kernels binding wheel clean
+.PHONY: demo test test-gpu test-vllm test-sglang lint docs screenshots mypy kernels binding wheel clean
 
 demo: $(VENV)/demo.stamp
 	@$(BUILD) requirements | xargs -r $(PY) -m pip install --quiet
@@ -68,6 +68,10 @@ lint: $(VENV)/dev.stamp mypy
 # The site of docs/, in build/site. A broken link is an error.
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# Pictures of every page in build/screenshots, as a phone and a desk show it. What is wider than the page is an error.
+screenshots: docs $(VENV)/screenshots.stamp
+	$(PY) -m tools.screenshots
 
 # mypy does not know the mapped folders of setup.py: build/mypy holds the package as it is installed.
 mypy: $(VENV)/dev.stamp

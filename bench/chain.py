@@ -105,15 +105,34 @@ def chain(
 ) -> pd.DataFrame:
     """Time `layers` times the linears of one layer, as one CUDA graph (on a CPU: one call after another).
 
-    `shapes`: the linears of the layer, "llama3-8b", "llama3-70b" or others that follow each other. Other arguments as
-    `sweep`, but that a CPU is measured only where `device` names it.
     Every weight is there once, so that all come from memory as far as together they are larger than the L2 cache.
     Before the timing the results with and without overlap of launches are compared bit for bit (RuntimeError).
 
-    Returns one row per m and `overlap` (a str, as in `wo.set_launch_overlap`; on a CPU only "False"): `ms` per pass
-    (median, with `ms_min`), `us_per_linear`, `tb_s` (weights, x and y of all linears, 10**12 bytes/s), `roofline_ms`
-    (sum of the rooflines of the linears) and `x_roofline` (how many times longer; NaN on a CPU). Raises ValueError
-    naming the argument as `sweep`, RuntimeError without a GPU.
+    Args:
+        shapes: the linears of the layer, "llama3-8b", "llama3-70b" or others that follow each other.
+        layers: times the linears of one layer.
+        batch: as for `sweep`.
+        bits: as for `sweep`.
+        group_size: as for `sweep`.
+        dtype: as for `sweep`.
+        symmetric: as for `sweep`.
+        device: as for `sweep`, but that a CPU is measured only where this names it.
+        budget_ms: device time per measurement.
+        progress: as for `sweep`.
+
+    Returns:
+        One row per m and `overlap` (a str, as in `wo.set_launch_overlap`; on a CPU only "False"): `ms` per pass
+        (median, with `ms_min`), `us_per_linear`, `tb_s` (weights, x and y of all linears, 10**12 bytes/s),
+        `roofline_ms` (sum of the rooflines of the linears) and `x_roofline` (how many times longer; NaN on a CPU).
+
+    Raises:
+        ValueError: naming the argument, as for `sweep`.
+        RuntimeError: no GPU, where `device` names none.
+
+    Examples:
+        >>> frame = wo.bench.chain(["512x768", "768x512"], 2, 1, device="cpu", dtype=torch.bfloat16, progress=False)
+        >>> print(wo.bench.chain_table(frame).splitlines()[0])
+        |   M | overlap   |   ms per pass |   us per linear |...
     """
     pairs = _chained(shapes)
     sizes = check_arguments(pairs, batch, format_of(bits, None), group_size, symmetric, dtype, budget_ms)
@@ -157,7 +176,16 @@ def chain(
 
 
 def chain_table(frame: pd.DataFrame) -> str:
-    """The rows of `chain` as a table. Needs the package tabulate."""
+    """The rows of `chain` as a table. Needs the package tabulate.
+
+    Args:
+        frame: what `chain` returned.
+
+    Examples:
+        >>> frame = wo.bench.chain(["512x768", "768x512"], 1, 1, device="cpu", dtype=torch.bfloat16, progress=False)
+        >>> "us per linear" in wo.bench.chain_table(frame)
+        True
+    """
     titles = {"m": "M", "overlap": "overlap", "ms": "ms per pass", "us_per_linear": "us per linear", "tb_s": "TB/s"}
     titles |= {"x_roofline": "x sum of rooflines"}
     table = frame[list(titles)].rename(columns=titles).dropna(axis=1, how="all")

@@ -179,7 +179,16 @@ def add_csv(parser: Parser) -> None:
 
 
 def to_csv(frame: pd.DataFrame, path: str) -> None:
-    """Every column, times in us with three decimals."""
+    """Write a table to a file: every column, times in us with three decimals.
+
+    Args:
+        frame: the table.
+        path: of the file.
+
+    Examples:
+        >>> frame = wo.bench.sweep("512x768", 1, device="cpu", dtype=torch.float32, budget_ms=1, progress=False)
+        >>> wo.bench.to_csv(frame, "sweep.csv")
+    """
     frame.to_csv(path, index=False, float_format="%.3f")
 
 

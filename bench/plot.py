@@ -46,10 +46,20 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
 
 
 def plot(frame: pd.DataFrame, path: str) -> None:
-    """Write the result of `sweep` as a picture (PNG, or what the name's ending says) with logarithmic axes.
+    """Write the result of `sweep` as a picture with logarithmic axes. Needs the package matplotlib.
 
-    The dashed line is the roofline (absent on a CPU). Needs the package matplotlib. Raises ValueError for an
-    empty frame.
+    The dashed line is the roofline (absent on a CPU).
+
+    Args:
+        frame: what `sweep` returned.
+        path: of the file, PNG, or what the name's ending says.
+
+    Raises:
+        ValueError: an empty frame.
+
+    Examples:
+        >>> frame = wo.bench.sweep("512x768", 1, device="cpu", dtype=torch.float32, budget_ms=1, progress=False)
+        >>> wo.bench.plot(frame, "sweep.png")
     """
     if frame.empty:
         raise ValueError("frame: expected the rows of a sweep, got none")

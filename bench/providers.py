@@ -40,12 +40,19 @@ Operand = TypeVar("Operand")
 class Prepared(Generic[Operand]):
     """One weight in a provider's own format, and how to multiply by it.
 
-    operand       the weight: a tensor, or anything that holds tensors and that copy.deepcopy copies
-    run           run(operand, x, out): x [m, k] times the weight, into out [m, n] or a new tensor; returns the result.
-                  On a GPU it is captured in a CUDA graph: on the current stream, without synchronizing
-    weight_bytes  what one call reads of the weight, scales and zeros
-    expected      [k, n] dense: the product that `run` must give is x @ expected
-    tolerance     ||y - product|| / ||product|| at most: rounding to bf16 is below 1e-2, a wrong layout or scale near 1
+    Args:
+        operand: the weight: a tensor, or anything that holds tensors and that copy.deepcopy copies.
+        run: run(operand, x, out): x [m, k] times the weight, into out [m, n] or a new tensor; returns the result. On a
+            GPU it is captured in a CUDA graph: on the current stream, without synchronizing.
+        weight_bytes: what one call reads of the weight, scales and zeros.
+        expected: [k, n] dense: the product that `run` must give is x @ expected.
+        tolerance: ||y - product|| / ||product|| at most: rounding to bf16 is below 1e-2, a wrong layout or scale near
+            1.
+
+    Examples:
+        >>> w = torch.randn(512, 768)
+        >>> run = lambda w, x, out: torch.mm(x, w, out=out)
+        >>> dense = Prepared(w, run, weight_bytes=w.nbytes, expected=w, tolerance=1e-2)
     """
 
     operand: Operand
@@ -106,7 +113,16 @@ class Registry(dict[str, AnyNamed]):
 
 
 class Provider(Named):
-    """A way to multiply by a quantized weight. formats, group_sizes: what it has; empty: all."""
+    """A way to multiply by a quantized weight.
+
+    Args:
+        formats: names that it has; empty: all.
+        group_sizes: those that it has; empty: all.
+
+    Examples:
+        >>> wo.bench.PROVIDERS["ours"].unavailable(torch.device("cpu"), torch.float32, "int4", 128) is None
+        True
+    """
 
     formats: Sequence[str] = ()
     group_sizes: Sequence[int] = ()

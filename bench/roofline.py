@@ -91,10 +91,27 @@ def roofline_us(
     x_rows: int | None = None,
     y_rows: int | None = None,
 ) -> float:
-    """The roofline of one call in us; NaN where `limits` is None (a CPU has no entry).
+    """The roofline of one call in us.
 
-    Of a grouped product of m rows, `weights` experts have rows; the weights of the others are not read. x_rows, y_rows:
-    rows of x and y that are moved, fewer than m where each token is read, or written, once for all of its experts.
+    Args:
+        m: rows; of a grouped product those of all experts.
+        k: rows of w.
+        n: columns of w.
+        bits: 4 or 8.
+        group_size: rows of w per scale; -1: per channel.
+        symmetric: without zero points.
+        limits: of the GPU, a value of `CEILINGS`; None: a CPU, which has no entry.
+        weights: of a grouped product how many experts have rows; the weights of the others are not read.
+        x_rows: rows of x that are moved, fewer than m where each token is read once for all of its experts; None: m.
+        y_rows: rows of y that are moved, likewise.
+
+    Returns:
+        us; NaN where `limits` is None.
+
+    Examples:
+        >>> h200 = wo.bench.CEILINGS["NVIDIA H200"]
+        >>> round(wo.bench.roofline_us(1, 4096, 4096, bits=4, group_size=128, limits=h200), 1)
+        3.4
     """
     if limits is None:
         return math.nan

@@ -88,26 +88,41 @@ def sweep(
     host: bool = False,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Time x [m, k] @ w [k, n] for every shape, every m of `batch` and every provider.
+    """Time `x [m, k] @ w [k, n]` for every shape, every m of `batch` and every provider.
 
-    `shapes`: a name ("llama3-8b", "llama3-70b", "table", "minilm"), "KxN", or a list of these and of (k, n)
-    pairs. `providers`: names of `PROVIDERS`, or "all" for every one that can run these weights on this device; rows
-    call them by what they are here ("dense": "cuBLAS fp16" or "torch bf16"). `bits`, `format`: as `wo.preprocess`.
-    `group_size`: -1 is one scale per channel. `dtype`: of x; torch.float32 on a CPU alone. `device`: the GPU where
-    there is one, unless given.
-    `budget_ms`: device time per measurement, in three rounds: the providers of a shape and m one after another.
-    `host`: also a column `host_us`, of an eager call. Data are random; before its timing each provider's product is
-    compared with the dense one (RuntimeError). Calls of `gemm` do not overlap with each other here
-    (`wo.set_launch_overlap`): that is `chain`.
+    Data are random; before its timing each provider's product is compared with the dense one (RuntimeError). Calls of
+    `gemm` do not overlap with each other here (`wo.set_launch_overlap`): that is `chain`.
 
-    Returns one row per (k, n, m, provider): `us` (median per call, with `us_min`, `us_p10`, `us_p90`), `tb_s`
-    (what the provider's own weights, x and y move, in 10**12 bytes/s), `tflop_s`, `x_dense` (how many times
-    faster than the dense product of this run; NaN without it), `roofline_us` and `x_roofline` (how many times
-    longer than it; NaN on a CPU), `config` (name of the kernel that `gemm` chose; empty for other providers), `sm_mhz`
-    (clock of the SMs right after the measurement; NaN where the driver does not say).
+    Args:
+        shapes: a name ("llama3-8b", "llama3-70b", "table", "minilm"), "KxN", or a list of these and of (k, n) pairs.
+        batch: rows of x, m.
+        providers: names of `PROVIDERS`, or "all" for every one that can run these weights on this device; rows call
+            them by what they are here ("dense": "cuBLAS fp16" or "torch bf16").
+        bits: as for `wo.preprocess`.
+        format: as for `wo.preprocess`.
+        group_size: rows of w per scale; -1: per channel.
+        dtype: of x; torch.float32 on a CPU alone.
+        symmetric: without zero points.
+        device: None: the GPU where there is one.
+        budget_ms: device time per measurement, in three rounds: the providers of a shape and m one after another.
+        host: also a column `host_us`, of an eager call.
+        progress: whether to show a bar.
 
-    Raises ValueError naming the argument for unknown names, sizes below 1, a group size that `gemm` does not take
-    or that is not the format's, and a provider that cannot run this.
+    Returns:
+        One row per (k, n, m, provider): `us` (median per call, with `us_min`, `us_p10`, `us_p90`), `tb_s` (what the
+        provider's own weights, x and y move, in 10**12 bytes/s), `tflop_s`, `x_dense` (how many times faster than the
+        dense product of this run; NaN without it), `roofline_us` and `x_roofline` (how many times longer than it; NaN
+        on a CPU), `config` (name of the kernel that `gemm` chose; empty for other providers), `sm_mhz` (clock of the
+        SMs right after the measurement; NaN where the driver does not say).
+
+    Raises:
+        ValueError: naming the argument, unknown names, sizes below 1, a group size that `gemm` does not take or that is
+            not the format's, and a provider that cannot run this.
+
+    Examples:
+        >>> frame = wo.bench.sweep("512x768", 1, device="cpu", dtype=torch.float32, budget_ms=1, progress=False)
+        >>> frame["provider"].tolist()
+        ['ours', 'torch fp32']
     """
     pairs = resolve(shapes)
     name = format_of(bits, format)
@@ -224,6 +239,14 @@ def to_markdown(frame: pd.DataFrame) -> str:
     """A table: per (shape, m) the us of each provider, and "ours" beside the dense product and the roofline.
 
     Host times, where measured, follow in us per eager call. Needs the package tabulate.
+
+    Args:
+        frame: what `sweep` returned.
+
+    Examples:
+        >>> frame = wo.bench.sweep("512x768", 1, device="cpu", dtype=torch.float32, budget_ms=1, progress=False)
+        >>> "ours us" in wo.bench.to_markdown(frame)
+        True
     """
     table = frame.assign(shape=[f"{k}x{n}" for k, n in zip(frame["k"], frame["n"], strict=True)])
     lines: list[dict[str, object]] = []

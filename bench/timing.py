@@ -243,8 +243,16 @@ def time_calls(
 ) -> Timing:
     """Median time of one call in us.
 
-    `calls`: as for `CallTimer`. `budget_ms` bounds the timed work (three replays are made whatever they take). A first
-    quick measurement slower than `give_up_us` per call is returned as it is, marked `coarse`.
+    Args:
+        calls: as for `CallTimer`.
+        device: that computes them.
+        budget_ms: of the timed work (three replays are made whatever they take).
+        give_up_us: a first quick measurement slower than this per call is returned as it is, marked `coarse`.
+
+    Examples:
+        >>> x = torch.randn(64, 64)
+        >>> wo.bench.time_calls([lambda: x @ x], torch.device("cpu"), budget_ms=1).us > 0
+        True
     """
     timer = CallTimer(calls, device)
     quick_us = timer.prepare()
@@ -283,9 +291,22 @@ def time_eager(call: Call, device: torch.device, *, budget_ms: float) -> Timing:
 def host_us(fn: Call, device: torch.device, *, calls: int = 200, rounds: int = 9) -> float:
     """Host time of one eager call in us (median of `rounds`), without waiting for the device.
 
-    The device is synchronized between rounds, and a round is shorter than the launch queue (some 1000
-    launches), or the host would wait for the device and the number would be the kernel's. On a CPU it is the
-    time of the whole call.
+    The device is synchronized between rounds, and a round is shorter than the launch queue (some 1000 launches), or the
+    host would wait for the device and the number would be the kernel's. On a CPU it is the time of the whole call.
+
+    Args:
+        fn: the call.
+        device: that computes it.
+        calls: of a round.
+        rounds: of which the median is taken.
+
+    Raises:
+        ValueError: `calls` or `rounds` below 1.
+
+    Examples:
+        >>> x = torch.randn(64, 64)
+        >>> wo.bench.host_us(lambda: x @ x, torch.device("cpu"), calls=2, rounds=3) > 0
+        True
     """
     if calls < 1 or rounds < 1:
         raise ValueError(f"calls, rounds: expected at least 1, got {calls} and {rounds}")

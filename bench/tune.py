@@ -92,24 +92,35 @@ def tune(
 ) -> pd.DataFrame:
     """Find the quickest configuration for each weight shape and batch size, for `gemm` to run from then on.
 
-    shapes      (K, N) pairs, "KxN", or names of `weightonly.bench.NAMED` such as "llama3-8b".
-    batch       rows of x, M; for those between them see plan/tuned.py.
-    bits        4 or 8. format: None for integers, or "nf4", "fp4". As for `preprocess`; its layout is tuned.
-    group_size  rows of w per scale; -1: per channel. symmetric: without zero points.
-    dtype       of x, torch.float16 or torch.bfloat16.
-    device      a CUDA device; default: the current one.
-    seconds     about how long all of it may take.
-    folder      where the table goes, default `plan.tuned.folder()`. Other processes look there, or in the folder
-                that the environment variable WEIGHTONLY_TUNED names.
-
     Measured are the configurations that the cost model holds for at most 1.5 times as slow as its choice, as
     `weightonly.bench` measures (CUDA graphs, weights rotated beyond L2), then the best of them and the model's choice
-    once more. What is not faster by 1% leaves the model's choice. The table is merged into the one that is
-    there. `gemm` follows it from its next call on; CUDA graphs keep the kernels that they captured.
+    once more. What is not faster by 1% leaves the model's choice. The table is merged into the one that is there.
+    `gemm` follows it from its next call on; CUDA graphs keep the kernels that they captured.
 
-    Returns a row per (k, n, m): `config` and `us` of the model's choice, `tuned_config`, `tuned_us`, and `gain`, the
-    first time over the second. Raises RuntimeError without a GPU or without kernels, ValueError naming an argument that
-    does not fit.
+    Args:
+        shapes: (K, N) pairs, "KxN", or names of `weightonly.bench.NAMED` such as "llama3-8b".
+        batch: rows of x, M; for those between them see plan/tuned.py.
+        bits: 4 or 8.
+        format: None for integers, or "nf4", "fp4". As for `preprocess`; its layout is tuned.
+        group_size: rows of w per scale; -1: per channel.
+        symmetric: without zero points.
+        dtype: of x, torch.float16 or torch.bfloat16.
+        device: a CUDA device; default: the current one.
+        seconds: about how long all of it may take.
+        folder: where the table goes, default `plan.tuned.folder()`. Other processes look there, or in the folder that
+            the environment variable WEIGHTONLY_TUNED names.
+        progress: whether to show a bar.
+
+    Returns:
+        A row per (k, n, m): `config` and `us` of the model's choice, `tuned_config`, `tuned_us`, and `gain`, the first
+        time over the second.
+
+    Raises:
+        RuntimeError: no GPU, or no kernels.
+        ValueError: naming an argument that does not fit.
+
+    Examples:
+        >>> frame = wo.bench.tune("512x768", 1, seconds=2, folder="tuned")  # doctest: +NEEDS_GPU
     """
     where = require_gpu("tune", device)
     if not cuda_built():

@@ -26,12 +26,29 @@ def legal(config: KernelConfig, problem: Problem) -> bool:
     """Whether a configuration computes a problem, and is of its architecture.
 
     Each architecture has one GEMM family, the newest that it can run. Older ones may run on it, if they are asked for.
+
+    Args:
+        config: a configuration.
+        problem: a product.
+
+    Examples:
+        >>> problem = Problem(16, 6144, 4096, "int4", 128, 90, 132)
+        >>> all(legal(config, problem) for config in candidates(problem))
+        True
     """
     return problem.arch <= config.rules.last_arch and why_not(config, problem) is None
 
 
 def candidates(problem: Problem) -> list[KernelConfig]:
-    """Every legal configuration of one launch, with every legal split_k; of two: see `select.likely_pairs`."""
+    """Every legal configuration of one launch, with every legal split_k; of two: see `select.likely_pairs`.
+
+    Args:
+        problem: a product.
+
+    Examples:
+        >>> {config.layout for config in candidates(Problem(16, 6144, 4096, "int4", 128, 90, 132))}
+        {'tiled'}
+    """
     return [c for c in ever_legal(problem) if c.rules.why_not_sizes(c, problem) is None]
 
 

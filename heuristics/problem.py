@@ -91,14 +91,28 @@ def is_read(layout: str, arch: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One matrix product y [m, n] = x [m, k] @ w [k, n] on one kind of GPU.
+    """One matrix product `y [m, n] = x [m, k] @ w [k, n]` on one kind of GPU.
 
-    `format` is one of FORMATS; but in FP8_LAYOUT CODE_FORMATS become "code4". `group_size` is in elements of K; -1
-    means per channel. `arch` is one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer.
-    `layout` is the packed weight's; "": the architecture's own. Raises ValueError naming the field for a size below 1,
-    an unknown format, one without kernels, an unknown arch or layout, a group size that K is no multiple of, that
-    `gemm` takes nowhere or that is not the format's, or codes in a layout that has none or with zeros; TypeError for a
-    size that is no int.
+    Args:
+        m: rows of x.
+        n: columns of w.
+        k: rows of w.
+        format: one of FORMATS; but in FP8_LAYOUT CODE_FORMATS become "code4".
+        group_size: rows of w that share a scale; -1: per channel.
+        arch: one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer.
+        sm_count: multiprocessors of the GPU.
+        layout: of the packed weight; "": the architecture's own.
+        zeros: whether there are zero points.
+
+    Raises:
+        ValueError: naming the field, a size below 1, an unknown format, one without kernels, an unknown arch or layout,
+            a group size that K is no multiple of, that `gemm` takes nowhere or that is not the format's, and codes in a
+            layout that has none or with zeros.
+        TypeError: a size that is no int.
+
+    Examples:
+        >>> Problem(16, 6144, 4096, "int4", 128, "sm90", 132).layout
+        'tiled'
     """
 
     m: int

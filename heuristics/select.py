@@ -180,12 +180,26 @@ def select(
     layout: str | None = None,
     zeros: bool = False,
 ) -> KernelConfig:
-    """The configuration that `gemm` runs, but for tuned tables; needs no GPU: select(problem), or what a problem has.
+    """The configuration that `gemm` runs, but for tuned tables; needs no GPU: `select(problem)`, or what a problem has.
 
-    y [m, n] = x [m, k] @ w [k, n]. format is one of problem.FORMATS; group_size in elements of K, -1 per channel; arch
-    the GPU's, in any spelling that `parse_arch` knows (90, "sm90", (9, 0)); sm_count any; layout the packed weight's,
-    None for the one that `preprocess` makes for arch. Raises ValueError naming the argument for values
-    out of range, and for a layout that arch's kernels do not read; TypeError for a size that is no int.
+    Args:
+        m: a `Problem`, or its m.
+        n: as of a `Problem`.
+        k: as of a `Problem`.
+        format: as of a `Problem`.
+        group_size: as of a `Problem`.
+        arch: as of a `Problem`.
+        sm_count: as of a `Problem`.
+        layout: of the packed weight; None: the one that `preprocess` makes for arch.
+        zeros: as of a `Problem`.
+
+    Raises:
+        ValueError: naming the argument, values out of range, and a layout that arch's kernels do not read.
+        TypeError: a size that is no int.
+
+    Examples:
+        >>> wo.heuristics.select(m=16, n=6144, k=4096, format="int4", group_size=128, arch="sm90", sm_count=132).layout
+        'tiled'
     """
     if isinstance(m, Problem):
         problem = m

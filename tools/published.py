@@ -10,146 +10,54 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 
 from weightonly.bench import accuracy, activations
-from weightonly.bench.kept import read as read_kept
-from weightonly.bench.model import tables as models
-from weightonly.bench.model.measure import COLUMNS as OF_MODELS
 from weightonly.bench.model.providers import MODEL_PROVIDERS
 from weightonly.bench.report import results
-from weightonly.bench.report.tables import Part, geometric_mean, lost, parts
-from weightonly.bench.roofline import CEILINGS, roofline_us
-from weightonly.bench.shapes import MIXTURES, Shape
-from weightonly.heuristics.problem import FORMATS
+from weightonly.bench.report.tables import geometric_mean, lost, parts
+from weightonly.bench.shapes import MIXTURES
 
-from .regret_experts import problem_of, regret, rows_of_experts
+from .measured import (
+    DENSE,
+    MEASUREMENTS,
+    OURS,
+    PEERS,
+    ROOT,
+    grouped_rows,
+    layer_rows,
+    model_rows,
+    parallel_rows,
+    peer_speedups,
+    peer_times,
+    report_part,
+    serve_rows,
+    source,
+)
+from .model_sizes import sizes_table
+from .pictures import ASSETS, pictures, save_picture
+from .regret import regret
 from .training_memory import training_memory_table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-ROOT = Path(__file__).resolve().parents[1]
-MEASUREMENTS = ROOT / "bench" / "measurements"
-ASSETS = ROOT / "docs" / "assets"
-PICTURE = ASSETS / "h200_speedup.svg"
 DOCUMENTS = tuple(
     ROOT / name
     for name in (
         "README.md",
         "docs/performance.md",
         "docs/kernels/sm90_grouped.md",
-        "docs/guides/quantize.md",
         "docs/guides/finetune_mixture.md",
+        "docs/guides/memory.md",
+        "docs/guides/quantize.md",
         "docs/guides/vllm.md",
     )
 )
 
-BATCH = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
-"""Columns of the large tables."""
-
-PEER_BATCH = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
-"""Where every one of `PEERS` was measured."""
-
-OURS = "weightonly"
-DENSE = "cuBLAS fp16"
-PEERS = {"Machete": "machete_tuned", "Marlin": "marlin", "FasterTransformer": "fastertransformer_tuned"}
-"""Name -> column of h200_peers.csv, of what was measured at all of its shapes."""
-
-_STYLES = {
-    OURS: ("#0072B2", "o"),
-    "Machete": ("#D55E00", "s"),
-    "Marlin": ("#009E73", "^"),
-    "FasterTransformer": ("#CC79A7", "D"),
-}
-
-
-def report_part(format: str) -> Part:
-    """Our own times and the others' of the same run: "int4", "int8" or "nf4"."""
-    for part in parts(results.read(MEASUREMENTS / "h200_report.csv").rows):
-        if part.name.startswith(f"{format},"):
-            return part
-    raise ValueError(f"format: expected one of h200_report.csv, got {format!r}")
-
-
-def peer_times(bits: int) -> pd.DataFrame:
-    """Rows of h200_peers.csv, by (k, n, m); us."""
-    frame = pd.read_csv(MEASUREMENTS / "h200_peers.csv", comment="#")
-    return frame[frame["bits"] == bits].set_index(["k", "n", "m"])
-
-
-def peer_speedups() -> pd.DataFrame:
-    """How many times faster than cuBLAS fp16 of its own run each is, int4 group 128: a row each, a column per M.
-
-    Geometric means over the shapes of h200_peers.csv.
-    """
-    times = peer_times(4)
-    shapes: list[Shape] = list(dict.fromkeys(times.droplevel("m").index))
-    rows = {OURS: geometric_mean(report_part("int4").speedups(DENSE).loc[shapes])[list(PEER_BATCH)]}
-    for name, column in PEERS.items():
-        speedups = (times["cublas_f16"] / times[column]).unstack("m").loc[shapes]
-        rows[name] = geometric_mean(speedups)[list(PEER_BATCH)]
-    return pd.DataFrame(rows).T
-
-
-def model_rows() -> pd.DataFrame:
-    """What `bench model` measured, without the rows that have no times."""
-    rows = read_kept(MEASUREMENTS / "h200_models.csv", "model", OF_MODELS).rows
-    return rows[rows["note"] == ""]
-
-
-def pictures() -> dict[Path, Figure]:
-    """Every picture of the documents, and where it is."""
-    rows = model_rows()
-    found = {PICTURE: peers_picture()}
-    for name in dict.fromkeys(rows["model"]):
-        figure = models.picture(rows[rows["model"] == name], f"{name}, one H200")
-        assert figure is not None
-        found[ASSETS / f"h200_{name}.svg"] = figure
-    return found
-
-
-def peers_picture() -> Figure:
-    """`peer_speedups` over M."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-
-    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for name, line in peer_speedups().iterrows():
-        color, marker = _STYLES[str(name)]
-        ours = name == OURS
-        axes.plot(
-            line.index, line, color=color, marker=marker, label=name, linewidth=2.6 if ours else 1.5, markersize=5
-        )
-    axes.axhline(1, color="#444444", linestyle="--", linewidth=1.2, label="cuBLAS fp16")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(list(PEER_BATCH)))
-    axes.yaxis.set_major_locator(FixedLocator([0.3, 0.5, 0.7, 1, 1.5, 2, 3]))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("M (tokens)")
-    axes.set_ylabel("times as fast as cuBLAS fp16")
-    axes.set_title("int4 weights, group 128, fp16, one H200: higher is better", fontsize=11)
-    axes.grid(True, linewidth=0.4, alpha=0.5)
-    axes.legend(frameon=False, ncols=1, loc="upper right")
-    return figure
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """An SVG file, the same bytes for the same data and version of matplotlib."""
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "weightonly"}):
-        figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+BATCH = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
+"""Columns of the large tables; the rows have more."""
 
 
 def _markdown(head: Iterable[object], lines: Iterable[Iterable[str]]) -> str:
@@ -206,18 +114,8 @@ def losses_table() -> str:
     return _markdown(["weights", "cells", "cuBLAS is faster in", "at M", "worst: times as fast as cuBLAS"], lines)
 
 
-def peer_losses_table() -> str:
-    """The best peer's time over ours, beside cuBLAS of each run, at the shapes of h200_peers.csv."""
-    table = peer_speedups()
-    lines = []
-    for name in PEERS:
-        ratio = table.loc[OURS] / table.loc[name]
-        lines.append([name, *(_ratio(value) for value in ratio)])
-    return _markdown(["weightonly is faster than", *(f"M = {m}" for m in table.columns)], lines)
-
-
 def peer_us_table() -> str:
-    """us of every peer at each shape, M of 1, 16, 64, 256 and 1024."""
+    """us of every peer at each shape, M of 1, 64 and 1024."""
     times = peer_times(4)
     ours = report_part("int4").us("ours")
     names = {
@@ -231,7 +129,7 @@ def peer_us_table() -> str:
     }
     lines = []
     for (k, n, m), row in times.iterrows():
-        if m in (1, 16, 64, 256, 1024):
+        if m in (1, 64, 1024):
             cells = ["" if np.isnan(row[column]) else _us(row[column]) for column in names.values()]
             lines.append([f"{k} x {n}", str(m), _us(ours.loc[(k, n), m]), *cells])
     return _markdown(["K x N", "M", OURS, *names], lines)
@@ -290,25 +188,6 @@ _ROUTINGS = {("even", 0.0): "in turns", ("skewed", 0.0): "by chance", ("skewed",
 """Routing and skew -> its name in `grouped_table`."""
 
 
-def grouped_rows(format: str) -> pd.DataFrame:
-    """What the choice takes of the measured grouped configurations: a row for each cell, with its roofline."""
-    frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
-    cells = regret(frame[frame["format"] == format]).cells
-
-    def of_cell(cell: pd.Series) -> float:
-        problem, _ = problem_of(cell)
-        routed = [(counts > 0).sum() for counts in rows_of_experts(cell)]
-        return roofline_us(
-            *(problem.m, problem.k, problem.n),
-            bits=FORMATS[format],
-            group_size=problem.group_size,
-            weights=round(float(np.mean(routed))),
-            limits=CEILINGS["NVIDIA H200"],
-        )
-
-    return cells.assign(roofline_us=cells.apply(of_cell, axis=1))
-
-
 def grouped_table(format: str) -> str:
     """us of single grouped products, tokens in turns to the experts; below times the roofline, for each routing."""
     rows = grouped_rows(format)
@@ -329,8 +208,7 @@ def grouped_table(format: str) -> str:
 
 def layer_table(routing: str) -> str:
     """us of layers of experts, times the roofline, and the slowest and quickest of the others beside it."""
-    frame = pd.read_csv(MEASUREMENTS / "h200_experts_layer.csv", comment="#")
-    frame = frame[frame["routing"] == routing]
+    frame = layer_rows(routing)
     ours = frame[frame["provider"] == "ours"]
     batch = sorted(ours["m"].unique())
     lines = []
@@ -347,18 +225,9 @@ def layer_table(routing: str) -> str:
 
 def serve_table() -> str:
     """vLLM's engine with our kernels and with the quickest of its own: tokens/s, ms to a first token."""
-    models = {
-        "H200": "h200_serve.csv",
-        "20 layers, H200": "h200_serve_70b.csv",
-        "16 layers, H200": "h200_serve_mixtral.csv",
-        "16 layers, H100": "h100_serve.csv",
-        "12 layers, H200": "h200_serve_gpt_oss.csv",
-        "16 layers, 2 H200": "h200_serve_70b_two.csv",
-    }
-    frame = pd.concat(pd.read_csv(MEASUREMENTS / file, comment="#").assign(on=on) for on, file in models.items())
     units = {"decode": "tokens/s, {} prompts", "ttft": "ms to the first token of {}"}
     lines = ["| model | | weightonly | vLLM's | times as fast |", "|---|---|---|---|---|"]
-    for (model, on, quant, measure, size), rows in frame.groupby(
+    for (model, on, quant, measure, size), rows in serve_rows().groupby(
         ["model", "on", "quant", "measure", "size"], sort=False
     ):
         of = rows.set_index("provider")["value"]
@@ -385,9 +254,100 @@ def activations_table() -> str:
     )
 
 
+def humming_table() -> str:
+    """us of the report beside humming-kernels, and how many times as fast as it and as cuBLAS fp16."""
+    lines = []
+    batch: list[int] = []
+    for part in parts(results.read(MEASUREMENTS / "h200_humming.csv").rows):
+        ours = part.us("ours")
+        batch = list(ours.columns)
+        beside = [part.speedups(name) for name in ("humming", DENSE)]
+        for k, n in part.shapes:
+            ratios = (", ".join(_ratio(table.loc[(k, n), m]) for table in beside) for m in batch)
+            cells = (f"{_us(ours.loc[(k, n), m])} ({text})" for m, text in zip(batch, ratios, strict=True))
+            lines.append([f"{part.name}: {k} x {n}", *cells])
+    return _markdown(["K x N", *(f"M = {m}" for m in batch)], lines)
+
+
+def host_table() -> str:
+    """Medians of what a call costs the host, by the last version that was measured."""
+    frame = pd.read_csv(MEASUREMENTS / "h100_host.csv", comment="#")
+    us = frame[frame["commit"] == "new"].groupby("way")["us"].median().sort_values()
+    return _markdown(["call", "us"], ([str(way), f"{value:.1f}"] for way, value in us.items()))
+
+
+def again_table() -> str:
+    """Our times of the report of a later day over those of the published one."""
+    rows = pd.read_csv(MEASUREMENTS / "h200_report_again.csv.xz", comment="#")
+    lines = []
+    for part in parts(rows.fillna({"config": ""})):
+        ratios = (part.us("ours") / report_part(part.name.partition(",")[0]).us("ours")).stack()
+        mean = float(np.exp(np.log(ratios).mean()))
+        lines.append([part.name, str(len(ratios)), f"{mean:.3f}", f"{ratios.min():.2f} to {ratios.max():.2f}"])
+    return _markdown(["weights", "cells", "new time / published time, geometric mean", "least, greatest"], lines)
+
+
+def h100_table() -> str:
+    """us of what is chosen on an H100, and how much slower than the best configuration of that cell."""
+    result = regret(pd.read_csv(MEASUREMENTS / "h100_regret_int4.csv.xz"))
+    cells = result.cells
+    batch = sorted(cells["m"].unique())
+    lines = []
+    for (k, n), of in cells.groupby(["k", "n"], sort=False):
+        rows = of.set_index("m")
+        texts = (f"{_us(rows['chosen_us'][m])} ({100 * rows['regret'][m]:.1f}%)" for m in batch)
+        lines.append([f"{k} x {n}", *texts])
+    table = _markdown(["K x N", *(f"M = {m}" for m in batch)], lines)
+    return f"{table}\n\nMean {result.mean:.1%}, worst {result.worst:.1%} of {len(cells)} cells."
+
+
+_PROVIDERS = ("ours int4", "ours int8", "cuBLAS bf16")
+"""Of `bench parallel`, in the order of tables."""
+
+
+def two_gpus_table() -> str:
+    """us of the four linears of a layer on one GPU and on two: products alone, sums alone, both, in slices."""
+    rows = parallel_rows()
+    rows = rows[rows["piece"] == "layer"].set_index(["provider", "ranks", "m"]).sort_index()
+    batch = sorted(rows.index.get_level_values("m").unique())
+    lines = []
+    for provider in _PROVIDERS:
+        one, two = rows.loc[(provider, 1)], rows.loc[(provider, 2)]
+        lines.append([f"{provider}, one GPU", *(_us(one["us"][m]) for m in batch)])
+        parts_us = ("product_us", "sums_us", "us")
+        both = (" / ".join(_us(two[name][m]) for name in parts_us) for m in batch)
+        lines.append([f"{provider}, two GPUs: products / sums / both", *both])
+        if two["overlapped_us"].notna().any():
+            sliced = ("" if np.isnan(us := two["overlapped_us"][m]) else _us(us) for m in batch)
+            lines.append([f"{provider}, two GPUs, sums in four slices", *sliced])
+    return _markdown(["", *(f"M = {m}" for m in batch)], lines)
+
+
+def two_gpus_decode_table() -> str:
+    """tokens/s of decode steps on one GPU and on two."""
+    rows = parallel_rows()
+    speeds = rows[rows["piece"] == "decode"].set_index(["provider", "ranks", "m"])["tokens_s"]
+    batch = sorted(speeds.index.get_level_values("m").unique())
+    providers = [name for name in _PROVIDERS if name in speeds.index.get_level_values("provider")]
+    lines = [[name, *(f"{speeds[name, 1, m]:.0f}, {speeds[name, 2, m]:.0f}" for m in batch)] for name in providers]
+    return _markdown(["tokens/s on one GPU, on two", *(f"batch {m}" for m in batch)], lines)
+
+
+SOURCES = {
+    "report": "h200_report.csv",
+    "again": "h200_report_again.csv.xz",
+    "humming": "h200_humming.csv",
+    "host": "h100_host.csv",
+    "models": "h200_models.csv",
+    "serve": "h200_serve.csv",
+    "layer": "h200_experts_layer.csv",
+    "two-gpus": "h200x2_parallel.csv",
+    "two-gpus-decode": "h200x2_decode.csv",
+}
+"""Name -> file of bench/measurements/ whose `source` is published as "source-NAME"."""
+
 TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
-    "peer-ratios": peer_losses_table,
     "peer-times": peer_us_table,
     "losses": losses_table,
     "int4": lambda: report_table("int4"),
@@ -405,6 +365,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "activations": activations_table,
     "training-memory": training_memory_table,
     "layer-skewed": lambda: layer_table("skewed"),
+    "humming": humming_table,
+    "host": host_table,
+    "again": again_table,
+    "h100": h100_table,
+    "two-gpus": two_gpus_table,
+    "two-gpus-decode": two_gpus_decode_table,
+    "sizes": sizes_table,
+    **{f"source-{name}": partial(source, file) for name, file in SOURCES.items()},
 }
 
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

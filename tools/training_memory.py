@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import weightonly as wo
+
+from .model_sizes import MODELS
 
 RANK = 16
 TOKENS = 4 * 512
@@ -19,54 +19,8 @@ TOKENS = 4 * 512
 _ADAM_BYTES = 16
 """Of an adapter's number: itself, its gradient, and two moments of AdamW, in fp32."""
 
-_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Qwen3-30B-A3B": (
-        "Qwen3Moe",
-        "int4",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Mixtral-8x7B": (
-        "Mixtral",
-        "int4",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "gpt-oss-20b": (
-        "GptOss",
-        "mxfp4",
-        {
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-        },
-    ),
-}
-"""Name -> (transformers' class without its ending, format, sizes of its config)."""
+_FORMATS = {"Qwen3-30B-A3B": "int4", "Mixtral-8x7B": "int4", "gpt-oss-20b": "mxfp4"}
+"""Model of `model_sizes` -> format."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +36,11 @@ class Needs:
 
 def needs(name: str) -> Needs:
     """Of a model of the table."""
-    import transformers
     from peft import LoraConfig, get_peft_model
 
     import weightonly.hf  # noqa: F401  (makes packed layers known to PEFT)
 
-    family, format, sizes = _MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    model = wo.nn.quantize_model(model, format=format)
+    model: Any = wo.nn.quantize_model(MODELS[name].on_meta(), format=_FORMATS[name])
     summary: Any = model.weightonly_summary
     targets = LoraConfig(
         r=RANK,
@@ -103,7 +52,7 @@ def needs(name: str) -> Needs:
     experts = next(module for module in model.modules() if isinstance(module, wo.nn.Experts))
     inner, hidden = experts.down_proj.in_features, experts.down_proj.out_features
     # The rows of x and of down, gate and up, act(gate), and what down multiplies.
-    kept = 2 * TOKENS * config.num_experts_per_tok * (2 * hidden + 4 * inner)
+    kept = 2 * TOKENS * model.config.num_experts_per_tok * (2 * hidden + 4 * inner)
     return Needs(summary.bytes_before, summary.bytes_after, trained * _ADAM_BYTES, kept)
 
 
@@ -113,7 +62,7 @@ def training_memory_table() -> str:
         f"| GB | dense bf16 | packed | adapters of rank {RANK}, with AdamW | kept by the experts of one layer |",
         "|---|---|---|---|---|",
     ]
-    for name, (_, format, _) in _MODELS.items():
+    for name, format in _FORMATS.items():
         n = needs(name)
         numbers = " | ".join(f"{count / 1e9:.1f}" for count in (n.dense, n.packed, n.adapters))
         lines.append(f"| {name}, {format} | {numbers} | {n.kept / 1e9:.2f} |")

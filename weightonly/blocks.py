@@ -27,7 +27,22 @@ def ids_of_blocks(
 ) -> torch.Tensor:
     """`topk_ids` of `fused_experts`, int64 [tokens, top_k]: the expert of each choice, -1 for none.
 
-    Raises TypeError and ValueError for tensors and sizes other than the module says.
+    Args:
+        sorted_token_ids: int32 or int64 [P], choices (`m * top_k + j` for row m of x) sorted by expert; `tokens *
+            top_k` in places that pad an expert to whole blocks.
+        expert_ids: int32 or int64, for each block_size of these the expert, or -1: one of another rank.
+        num_tokens_post_padded: int32 or int64 [1], how many of sorted_token_ids count.
+        block_size: places of a block.
+        tokens: rows of x, M.
+        top_k: choices of a row.
+
+    Raises:
+        TypeError | ValueError: other tensors and sizes.
+
+    Examples:
+        >>> blocks = torch.tensor([0, 2, 1, 2]), torch.tensor([3, 1]), torch.tensor([4])
+        >>> ids_of_blocks(*blocks, block_size=2, tokens=1, top_k=2)
+        tensor([[3, 1]])
     """
     choices = sorted_token_ids, expert_ids, num_tokens_post_padded
     for name, tensor in zip(("sorted_token_ids", "expert_ids", "num_tokens_post_padded"), choices, strict=True):
@@ -67,12 +82,29 @@ def rows_of_blocks(
     top_k: int,
     experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `grouped_gemm` takes: choices by expert, int64 [tokens * top_k], without one last; offs, int32 [experts].
+    """What `grouped_gemm` takes, of the blocks that `ids_of_blocks` takes.
 
     Rows are `x[order // top_k]`, without padding; within an expert they are in the order of x. On a GPU rows after the
     last end are of no expert. On a CPU `grouped_gemm` wants `offs[-1]` rows.
 
-    Raises what `ids_of_blocks` does; on the CPU ValueError for experts from `experts` + 1 on.
+    Args:
+        sorted_token_ids: as for `ids_of_blocks`.
+        expert_ids: as for `ids_of_blocks`.
+        num_tokens_post_padded: as for `ids_of_blocks`.
+        block_size: as for `ids_of_blocks`.
+        tokens: as for `ids_of_blocks`.
+        top_k: as for `ids_of_blocks`.
+        experts: how many there are.
+
+    Returns:
+        (order, offs): choices by expert, int64 [tokens * top_k], those without one last; int32 [experts].
+
+    Raises:
+        TypeError | ValueError: as for `ids_of_blocks`; on the CPU also experts from `experts` + 1 on.
+
+    Examples:
+        >>> rows_of_blocks(torch.tensor([0, 2, 1, 2]), torch.tensor([3, 1]), torch.tensor([4]), 2, 1, 2, experts=4)
+        (tensor([1, 0]), tensor([0, 1, 1, 2], dtype=torch.int32))
     """
     require_int("experts", experts, least=1)
     ids = ids_of_blocks(sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, tokens, top_k)

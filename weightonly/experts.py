@@ -35,31 +35,42 @@ def fused_experts(
     *,
     x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e], with e = topk_ids[m, j].
+    """`y[m] = sum_j topk_weights[m, j] * (act(x[m] @ gate[e]) * (x[m] @ up[e])) @ w2[e]`, `e = topk_ids[m, j]`.
 
-    x             [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
-    w13           a QuantizedWeight of stacked experts, without perm, or (w, bias) with its bias; or (qweight, scales,
-                  zeros) or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or
-                  left out. Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H,
-                  I] the experts have no gate: act(x[m] @ up[e]) @ w2[e].
-    w2            the same, packed from q [E, I, H].
-    topk_ids      int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
-                  another rank of expert parallelism are. A row without an expert gives zeros.
-    topk_weights  [M, top_k], any float dtype; used in fp32.
-    activation    act, on the gate alone: None or "identity", "relu", "relu2", "gelu" (the erf form), "gelu_tanh",
-                  "silu" or "situ"; "swigluoai", the gate of gpt-oss; or a `Gate`, for one with a limit.
-    x_scales      fp32 [M], for an x of float8_e4m3fn, as `quantize_activations` makes both. What is between the
-                  products is rounded to E4M3 by it, too. The result, bias and all else have the dtype of scales; there
-                  are no gradients. On a GPU for weights in layout "tiled_fp8", H and I being multiples of 16.
+    Runs as two `grouped_gemm`, with what that says of GPUs. On Hopper a layer is three launches, where M * top_k is at
+    most 128 and that is quickest, or five, and a CUDA graph holds the call.
 
-    Returns [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over
-    top_k is in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
+    Args:
+        x: [M, H] fp16 or bf16 (fp32 too on the CPU); under torch.autocast cast as `gemm` casts it.
+        w13: a QuantizedWeight of stacked experts, without perm, or (w, bias) with its bias; or (qweight, scales, zeros)
+            or (qweight, scales, zeros, bias), as `grouped_gemm` takes them; zeros and bias may be None or left out.
+            Packed from q [E, H, 2 I]: columns 0 .. I - 1 are gate, the others up. Packed from q [E, H, I] the experts
+            have no gate: `act(x[m] @ up[e]) @ w2[e]`.
+        w2: the same, packed from q [E, I, H].
+        topk_ids: int32 or int64 [M, top_k]: which experts each row goes to. -1 and E say: to none here, as those of
+            another rank of expert parallelism are. A row without an expert gives zeros.
+        topk_weights: [M, top_k], any float dtype; used in fp32.
+        activation: act, on the gate alone: None or "identity", "relu", "relu2", "gelu" (the erf form), "gelu_tanh",
+            "silu" or "situ"; "swigluoai", the gate of gpt-oss; or a `Gate`, for one with a limit.
+        x_scales: fp32 [M], for an x of float8_e4m3fn, as `quantize_activations` makes both. What is between the
+            products is rounded to E4M3 by it, too. The result, bias and all else have the dtype of scales; there are no
+            gradients. On a GPU for weights in layout "tiled_fp8", H and I being multiples of 16.
 
-    Runs as two `grouped_gemm`, with what that says of GPUs. On Hopper a layer is three launches, where M * top_k is
-    at most 128 and that is quickest, or five, and a CUDA graph holds the call.
+    Returns:
+        [M, H] in the dtype of x. Both products are rounded to it, and so is what is between them; the sum over top_k is
+        in fp32, from j = 0 on, and rounded once. Results are bit-identical from run to run.
 
-    Raises TypeError and ValueError as `grouped_gemm` does, and for shapes of the two weights that do not fit. Ids other
-    than -1 .. E are a ValueError on the CPU; on a GPU they count as -1.
+    Raises:
+        TypeError | ValueError: as for `grouped_gemm`, and shapes of the two weights that do not fit.
+        ValueError: on the CPU, ids other than -1 .. E; on a GPU they count as -1.
+
+    Examples:
+        >>> def experts(k, n):  # 4 of them
+        ...     q = torch.randint(-8, 8, (4, k, n), dtype=torch.int8)
+        ...     return wo.QuantizedWeight(wo.preprocess(q), torch.rand(4, k // 128, n).half())
+        >>> ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+        >>> wo.fused_experts(torch.randn(2, 256).half(), experts(256, 1024), experts(512, 256), ids, weights).shape
+        torch.Size([2, 256])
     """
     if x_scales is None:
         require_dtype("x", x, CPU_DTYPES)

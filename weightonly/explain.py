@@ -44,8 +44,23 @@ _CPU_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers that are computed in the same way. experts: how many weights [K, N] are stacked, or None. group_size: rows
-    that share a scale, -1: all. layout: None: the one of the GPU. dtype: of x. activations: "fp8" where x becomes E4M3.
+    """Layers that are computed in the same way.
+
+    Args:
+        k: rows of w.
+        n: columns of w.
+        format: of w.
+        group_size: rows that share a scale, -1: all.
+        zeros: whether there are zero points.
+        experts: how many weights [K, N] are stacked; None: one.
+        layout: None: the one of the GPU.
+        dtype: of x.
+        activations: "fp8" where x becomes E4M3.
+
+    Examples:
+        >>> (choice,) = wo.explain(k=4096, n=6144, format="nf4", m=1, arch="sm90").rows
+        >>> choice.kind.format, choice.kind.group_size
+        ('nf4', 64)
     """
 
     k: int
@@ -69,12 +84,23 @@ class Kind:
 class Choice:
     """What computes M rows of x by the layers of one kind.
 
-    kind, count: the layers. m: rows of x, of stacked experts those of all experts together.
-    kernel: its name. family: that of its template, of CPUs the instructions. config: None on CPUs, and where nothing
-        computes all experts in one launch.
-    us: by the cost model, which CPUs have none of: None. bound: what takes the longer, "memory", "compute" or "launch".
-    next, next_us: the best of the other kernels.
-    why: in words.
+    Args:
+        kind: of the layers.
+        count: how many layers of this kind there are.
+        m: rows of x, of stacked experts those of all experts together.
+        kernel: the name of the kernel.
+        family: that of its template, of CPUs the instructions.
+        why: the reason in words.
+        us: the time by the cost model; None: CPUs have none.
+        bound: what takes the longer, "memory", "compute" or "launch".
+        next: the name of the best of the other kernels.
+        next_us: the time of that one.
+        config: None on CPUs, and where nothing computes all experts in one launch.
+
+    Examples:
+        >>> (choice,) = wo.explain(k=4096, n=6144, format="int4", m=4096, arch="sm90").rows
+        >>> choice.m, choice.bound, choice.kind.k
+        (4096, 'compute', 4096)
     """
 
     kind: Kind
@@ -94,7 +120,14 @@ class Choice:
 class Explanation:
     """The choices for some kinds of layers and some M: `print` shows them, pandas.DataFrame(x.rows) makes a table.
 
-    target: what computes, in words.
+    Args:
+        target: what computes, in words.
+        rows: a choice for each kind and M.
+
+    Examples:
+        >>> import pandas
+        >>> pandas.DataFrame(wo.explain(k=4096, n=6144, format="int4", m=(1, 16), arch="cpu").rows)["m"].tolist()
+        [1, 16]
     """
 
     target: str
@@ -130,23 +163,35 @@ def explain(
 ) -> Explanation:
     """Which kernel `gemm` runs, for each M, why, and its time by the cost model; needs no GPU.
 
-        print(wo.explain(model))
-        print(wo.explain(k=4096, n=6144, format="int4", group_size=128, m=16, arch="sm90"))
-
-    weight: a packed layer, a model with some (each kind of layer once), a QuantizedWeight or a PackedWeight. None:
-        `k`, `n` and `format` describe one, and `experts`, how many are stacked.
-    m: rows of x, a number or several; of stacked experts the rows of all experts together.
-    group_size, zeros, dtype: what `weight` does not say itself. By default the group size is that of `quantize`, there
-        are no zeros, and x is float16.
-    arch: what computes: a GPU in any spelling, or "cpu". None: the GPU that the weight is on; for others the visible
-        GPU, else the CPU. A weight in a layout that the GPU does not read is taken as `repack` makes it.
-    sm_count: multiprocessors of the GPU. None: those of the visible GPU of this arch, else of its largest usual board.
-    activations: "fp8", beside `k` and `n`: x is rounded first, by another kernel, whose time is not counted. Layers say
-        it themselves; of a QuantizedWeight and a PackedWeight layout "tiled_fp8" does.
-
     The choice is that of `gemm`, a tuned table of the visible GPU included, and for experts in `nn.Experts` that of the
-    whole layer. Raises TypeError for anything else than these, ValueError for a model without packed layers and for
-    arguments that no kernel takes.
+    whole layer.
+
+    Args:
+        weight: a packed layer, a model with some (each kind of layer once), a QuantizedWeight or a PackedWeight. None:
+            `k`, `n`, `format` and `experts` describe one.
+        m: rows of x, a number or several; of stacked experts the rows of all experts together.
+        k: rows of w, where there is no `weight`.
+        n: columns of w, where there is no `weight`.
+        format: of w, where there is no `weight`.
+        group_size: where `weight` does not say it; None: that of `quantize`.
+        zeros: whether there are zero points, where `weight` does not say it; None: no.
+        experts: how many weights are stacked, where there is no `weight`.
+        dtype: of x; None: that of `weight`, else float16.
+        arch: what computes: a GPU in any spelling, or "cpu". None: the GPU that the weight is on; for others the
+            visible GPU, else the CPU. A weight in a layout that the GPU does not read is taken as `repack` makes it.
+        sm_count: multiprocessors of the GPU. None: those of the visible GPU of this arch, else of its largest usual
+            board.
+        activations: "fp8", beside `k` and `n`: x is rounded first, by another kernel, whose time is not counted. Layers
+            say it themselves; of a QuantizedWeight and a PackedWeight layout "tiled_fp8" does.
+
+    Raises:
+        TypeError: anything else than these.
+        ValueError: a model without packed layers and for arguments that no kernel takes.
+
+    Examples:
+        >>> choices = wo.explain(k=4096, n=6144, format="int4", group_size=128, m=(1, 4096), arch="sm90")
+        >>> [row.bound for row in choices.rows]  # print(choices) says more
+        ['launch', 'compute']
     """
     rows = _rows(m)
     if sm_count is not None:

@@ -18,13 +18,23 @@ Entries = Mapping[str, PackedWeight | torch.Tensor]
 def save(path: str | os.PathLike[str], entries: Entries) -> None:
     """Write packed weights and plain tensors to one safetensors file, with the metadata to read them back.
 
-    entries: name -> PackedWeight or tensor, on any device. For a single weight there is `PackedWeight.save`.
-
     Two names of one tensor are written twice. The file has the permissions that the umask leaves. It appears under
     `path` complete or not at all: it is written beside it, synced to the disk, and then renamed.
 
-    Raises TypeError for entries that are no mapping, and for an entry of another type; FileNotFoundError where the
-    folder of `path` does not exist; OSError, naming `path`, where it cannot be written.
+    Args:
+        path: of the file.
+        entries: name -> PackedWeight or tensor, on any device. For a single weight there is `PackedWeight.save`.
+
+    Raises:
+        TypeError: entries that are no mapping, and an entry of another type.
+        FileNotFoundError: where the folder of `path` does not exist.
+        OSError: naming `path`, where it cannot be written.
+
+    Examples:
+        >>> q, scales, _ = wo.quantize(torch.randn(512, 768))
+        >>> wo.save("up.safetensors", {"qweight": wo.preprocess(q), "scales": scales})
+        >>> wo.load("up.safetensors")["qweight"].n
+        768
     """
     given: object = entries
     if not isinstance(given, Mapping):
@@ -41,10 +51,24 @@ def save(path: str | os.PathLike[str], entries: Entries) -> None:
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | torch.Tensor]:
-    """Read a file that `save` wrote: name -> PackedWeight or tensor, on `device`.
+    """Read a file that `save` wrote.
 
-    Raises FileNotFoundError for a missing file. Raises ValueError, naming the file, for one that is damaged, that was
-    not written by this library, or whose bytes do not fit their metadata, and for what is no regular file.
+    Args:
+        path: of the file.
+        device: where the tensors go.
+
+    Returns:
+        Name -> PackedWeight or tensor.
+
+    Raises:
+        FileNotFoundError: a missing file.
+        ValueError: naming the file, for one that is damaged, that was not written by this library, or whose bytes do
+            not fit their metadata, and for what is no regular file.
+
+    Examples:
+        >>> wo.save("bias.safetensors", {"bias": torch.zeros(768)})
+        >>> wo.load("bias.safetensors")["bias"].shape
+        torch.Size([768])
     """
     tensors, packed = read(path, device)
     entries: dict[str, PackedWeight | torch.Tensor] = dict(tensors)

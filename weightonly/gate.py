@@ -29,17 +29,26 @@ _NAMED: dict[str, dict[str, Any]] = {"swigluoai": {"activation": "silu", "alpha"
 
 @dataclass(eq=False)  # PyTorch 2.8 does not trace frozen ones
 class Gate:
-    """act(gate) * (up + shift), gate and up being the halves of the first product's columns; or act(z) of all columns.
+    """`act(gate) * (up + shift)`, gate and up being the halves of the first product's columns; or `act(z)` of all
+    columns.
 
-    activation  None or "identity", "relu", "gelu" (the erf form), "gelu_tanh", "relu2" (the square of relu); "silu",
-                z * sigmoid(alpha * z); or "situ", alpha * tanh(z / alpha) * sigmoid(z), which Kimi-K3 has.
-    alpha       of "silu" (default 1) and "situ" (default 4).
-    limit       gate is at most this before act, and up is within -limit .. limit (`swiglu_limit`); of "situ" up is
-                limit * tanh(up / limit) instead, and gate has no limit. None: there is none.
-    shift       added to up; gpt-oss has 1.
-    has_gate    False: there is no gate, as in experts of Nemotron; `limit` and `shift` are for gates alone.
+    act is rounded to the dtype of the products, and so is the result.
 
-    act is rounded to the dtype of the products, and so is the result. Raises TypeError and ValueError naming the field.
+    Args:
+        activation: None or "identity", "relu", "gelu" (the erf form), "gelu_tanh", "relu2" (the square of relu);
+            "silu", `z * sigmoid(alpha * z)`; or "situ", `alpha * tanh(z / alpha) * sigmoid(z)`, which Kimi-K3 has.
+        limit: gate is at most this before act, and up is within -limit .. limit (`swiglu_limit`); of "situ" up is
+            `limit * tanh(up / limit)` instead, and gate has no limit. None: there is none.
+        alpha: of "silu" (default 1) and "situ" (default 4).
+        shift: added to up; gpt-oss has 1.
+        has_gate: False: there is no gate, as in experts of Nemotron; `limit` and `shift` are for gates alone.
+
+    Raises:
+        TypeError | ValueError: naming the field.
+
+    Examples:
+        >>> wo.Gate("silu", limit=7.0, alpha=1.702, shift=1.0).has_gate  # gpt-oss
+        True
     """
 
     activation: str | None = "silu"
@@ -72,8 +81,9 @@ class Gate:
     def of(cls, activation: object, has_gate: bool = True) -> Gate:
         """The gate of an argument `activation`: a Gate, the name of its activation, or "swigluoai".
 
-        Raises TypeError and ValueError naming the argument, and where it has a gate and the experts none, or the other
-        way round.
+        Raises:
+            TypeError | ValueError: naming the argument, and where it has a gate and the experts none, or the other way
+                round.
         """
         if isinstance(activation, str) and activation in _NAMED:
             activation = cls(**_NAMED[activation])

@@ -37,34 +37,13 @@ def gemm(
     perm: torch.Tensor | None = None,
     x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = act(x[..., perm] @ w + bias) with w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]).
+    """`y = act(x[..., perm] @ w + bias)` with `w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n])`.
 
-    Where q are the codes of a codebook ("nf4", "fp4", "mxfp4", "nvfp4", "code4"),
-    w[k, n] = scales[k // g, n] * codebook[q[k, n]]. Of "fp8", for which GPUs have no kernels yet, q are the numbers:
-    there slices of w are dequantized to the dtype of x, and cuBLAS multiplies by them.
-
-    x           [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are
-                not contiguous inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
-    qweight     what `preprocess` returned, on the device of x; or a QuantizedWeight, which has scales, zeros and perm:
-                gemm(x, w) gives the same bits, and checks them when `w` is made.
-    scales      [K / g, N], dtype of x; per channel [1, N]. g is 16, 32, a multiple of 64, or K.
-    zeros       None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
-    bias        [N], dtype of x.
-    activation  None or "identity", "relu", "gelu" (the erf form), "silu".
-    out         the result's tensor, if it is there already; must not overlap an input, nor require a gradient.
-    config      the kernel to run, one of `kernels()` (CUDA only); default: what `heuristics.select` picks.
-    perm        [K] int32 or int64, act-order: which column of x meets each row of w; None: row k meets column k.
-                Must be a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert
-                of torch.index_select. x is gathered first, in memory of PyTorch's allocator.
-    x_scales    None, or fp32 [...]: what `quantize_activations` returned with x, which is float8_e4m3fn then;
-                y = act(x_scales * (x @ w) + bias) in the dtype of scales, which bias and out have, too. On CUDA for
-                compute capability 9.0 and weights in layout "tiled_fp8": int4, symmetric, groups of 32, a multiple of
-                64, or K; MXFP4 on the CPU. It has no gradients.
+    Where q are the codes of a codebook ("nf4", "fp4", "mxfp4", "nvfp4", "code4"), `w[k, n] = scales[k // g, n] *
+    codebook[q[k, n]]`. Of "fp8", for which GPUs have no kernels yet, q are the numbers: there slices of w are
+    dequantized to the dtype of x, and cuBLAS multiplies by them.
 
     Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
-
-    Returns [..., N] in the dtype of x; sums are fp32. M = 0 rows give an empty result. Runs on the current
-    stream and can be captured in a CUDA graph. Results are bit-identical from run to run.
 
     Gradients: of x and bias, by Tensor.backward and torch.autograd.grad, under torch.compile, too. The backward pass
     dequantizes the weight in slices and gives the same bits in every run. There is no second derivative, and with `out`
@@ -73,10 +52,40 @@ def gemm(
     Subclasses of torch.Tensor, and calls that torch.jit.trace or a mode sees (make_fx, FlopCounterMode), go through the
     operator `weightonly::gemm` of PyTorch's dispatcher.
 
-    Raises TypeError for wrong types and dtypes, and for scales, zeros or perm beside a QuantizedWeight; ValueError for
-    wrong shapes, devices, group sizes, activations and configurations, for tensors in memory that was freed, and for
-    scales or zeros that require a gradient. Raises RuntimeError where no kernel was built for the device, and inside of
-    torch.func and of forward-mode differentiation.
+    Args:
+        x: [..., K] fp16 or bf16 (fp32 too on the CPU). Rows may be strided; it is copied when rows are not contiguous
+            inside or not 16-byte aligned (K or the row stride no multiple of 8 elements).
+        qweight: what `preprocess` returned, on the device of x; or a QuantizedWeight, which has scales, zeros and perm:
+            `gemm(x, w)` gives the same bits, and checks them when `w` is made.
+        scales: [K / g, N], dtype of x; per channel [1, N]. g is 16, 32, a multiple of 64, or K.
+        zeros: None (symmetric) or like scales, in units of q; fractions allowed. None for a codebook.
+        bias: [N], dtype of x.
+        activation: None or "identity", "relu", "gelu" (the erf form), "silu".
+        out: the result's tensor, if it is there already; must not overlap an input, nor require a gradient.
+        config: the kernel to run, one of `kernels()` (CUDA only); default: what `heuristics.select` picks.
+        perm: [K] int32 or int64, act-order: which column of x meets each row of w; None: row k meets column k. Must be
+            a permutation of 0 .. K - 1; a number out of range is an error, on CUDA the device-side assert of
+            torch.index_select. x is gathered first, in memory of PyTorch's allocator.
+        x_scales: None, or fp32 [...]: what `quantize_activations` returned with x, which is float8_e4m3fn then; `y =
+            act(x_scales * (x @ w) + bias)` in the dtype of scales, which bias and out have, too. On CUDA for compute
+            capability 9.0 and weights in layout "tiled_fp8": int4, symmetric, groups of 32, a multiple of 64, or K;
+            MXFP4 on the CPU. It has no gradients.
+
+    Returns:
+        [..., N] in the dtype of x; sums are fp32. M = 0 rows give an empty result. Runs on the current stream and can
+        be captured in a CUDA graph. Results are bit-identical from run to run.
+
+    Raises:
+        TypeError: wrong types and dtypes, and scales, zeros or perm beside a QuantizedWeight.
+        ValueError: wrong shapes, devices, group sizes, activations and configurations, tensors in memory that was
+            freed, and scales or zeros that require a gradient.
+        RuntimeError: where no kernel was built for the device, and inside of torch.func and of forward-mode
+            differentiation.
+
+    Examples:
+        >>> q, scales, _ = wo.quantize(torch.randn(512, 768).half(), group_size=128)
+        >>> wo.gemm(torch.randn(4, 512).half(), wo.preprocess(q), scales, activation="silu").shape
+        torch.Size([4, 768])
     """
     if isinstance(qweight, PackedWeight):  # as `weight_of` says, without a call of it
         weight: QuantizedWeight = LooseWeight(qweight, scales, zeros, perm)  # type: ignore[arg-type]

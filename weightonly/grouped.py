@@ -38,24 +38,7 @@ def grouped_gemm(
     perm: torch.Tensor | None = None,
     x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[t] = act(x[t] @ w[e] + bias[e]), e being the expert of row t: rows are sorted by expert.
-
-    x           [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then the rows of expert 1, ...
-    qweight     what `preprocess` returned for q [E, K, N], on the device of x; or a QuantizedWeight of it, which has
-                scales, zeros and perm: grouped_gemm(x, w, offs=offs) gives the same bits.
-    scales      [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
-    offs        int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
-                offs[e - 1] .. offs[e] - 1. Ascending; the last one is T. An expert may have no rows.
-    zeros       None (symmetric) or like scales, in units of q. None for a codebook.
-    bias        [E, N], dtype of x.
-    activation  None or "identity", "relu", "gelu" (the erf form), "silu".
-    out         [T, N], the result's tensor, if it is there already; must not overlap an input.
-    config      the kernel to run, one of `grouped_kernels()` (CUDA only); default: what suits T rows of E experts.
-    perm        [E, K] int32 or int64, act-order: perm[e] is the order of expert e, see `gemm`.
-    x_scales    fp32 [T], for an x of float8_e4m3fn, as `gemm` has it: the result and bias have the dtype of scales, and
-                there are no gradients. `config` is one of `grouped_fp8_kernels()`.
-
-    Returns [T, N] in the dtype of x; T = 0 gives an empty result. Results are bit-identical from run to run.
+    """`y[t] = act(x[t] @ w[e] + bias[e])`, e being the expert of row t: rows are sorted by expert.
 
     Under torch.autocast x is cast as `gemm` casts it.
 
@@ -70,9 +53,37 @@ def grouped_gemm(
 
     Gradients: of x and bias, as `gemm` has them.
 
-    Raises TypeError for wrong types and dtypes, and for operands beside a QuantizedWeight, which has them; ValueError
-    for wrong shapes, devices, group sizes, activations and configurations, for `offs` that are not ascending or end at
-    another row than T, and for a weight that is not stacked; RuntimeError where no kernel was built for the device.
+    Args:
+        x: [T, K] fp16 or bf16 (fp32 too on the CPU), the rows of expert 0 first, then the rows of expert 1, ...
+        qweight: what `preprocess` returned for q [E, K, N], on the device of x; or a QuantizedWeight of it, which has
+            scales, zeros and perm: `grouped_gemm(x, w, offs=offs)` gives the same bits.
+        scales: [E, K / g, N], dtype of x; per channel [E, 1, N]. g is 16, 32, a multiple of 64, or K.
+        offs: int32 [E] on the device of x: the rows of expert e end before row offs[e], so expert e has the rows
+            `offs[e - 1] .. offs[e] - 1`. Ascending; the last one is T. An expert may have no rows.
+        zeros: None (symmetric) or like scales, in units of q. None for a codebook.
+        bias: [E, N], dtype of x.
+        activation: None or "identity", "relu", "gelu" (the erf form), "silu".
+        out: [T, N], the result's tensor, if it is there already; must not overlap an input.
+        config: the kernel to run, one of `grouped_kernels()` (CUDA only); default: what suits T rows of E experts.
+        perm: [E, K] int32 or int64, act-order: perm[e] is the order of expert e, see `gemm`.
+        x_scales: fp32 [T], for an x of float8_e4m3fn, as `gemm` has it: the result and bias have the dtype of scales,
+            and there are no gradients. `config` is one of `grouped_fp8_kernels()`.
+
+    Returns:
+        [T, N] in the dtype of x; T = 0 gives an empty result. Results are bit-identical from run to run.
+
+    Raises:
+        TypeError: wrong types and dtypes, and operands beside a QuantizedWeight, which has them.
+        ValueError: wrong shapes, devices, group sizes, activations and configurations, `offs` that are not ascending or
+            end at another row than T, and a weight that is not stacked.
+        RuntimeError: where no kernel was built for the device.
+
+    Examples:
+        >>> q = torch.randint(-8, 8, (4, 512, 768), dtype=torch.int8)  # of 4 experts
+        >>> w = wo.QuantizedWeight(wo.preprocess(q), torch.rand(4, 4, 768).half())
+        >>> offs = torch.tensor([3, 3, 7, 10], dtype=torch.int32)  # they have 3, 0, 4 and 3 rows
+        >>> wo.grouped_gemm(torch.randn(10, 512).half(), w, offs=offs).shape
+        torch.Size([10, 768])
     """
     weight = weight_of(qweight, scales, zeros, perm)
     ends: Any = offs  # the checks find that it is None

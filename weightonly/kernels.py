@@ -59,7 +59,11 @@ NO_MODULE = "there is no compiled module for this Python (`make binding` in a ch
 
 
 def cuda_built() -> bool:
-    """Whether this installation has compiled kernels."""
+    """Whether this installation has compiled kernels.
+
+    Examples:
+        >>> device = "cuda" if wo.cuda_built() and torch.cuda.is_available() else "cpu"
+    """
     return _C is not None
 
 
@@ -136,27 +140,58 @@ def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
 
 
 def kernels(device: int | None = None) -> list[KernelConfig]:
-    """Every compiled configuration that runs on a CUDA device (default: the current one; without a GPU: all).
+    """Every compiled configuration that runs on a CUDA device.
 
-    Each has split_k = 1 and says by `layout`, `formats` and `max_m` what it computes;
-    `config.with_split_k(s)` is the same kernel with K in s parts. `gemm(..., config=c)` runs one. The last ones
-    dequantize, and leave the product to cuBLAS. Empty when the library was built without CUDA.
+    Each has split_k = 1 and says by `layout`, `formats` and `max_m` what it computes; `config.with_split_k(s)` is the
+    same kernel with K in s parts. `gemm(..., config=c)` runs one.
+
+    Args:
+        device: a CUDA device; None: the current one, or, without a GPU, all.
+
+    Returns:
+        The configurations, those last that dequantize and leave the product to cuBLAS; none where the library was built
+        without CUDA.
+
+    Examples:
+        >>> for_decoding = [config for config in wo.kernels() if config.max_m <= 16]
     """
     return _here(CONFIGS, device)
 
 
 def fp8_kernels(device: int | None = None) -> list[KernelConfig]:
-    """The same for `gemm(..., x_scales=..., config=c)`: kernels that take x in float8_e4m3fn."""
+    """The same for `gemm(..., x_scales=..., config=c)`: kernels that take x in float8_e4m3fn.
+
+    Args:
+        device: a CUDA device; None: the current one, or, without a GPU, all.
+
+    Examples:
+        >>> {config.layout for config in wo.fp8_kernels()} <= {"tiled_fp8"}
+        True
+    """
     return _here(FP8_CONFIGS, device)
 
 
 def grouped_kernels(device: int | None = None) -> list[KernelConfig]:
-    """The same for `grouped_gemm(..., config=c)`: kernels that compute the rows of all experts in one launch."""
+    """The same for `grouped_gemm(..., config=c)`: kernels that compute the rows of all experts in one launch.
+
+    Args:
+        device: a CUDA device; None: the current one, or, without a GPU, all.
+
+    Examples:
+        >>> names = [config.name for config in wo.grouped_kernels()]
+    """
     return _here(GROUPED_CONFIGS, device)
 
 
 def grouped_fp8_kernels(device: int | None = None) -> list[KernelConfig]:
-    """The same for `grouped_gemm(..., x_scales=..., config=c)`."""
+    """The same for `grouped_gemm(..., x_scales=..., config=c)`.
+
+    Args:
+        device: a CUDA device; None: the current one, or, without a GPU, all.
+
+    Examples:
+        >>> names = [config.name for config in wo.grouped_fp8_kernels()]
+    """
     return _here(GROUPED_FP8_CONFIGS, device)
 
 

@@ -17,21 +17,29 @@ _overlap: LaunchOverlap = True
 def set_launch_overlap(overlap: LaunchOverlap) -> None:
     """Set whether Hopper's kernels start while the kernel in front of them in the stream still runs; default: True.
 
-    True: a kernel that starts early prefetches weights and scales into the L2 cache. It uses nothing before all work in
-    front of it in the stream has ended. The results are the same, whatever that work writes.
-
-    "constant_weights": it also loads its first weights and scales into shared memory, which is faster. This is a
-    promise by the caller: no work that runs just before a `gemm` writes the packed weight, the scales or the zero
-    points of that call; x, bias and `out` it may write. A model that runs keeps the promise. A model that is loaded or
-    changed does not: synchronize between that and the next `gemm`, or stay with True. (Where `gemm` itself copies the
-    scales, because N is no multiple of 64, or they are not contiguous or not 16-byte aligned, the kernel waits for the
-    copy.)
-
-    False: each call begins when all work in front of it has ended; the benchmarks time single calls so. (Where a call
-    is two launches the second one starts early all the same.)
-
     It holds for calls of `gemm` from now on, in this process, on tiled weights. A CUDA graph keeps what it was captured
-    with. Raises TypeError for anything but a bool or a str, ValueError for another str.
+    with.
+
+    Args:
+        overlap: True: a kernel that starts early prefetches weights and scales into the L2 cache. It uses nothing
+            before all work in front of it in the stream has ended. The results are the same, whatever that work writes.
+            "constant_weights": it also loads its first weights and scales into shared memory, which is faster. This is
+            a promise by the caller: no work that runs just before a `gemm` writes the packed weight, the scales or the
+            zero points of that call; x, bias and `out` it may write. A model that runs keeps the promise. A model that
+            is loaded or changed does not: synchronize between that and the next `gemm`, or stay with True. (Where
+            `gemm` itself copies the scales, because N is no multiple of 64, or they are not contiguous or not 16-byte
+            aligned, the kernel waits for the copy.) False: each call begins when all work in front of it has ended; the
+            benchmarks time single calls so. (Where a call is two launches the second one starts early all the same.)
+
+    Raises:
+        TypeError: anything but a bool or a str.
+        ValueError: another str.
+
+    Examples:
+        >>> wo.set_launch_overlap("constant_weights")
+        >>> wo.launch_overlap()
+        'constant_weights'
+        >>> wo.set_launch_overlap(True)
     """
     global _overlap
     if not isinstance(overlap, (bool, str)):
@@ -44,5 +52,10 @@ def set_launch_overlap(overlap: LaunchOverlap) -> None:
 
 
 def launch_overlap() -> LaunchOverlap:
-    """The mode that `set_launch_overlap` has set."""
+    """The mode that `set_launch_overlap` has set.
+
+    Examples:
+        >>> wo.launch_overlap()
+        True
+    """
     return _overlap

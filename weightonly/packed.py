@@ -23,26 +23,34 @@ from .tensor_file import publish_tensors, read
 class PackedWeight:
     """A weight of shape [K, N], or E of them stacked, in the byte order of a kernel.
 
-    data: uint8 [k_padded * n_padded * bits / 8], contiguous; of stacked experts E times as many bytes, one expert
-        after another.
-    k, n: the shape of the weight before padding.
-    format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index of
-        a number in a codebook of 16; "fp8" for floats of 8 bits (E4M3).
-    layout: the order of the bytes, "row_major", "interleaved", "tiled" or "tiled_fp8" for GPUs, "cpu" for CPUs; their
-        number and shape cannot tell. Codes are "interleaved", "tiled" or "cpu"; "tiled_fp8" is for x in float8_e4m3fn
-        and has "int4" without zeros, and "mxfp4".
-    code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute `code`
-        holds 16 floats, rounded to fp32, for every format of 4-bit codes, and None for others.
-    group_size, has_zeros, has_perm: what the weight is to be multiplied with: rows that share a scale (-1: all of
-        them), whether there are zero points, and whether its rows are in act-order. None: nobody said. Where they are
-        set, `gemm` and `dequantize` refuse scales, zeros and perm that do not fit. The groups of "mxfp4" (32) and
-        "nvfp4" (16) are always set.
-    experts: E, how many weights [K, N] of one format are stacked; None: a single one.
-
     A stacked weight is for `grouped_gemm`. `qweight[e]` is expert e, `qweight[begin:end]` some of them, stacked: both
     are PackedWeights on the same memory. A loop over a stacked weight goes through its experts.
 
-    Raises TypeError or ValueError, naming the argument, for data that does not fit the other arguments.
+    Args:
+        data: uint8 [k_padded * n_padded * bits / 8], contiguous; of stacked experts E times as many bytes, one expert
+            after another.
+        k: rows of the weight before padding.
+        n: columns of the weight before padding.
+        format: "int4" or "int8" for integers; "nf4", "fp4", "mxfp4", "nvfp4" or "code4" for 4-bit codes, each the index
+            of a number in a codebook of 16; "fp8" for floats of 8 bits (E4M3).
+        layout: the order of the bytes, "row_major", "interleaved", "tiled" or "tiled_fp8" for GPUs, "cpu" for CPUs;
+            their number and shape cannot tell. Codes are "interleaved", "tiled" or "cpu"; "tiled_fp8" is for x in
+            float8_e4m3fn and has "int4" without zeros, and "mxfp4".
+        code: the codebook of "code4": 16 numbers, a tensor or a sequence. None for the other formats. The attribute
+            `code` holds 16 floats, rounded to fp32, for every format of 4-bit codes, and None for others.
+        group_size: rows that share a scale, -1: all of them; None: nobody said. Where it is set, `gemm` and
+            `dequantize` refuse other scales. Always set of "mxfp4" (32) and "nvfp4" (16).
+        has_zeros: whether there are zero points; None: nobody said. Where it is set, zeros have to fit.
+        has_perm: whether the rows are in act-order; None: nobody said. Where it is set, perm has to fit.
+        experts: E, how many weights [K, N] of one format are stacked; None: a single one.
+
+    Raises:
+        TypeError | ValueError: naming the argument, data that does not fit the other arguments.
+
+    Examples:
+        >>> w = wo.preprocess(torch.zeros(512, 768, dtype=torch.int8), arch="sm90")
+        >>> w.k, w.n, w.format, w.layout, w.data.numel()
+        (512, 768, 'int4', 'tiled', 196608)
     """
 
     __slots__ = (
@@ -152,7 +160,8 @@ class PackedWeight:
     def kind(self) -> object:
         """What a plan of `gemm` depends on: weights of one kind have the same one, compared by identity; kept.
 
-        Raises TypeError for bytes in a subclass of torch.Tensor, which has none.
+        Raises:
+            TypeError: bytes in a subclass of torch.Tensor, which has none.
         """
         if self._kind is None:
             if type(self._data) not in PLAIN:
@@ -212,29 +221,41 @@ class PackedWeight:
         return self if data is self.data else PackedWeight(data, **self.fields)
 
     def slice_n(self, begin: int, end: int) -> PackedWeight:
-        """w[:, begin:end] of a "tiled", "tiled_fp8" or "cpu" weight: byte for byte what packing them alone gives.
+        """`w[:, begin:end]` of a "tiled", "tiled_fp8" or "cpu" weight: byte for byte what packing them alone gives.
 
-        begin, end: multiples of 64; `end` may also be N. To be used with scales[:, begin:end], and so zeros and bias.
-        Returns a weight [K, end - begin] on the same memory: nothing is copied, and the whole is kept alive. Of stacked
-        experts it cuts each, into a copy, for scales[:, :, begin:end].
+        Args:
+            begin: the first column, a multiple of 64.
+            end: the column after the last, a multiple of 64 or N.
 
-        Raises TypeError for bounds that are not integers. Raises ValueError for another layout, an empty range, and
-        bounds that are no such multiples or beyond N.
+        Returns:
+            A weight [K, end - begin] on the same memory: nothing is copied, and the whole is kept alive; for scales[:,
+            begin:end], and so zeros and bias. Of stacked experts it cuts each, into a copy, for scales[:, :,
+            begin:end].
+
+        Raises:
+            TypeError: bounds that are not integers.
+            ValueError: another layout, an empty range, and bounds that are no such multiples or beyond N.
         """
         self._check_slice("N", self.n, begin, end)
         return PackedWeight(self._cut((0, self.k), (begin, end)), **self.fields | {"n": end - begin})
 
     def slice_k(self, begin: int, end: int) -> PackedWeight:
-        """w[begin:end] of a "tiled", "tiled_fp8" or "cpu" weight, byte for byte what packing these rows alone gives.
+        """`w[begin:end]` of a "tiled", "tiled_fp8" or "cpu" weight, byte for byte what packing these rows alone gives.
 
-        begin, end: multiples of 64; `end` may also be K. Where the group size g divides both, the slice is used with
-        scales[begin // g : end // g], and so zeros; scales per channel stay as they are. Of a weight in act-order, x
-        is permuted before it is cut, and the slice takes no perm.
-        Returns a weight [end - begin, N] on a copy, because each column panel holds some of the rows. Of stacked
-        experts it cuts each, for scales[:, begin // g : end // g].
+        Args:
+            begin: the first row, a multiple of 64.
+            end: the row after the last, a multiple of 64 or K.
 
-        Raises TypeError for bounds that are not integers. Raises ValueError for another layout, an empty range, bounds
-        that are no such multiples or beyond K, and bounds inside of a group where the weight knows its group size.
+        Returns:
+            A weight [end - begin, N] on a copy, because each column panel holds some of the rows. Where the group size
+            g divides both bounds, it is for scales[begin // g : end // g], and so zeros; scales per channel stay as
+            they are. Of stacked experts it cuts each, for scales[:, begin // g : end // g]. Of a weight in act-order, x
+            is permuted before it is cut, and the slice takes no perm.
+
+        Raises:
+            TypeError: bounds that are not integers.
+            ValueError: another layout, an empty range, bounds that are no such multiples or beyond K, and bounds inside
+                of a group where the weight knows its group size.
         """
         self._check_slice("K", self.k, begin, end)
         group = self.group_size

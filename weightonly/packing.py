@@ -73,30 +73,39 @@ def preprocess(
 ) -> PackedWeight:
     """Bring a quantized weight into the byte order of a GPU's kernels, or of a CPU's: once, before deployment.
 
-    q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
-        formats the codes 0..15, int8 or uint8; for "fp8" the numbers, float8_e4m3fn. K is padded to a multiple of 64; N
-        to one of 64, or of 32 for int8 that for GPUs before sm90. The padding is 0. As code 0 it is a finite number:
-        padded rows meet zeros of x, and padded columns are dropped.
-    bits: 4 or 8; None: those of `format`, or 4.
-    arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
-        torch.cuda.get_device_capability returns; or "cpu".
-    layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 and mxfp4.
-        With neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
-    format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4" for
-        codes of `code`, "fp8" for 8-bit floats.
-    code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
-    group_size, zeros, perm: what the weight is to be multiplied with: the rows that share a scale (-1: all of K),
-        whether there are zero points, and an act-order permutation. `gemm` then refuses what does not fit: scales of
-        other groups, forgotten zeros. None: not known, and any are taken; but a `q` that comes from
-        quantize(symmetric=False) itself, not a copy of it on another device or in a stack, is known to have zeros.
-        Groups of "mxfp4" are always 32, of "nvfp4" 16.
+    Args:
+        q: int8 [K, N], or [E, K, N] of E experts, without a size of 0, on any device; values -8..7 for bits=4. For code
+            formats the codes 0..15, int8 or uint8; for "fp8" the numbers, float8_e4m3fn. K is padded to a multiple of
+            64; N to one of 64, or of 32 for int8 that for GPUs before sm90. The padding is 0. As code 0 it is a finite
+            number: padded rows meet zeros of x, and padded columns are dropped.
+        bits: 4 or 8; None: those of `format`, or 4.
+        arch: the GPU to pack for, sm70 to sm121: 90, "90", "sm90", "sm_90", "90a" or (9, 0), which is what
+            torch.cuda.get_device_capability returns; or "cpu".
+        layout: the layout itself, instead of an arch; "tiled_fp8", for x in float8_e4m3fn, has symmetric int4 and
+            mxfp4. With neither: the layout of the GPU that `q` is on; for a CPU tensor of the visible GPU, else "cpu".
+        format: None for the integers of `bits`; "nf4", "fp4", "mxfp4" or "nvfp4" for codes of these codebooks, "code4"
+            for codes of `code`, "fp8" for 8-bit floats.
+        code: the codebook of "code4": 16 numbers within the range of fp16, kept in fp32.
+        group_size: the rows that share a scale, -1: all of K. `gemm` then refuses scales of other groups. None: not
+            known, and any are taken; those of "mxfp4" are always 32, of "nvfp4" 16.
+        zeros: whether there are zero points, so that `gemm` refuses forgotten ones. None: not known; but a `q` that
+            comes from `quantize(symmetric=False)` itself, not a copy of it on another device or in a stack, is known to
+            have some.
+        perm: an act-order permutation that `gemm` is to be given, or whether there is one; None: not known.
 
-    Returns a PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
+    Returns:
+        A PackedWeight on the device of `q`, for an [E, K, N] a stacked one, as `grouped_gemm` takes it.
 
-    Raises TypeError for a `q` or `code` of another type or dtype. Raises ValueError for a wrong rank, an empty `q`,
-    values out of range, NaN, other `bits`, an unknown arch, layout or format, arch, layout and format that contradict
-    each other, a `code` that is missing or not needed, a group size that does not divide K or is not the format's, and
-    zeros of codes.
+    Raises:
+        TypeError: a `q` or `code` of another type or dtype.
+        ValueError: a wrong rank, an empty `q`, values out of range, NaN, other `bits`, an unknown arch, layout or
+            format, arch, layout and format that contradict each other, a `code` that is missing or not needed, a group
+            size that does not divide K or is not the format's, and zeros of codes.
+
+    Examples:
+        >>> q, scales, _ = wo.quantize(torch.randn(512, 768), group_size=128)
+        >>> wo.preprocess(q, arch="sm90").layout
+        'tiled'
     """
     require_tensor("q", q)
     require_numbers("q", q)
@@ -143,15 +152,24 @@ def preprocess(
 def repack(qweight: PackedWeight, arch: Arch | None = None, layout: str | None = None) -> PackedWeight:
     """The same numbers in the byte order of another GPU's kernels, or of a CPU's.
 
-    qweight: a packed [K, N] weight, on any device.
-    arch: the GPU to pack for, or "cpu"; None: the device of `qweight` (see `preprocess`).
-    layout: the layout itself, instead of an arch: "tiled_fp8" for x in float8_e4m3fn, "tiled" back.
+    Args:
+        qweight: a packed [K, N] weight, on any device.
+        arch: the GPU to pack for, or "cpu"; None: the device of `qweight` (see `preprocess`).
+        layout: the layout itself, instead of an arch: "tiled_fp8" for x in float8_e4m3fn, "tiled" back.
 
-    Returns a weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch` or `layout`;
-    `qweight` itself where it has that layout already.
+    Returns:
+        A weight that `unpack`s to the same numbers, byte for byte what `preprocess` makes for `arch` or `layout`;
+        `qweight` itself where it has that layout already.
 
-    Raises TypeError for anything but a PackedWeight. Raises ValueError for an unknown arch or layout, arch and layout
-    that contradict each other, codes and an arch that does not read them, and a layout that has no such weights.
+    Raises:
+        TypeError: anything but a PackedWeight.
+        ValueError: an unknown arch or layout, arch and layout that contradict each other, codes and an arch that does
+            not read them, and a layout that has no such weights.
+
+    Examples:
+        >>> w = wo.preprocess(torch.zeros(512, 768, dtype=torch.int8), arch="sm80")
+        >>> w.layout, wo.repack(w, arch="sm90").layout
+        ('interleaved', 'tiled')
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")
@@ -179,11 +197,22 @@ def padded_bytes(q: torch.Tensor, bits: int, layout: str, is_code: bool) -> torc
 
 
 def unpack(qweight: PackedWeight) -> torch.Tensor:
-    """The inverse of `preprocess`: int8 [K, N] without padding, on the device of `qweight`; codes are 0..15.
+    """The inverse of `preprocess`.
 
-    Of "fp8" float8_e4m3fn. Of stacked experts [E, K, N].
+    Args:
+        qweight: a PackedWeight, on any device.
 
-    Raises TypeError for anything but a PackedWeight.
+    Returns:
+        int8 [K, N] without padding, on the device of `qweight`; codes are 0..15. Of "fp8" float8_e4m3fn. Of stacked
+        experts [E, K, N].
+
+    Raises:
+        TypeError: anything but a PackedWeight.
+
+    Examples:
+        >>> q = torch.randint(-8, 8, (512, 768), dtype=torch.int8)
+        >>> torch.equal(wo.unpack(wo.preprocess(q)), q)
+        True
     """
     if not isinstance(qweight, PackedWeight):
         raise TypeError(f"qweight: expected a PackedWeight, got {type(qweight).__name__}")

@@ -39,24 +39,6 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantize a weight by each group of rows in each column.
 
-    w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
-    bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
-    group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
-        which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
-    symmetric: True: no zero points. False: with zero points; integers alone.
-    search: True: scales, and zero points of 4 bits, with the least square error that a few trials find. No group has a
-        larger error than with False, and integers that this represents exactly stay exact. "whole": zero points stay
-        whole numbers, as the formats of `weightonly export` have them, with an error between that of True and False.
-        False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the 2^bits levels span the
-        range of the group and 0. Of no effect on mxfp4 and fp8, and on 8 bits with zero points, where it finds nothing.
-
-    Returns (q, scales, zeros):
-        q       int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8 float8_e4m3fn
-        scales  [K / g, N] in the dtype of w. The search makes some of integers and nf4 negative, as the levels above 0
-                are others than below.
-        zeros   None if symmetric, else [K / g, N] in the dtype of w, in the range of q: whole numbers; the search makes
-                fractions of 4 bits where the group has no 0, which is represented exactly. The tensor q then
-                remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do not.
     q is rounded with the scale as it is stored. Without the search each element is within half a scale of its original
     (0.7, with zero points, 8 bits and bfloat16, where a group comes near the largest number of the dtype, 3.4e38). A
     group of zeros has scale 1 and gives exact zeros. A scale below the smallest number of the dtype is rounded up to
@@ -68,9 +50,37 @@ def quantize(
     exact in the dtype of w, and what mxfp4 represents is given back exactly. Scales of fp8 are the largest magnitude
     over 448, and each weight is the nearest 8-bit float (E4M3).
 
-    Raises TypeError for a `w` of another type or dtype. Raises ValueError for a wrong rank, an empty `w`, NaN or Inf in
-    it, other `bits`, an unknown format, zero points of codes, and a group size that does not divide K or is none of the
-    format.
+    Args:
+        w: [K, N] float16, bfloat16 or float32, on any device, of any strides.
+        bits: 4 or 8, another way to say "int4" or "int8".
+        group_size: rows that share a scale, a divisor of K; -1: all of them (per channel). None: 128; for nf4 and fp4,
+            which take powers of two from 32 to 4096, 64. Groups of mxfp4 are 32, of nvfp4 16.
+        symmetric: True: no zero points. False: with zero points; integers alone.
+        search: True: scales, and zero points of 4 bits, with the least square error that a few trials find. No group
+            has a larger error than with False, and integers that this represents exactly stay exact. "whole": zero
+            points stay whole numbers, as the formats of `weightonly export` have them, with an error between that of
+            True and False. False: by the range. Without zero points scale = absmax / (2^(bits-1) - 1), with them the
+            2^bits levels span the range of the group and 0. Of no effect on mxfp4 and fp8, and on 8 bits with zero
+            points, where it finds nothing.
+        format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
+
+    Returns:
+        (q, scales, zeros). q: int8 [K, N], values -2^(bits-1) .. 2^(bits-1) - 1; codes are 0 .. 15; of fp8
+        float8_e4m3fn. scales: [K / g, N] in the dtype of w; the search makes some of integers and nf4 negative, as the
+        levels above 0 are others than below. zeros: None if symmetric, else [K / g, N] in the dtype of w, in the range
+        of q: whole numbers; the search makes fractions of 4 bits where the group has no 0, which is represented
+        exactly. The tensor q then remembers that it has some, which `preprocess` passes on to `gemm`; copies of q do
+        not.
+
+    Raises:
+        TypeError: a `w` of another type or dtype.
+        ValueError: a wrong rank, an empty `w`, NaN or Inf in it, other `bits`, an unknown format, zero points of codes,
+            and a group size that does not divide K or is none of the format.
+
+    Examples:
+        >>> q, scales, zeros = wo.quantize(torch.randn(512, 768), group_size=64, symmetric=False)
+        >>> q.shape, scales.shape, zeros.shape
+        (torch.Size([512, 768]), torch.Size([8, 768]), torch.Size([8, 768]))
     """
     name = format_of(bits, format)
     size = default_group_size(name) if group_size is None else group_size

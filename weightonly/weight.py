@@ -20,20 +20,29 @@ NO_PLAN = "a subclass of torch.Tensor has no plan, nor has a negated view"
 
 
 class QuantizedWeight:
-    """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]), the one operand of `gemm(x, w)`.
+    """`w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n])`, the one operand of `gemm(x, w)`.
 
-    packed: the PackedWeight of q [K, N], or of stacked experts [E, K, N]: what `preprocess` returns.
-    scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32, for `gemm` the dtype of x; g is
-        any divisor of K, for `gemm` one that it takes.
-    zeros: None (symmetric) or like scales, in units of q. None for a codebook.
-    perm: int32 or int64 [K], of stacked experts [E, K]: act-order, as `gemm` has it; None: the rows are in order.
+    All are on one device and stay the caller's tensors, without a copy. What they have to be is checked here, once. Its
+    attributes are these four, which cannot be replaced, and what is read of them: format, group_size (-1: all of K),
+    group_rows (g), groups (K / g), k, n, experts (None: a single weight), dtype (of the scales), device.
 
-    All are on one device and stay the caller's tensors, without a copy. What they have to be is checked here, once.
-    Attributes: packed, scales, zeros, perm, which cannot be replaced, and what is read of them: format, group_size (-1:
-    all of K), group_rows (g), groups (K / g), k, n, experts (None: a single weight), dtype (of the scales), device.
+    Args:
+        packed: the PackedWeight of q [K, N], or of stacked experts [E, K, N]: what `preprocess` returns.
+        scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32, for `gemm` the dtype of x; g
+            is any divisor of K, for `gemm` one that it takes.
+        zeros: None (symmetric) or like scales, in units of q. None for a codebook.
+        perm: int32 or int64 [K], of stacked experts [E, K]: act-order, as `gemm` has it; None: the rows are in order.
 
-    Raises TypeError for a `packed` that is none and for wrong types and dtypes; ValueError for shapes that do not fit,
-    tensors on different devices, zeros of codes, and what `packed` was not packed for.
+    Raises:
+        TypeError: a `packed` that is none and for wrong types and dtypes.
+        ValueError: shapes that do not fit, tensors on different devices, zeros of codes, and what `packed` was not
+            packed for.
+
+    Examples:
+        >>> q, scales, zeros = wo.quantize(torch.randn(512, 768), symmetric=False)
+        >>> w = wo.QuantizedWeight(wo.preprocess(q), scales, zeros)
+        >>> wo.gemm(torch.randn(4, 512), w).shape
+        torch.Size([4, 768])
     """
 
     __slots__ = ("_kind", "_packed", "_perm", "_scales", "_zeros")
@@ -112,7 +121,8 @@ class QuantizedWeight:
     def look_again(self) -> object:
         """`kind` of the tensors as they are now: `tensor.data = ...` changes them under this weight.
 
-        Raises TypeError for subclasses of torch.Tensor and negated views, which have none.
+        Raises:
+            TypeError: subclasses of torch.Tensor and negated views, which have none.
         """
         self._kind = None
         tensors = (self._scales, self._zeros, self._perm)
@@ -123,9 +133,13 @@ class QuantizedWeight:
         return kind
 
     def check(self, name: str, x: torch.Tensor | None = None) -> None:
-        """Checks all but the numbers. name: what errors call `packed`; x: all must have its dtype and device.
+        """Checks all but the numbers.
 
         Raises what `QuantizedWeight` raises.
+
+        Args:
+            name: what errors call `packed`.
+            x: all must have its dtype and device.
         """
         self.check_groups(name, x)
         packed, perm = self._packed, self._perm
@@ -199,7 +213,11 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """w [K, N], of stacked experts [E, K, N], its rows in the order of x: computed in fp32 and rounded once.
 
-        dtype: float16, bfloat16 or float32; None: the dtype of the scales. Raises TypeError for another one.
+        Args:
+            dtype: float16, bfloat16 or float32; None: the dtype of the scales.
+
+        Raises:
+            TypeError: another dtype.
         """
         dtype = self.dtype if dtype is None else dtype
         check_weight_dtype(dtype)
@@ -208,20 +226,30 @@ class QuantizedWeight:
     def update_(self, w: torch.Tensor) -> QuantizedWeight:
         """Quantizes another weight into the memory of this one: the bits of a fresh `quantize` and `preprocess`.
 
-        w: [K, N], of stacked experts [E, K, N], as `quantize` takes it: its rows in the order of x, on any device. Of a
-            weight in act-order the rows are brought into the order that `perm` has.
-
         Format, group size, zero points or none, perm, layout and dtype stay as they are, and so do the addresses: what
         holds the tensors, captured CUDA graphs and compiled functions sees the new numbers. Where all zero points are
         whole numbers, the new ones are, too, as with `search="whole"`. Columns are quantized some at a time: beside `w`
         no more than those is in memory. Versions of the tensors go up, so that a backward pass
         over the old numbers is an error. All weights on the same bytes change, and have to share the scales, too.
 
-        Returns this weight. All is checked before anything is written; an allocation that fails later leaves a part of
-        the new columns. Raises TypeError for another dtype, and a subclass of torch.Tensor; ValueError for another
-        shape, NaN, Inf and numbers beyond the dtype of the scales, a weight on meta, tensors of torch.inference_mode
-        outside of it and views with a stride of 0, and for codes that nothing is quantized to: other groups than
-        `quantize` makes, and a codebook ("code4") beyond -1 .. 1. Raises RuntimeError while a CUDA graph is captured.
+        Args:
+            w: [K, N], of stacked experts [E, K, N], as `quantize` takes it: its rows in the order of x, on any device.
+                Of a weight in act-order the rows are brought into the order that `perm` has.
+
+        Returns:
+            This weight. All is checked before anything is written; an allocation that fails later leaves a part of the
+            new columns.
+
+        Raises:
+            TypeError: another dtype, and a subclass of torch.Tensor.
+            ValueError: another shape, NaN, Inf and numbers beyond the dtype of the scales, a weight on meta, tensors of
+                torch.inference_mode outside of it and views with a stride of 0, and codes that nothing is quantized to:
+                other groups than `quantize` makes, and a codebook ("code4") beyond -1 .. 1.
+            RuntimeError: while a CUDA graph is captured.
+
+        Examples:
+            >>> q, scales, _ = wo.quantize(torch.randn(512, 768))
+            >>> w = wo.QuantizedWeight(wo.preprocess(q), scales).update_(torch.randn(512, 768))
         """
         for update in checked("w", self, w):
             update.write()
@@ -307,23 +335,33 @@ def weight_of(
 
 
 def dequantize(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
-    """w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n]); for codes scales[k // g, n] * codebook[q[k, n]].
+    """`w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n])`; for codes `scales[k // g, n] * codebook[q[k, n]]`.
 
     Of "fp8" q are the numbers.
 
-    qweight: a packed [K, N] weight, or E of them, stacked.
-    scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32; g is any divisor of K.
-    zeros: None, or like scales, in units of q; fractions are allowed. None for codes.
-
-    All are on one device. Returns [K, N], of stacked experts [E, K, N], in the dtype of scales: computed in fp32 and
-    rounded once.
+    All are on one device.
 
     On a GPU a kernel does it. PyTorch's operators do it more slowly, with the same bits, where there is no kernel
     (layout "row_major", fp32, groups that `gemm` does not take, a GPU that the build leaves out), under torch.compile,
     torch.jit.trace and modes, for subclasses of torch.Tensor, and where a gradient is asked for.
 
-    Raises TypeError for a qweight that is not packed or a wrong dtype. Raises ValueError for shapes that do not fit,
-    tensors on different devices, and zeros of codes.
+    Args:
+        qweight: a packed [K, N] weight, or E of them, stacked.
+        scales: [K / g, N], of stacked experts [E, K / g, N]: float16, bfloat16 or float32; g is any divisor of K.
+        zeros: None, or like scales, in units of q; fractions are allowed. None for codes.
+
+    Returns:
+        [K, N], of stacked experts [E, K, N], in the dtype of scales: computed in fp32 and rounded once.
+
+    Raises:
+        TypeError: a qweight that is not packed or a wrong dtype.
+        ValueError: shapes that do not fit, tensors on different devices, and zeros of codes.
+
+    Examples:
+        >>> w = torch.randn(512, 768)
+        >>> q, scales, zeros = wo.quantize(w, group_size=32, symmetric=False)
+        >>> bool((wo.dequantize(wo.preprocess(q), scales, zeros) - w).norm() < 0.09 * w.norm())
+        True
     """
     w = LooseWeight(qweight, scales, zeros)
     w.check_groups("qweight")

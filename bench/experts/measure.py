@@ -40,10 +40,19 @@ _CALLS = "of single calls."
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsBench(runner.Bench):
-    """Mixtures of experts.
+    """Mixtures of experts. Other arguments are those of `runner.Bench`.
 
-    batch: tokens. measures, routings: some of `MEASURES` and `ROUTINGS`. skew: of skewed routing. format: one of
-    `GROUP_SIZES`; None: each model's own. Other arguments as `runner.Bench`.
+    Args:
+        batch: tokens.
+        measures: some of `MEASURES`.
+        routings: some of `ROUTINGS`.
+        skew: of skewed routing.
+        format: one of `GROUP_SIZES`; None: each model's own.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> ExpertsBench(shapes=["tiny"], out=Path("experts"), device="cpu").format is None
+        True
     """
 
     batch: Sequence[int] = BATCH

@@ -88,13 +88,35 @@ def experts_train(
     budget_ms: float = 2000.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """One row for each model of `MIXTURES`, number of tokens, rank of adapters (0: none), and format beside dense.
+    """Time a forward and a backward pass through experts, packed and dense, frozen, with and without adapters.
 
-    Columns: `model`, `tokens`, `rank`, `experts`; `us`, the median of a forward and a backward pass, with the host's
-    time; in MB `weights_mb`, and, NaN on a CPU: what the backward pass finds (`kept_mb`), the most that both allocated
-    beyond weights (`peak_mb`), and `beyond_mb`, the difference.
+    Raises what the libraries raise.
 
-    Raises ValueError for unknown names, and what the libraries raise.
+    Args:
+        shapes: models of `MIXTURES`.
+        batch: tokens.
+        ranks: of adapters; 0: none.
+        formats: of the packed experts.
+        routing: a name of `ROUTINGS`.
+        dtype: of x.
+        device: as for `sweep`.
+        budget_ms: of a measurement.
+        progress: as for `sweep`.
+
+    Returns:
+        One row for each model, number of tokens, rank, and format beside dense. Columns: `model`, `tokens`, `rank`,
+        `experts`; `us`, the median of both passes, with the host's time; in MB `weights_mb`, and, NaN on a CPU: what
+        the backward pass finds (`kept_mb`), the most that both allocated beyond weights (`peak_mb`), and `beyond_mb`,
+        the difference.
+
+    Raises:
+        ValueError: unknown names.
+
+    Examples:
+        >>> options = {"device": "cpu", "dtype": torch.float32, "budget_ms": 1, "progress": False}
+        >>> frame = experts_train(["tiny"], batch=[8], ranks=[0], **options)
+        >>> frame["experts"].tolist()
+        ['dense, grouped_mm', 'weightonly int4']
     """
     for name, given, known in (("shapes", shapes, MIXTURES), ("routing", [routing], ROUTINGS)):
         for one in given:

@@ -45,12 +45,24 @@ COLUMNS += ["weights_mb", "peak_mb", "load_s", "ready_s", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench(runner.Bench):
-    """Whole models of transformers.
-
-    measures: some of `MEASURES`; None: all, on a CPU all but overlap. layers: of each model; None: all that it has.
-    batch, context: of decode steps. prompts: lengths, of one prompt each. train: lines and tokens of a training step.
-    compile: the decode step; None: on a GPU. Other arguments as `runner.Bench`. Needs transformers, and PEFT for
+    """Whole models of transformers. Other arguments are those of `runner.Bench`. Needs transformers, and PEFT for
     `train`.
+
+    Args:
+        measures: some of `MEASURES`; None: all, on a CPU all but overlap.
+        layers: of each model; None: all that it has.
+        batch: of decode steps.
+        context: tokens before a decode step.
+        prompts: lengths, of one prompt each.
+        train: lines and tokens of a training step.
+        compile: the decode step; None: on a GPU.
+        budget_ms: device time of a measurement.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> bench = ModelBench(shapes=["tiny"], out=Path("models"), measures=["decode"], device="cpu")
+        >>> bench.batch
+        (1, 8, 32, 128)
     """
 
     measures: Sequence[str] | None = None

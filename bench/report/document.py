@@ -22,7 +22,16 @@ from .tables import OVER_ROOFLINE, Part, number_text, parts, speedup_text, with_
 
 @dataclass(frozen=True)
 class Report:
-    """Measurements, and the models that its sections are about; measured shapes of no model come last."""
+    """Measurements, and the models that its sections are about; measured shapes of no model come last.
+
+    Args:
+        results: the rows, and facts of the machine.
+        models: names of `NAMED`, a section each.
+
+    Examples:
+        >>> wo.bench.Report.__dataclass_fields__["models"].default
+        ('llama3-8b', 'llama3-70b')
+    """
 
     results: Results
     models: tuple[str, ...] = MODELS

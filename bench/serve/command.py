@@ -44,16 +44,35 @@ def serve(
     attention: str | None = None,
     cache_gb: float | None = None,
 ) -> pd.DataFrame:
-    """A row for each provider and number of prompts or length of a prompt.
+    """Time vLLM's engine, in a process for each provider.
 
-    model: a name of `MODELS` (random weights in the format `quant`, `layers` of them or all), or a folder.
-    prompt, tokens: of each prompt of a batch; prefill: lengths of single prompts. memory: vLLM's share of the GPU;
-    cache_gb: of keys and values, instead of what the share leaves.
-    Columns: model, quant, provider, kernels, measure ("decode": tokens/s of all prompts; "ttft": ms to the first
-    token), size (prompts, or tokens of the prompt), value, logprob_mean, logprob_max (differences from the dense
-    model's, where it is a provider), note (why an engine did not run).
-    Raises ValueError for unknown names, numbers out of range, and a model with no folder; TypeError for numbers of
-    another type; ModuleNotFoundError without vLLM.
+    Args:
+        model: a name of `MODELS` (random weights in the format `quant`, `layers` of them or all), or a folder.
+        quant: the format of random weights: gptq, awq, ct, mxfp4 and others.
+        providers: weightonly, vllm, marlin, dense and others, in turns.
+        batch: numbers of prompts.
+        prompt: tokens of each prompt of a batch.
+        tokens: that are written after each prompt.
+        prefill: lengths of single prompts.
+        group_size: of random weights.
+        layers: of a named model; None: all.
+        dtype: of activations.
+        mode: "graphs": CUDA graphs of decode; or another of `MODES`.
+        memory: vLLM's share of the GPU.
+        ranks: GPUs.
+        attention: a backend of vLLM's; None: its choice.
+        cache_gb: of keys and values, instead of what the share leaves.
+
+    Returns:
+        A row for each provider and number of prompts or length of a prompt. Columns: model, quant, provider, kernels,
+        measure ("decode": tokens/s of all prompts; "ttft": ms to the first token), size (prompts, or tokens of the
+        prompt), value, logprob_mean, logprob_max (differences from the dense model's, where it is a provider), note
+        (why an engine did not run).
+
+    Raises:
+        ValueError: unknown names, numbers out of range, and a model with no folder.
+        TypeError: numbers of another type.
+        ModuleNotFoundError: without vLLM.
     """
     for provider in providers:
         if provider not in PROVIDERS:

@@ -24,18 +24,26 @@ FAMILIES: dict[str, Family] = {}
 class KernelConfig:
     """Tile shape, pipeline and split of one kernel. The data types are not part of it: see `TypeConfig`.
 
-    family    a key of FAMILIES
-    block_*   tile of one CTA: tokens x columns x k of one iteration of its main loop; of cuBLAS, which has many, what
-              the cost model counts in
-    warp_*    tile of one warp (gemm_sm90: of one warpgroup)
-    stages    of the pipeline through shared memory
-    split_k   parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by
-              the CTAs of a cluster
-    formats   weight formats that the configuration is compiled for
-    tail      None: one launch computes all columns. Else it computes the columns of its full waves of CTAs, and a
-              second launch, of this configuration, the columns that are left, which would keep few SMs busy
-    verified  False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
-    groups_of_16  whether it computes groups of 16, and no others; else it computes all others
+    Args:
+        family: a key of FAMILIES.
+        block_m: tokens of the tile of one CTA; of cuBLAS, which has many tiles, what the cost model counts in.
+        block_n: columns of the tile of one CTA.
+        block_k: k of one iteration of its main loop.
+        warp_m: tokens of the tile of one warp (gemm_sm90: of one warpgroup).
+        warp_n: columns of the tile of one warp.
+        stages: of the pipeline through shared memory.
+        split_k: parts of K that are computed by CTAs of their own and summed in a fixed order; with `shares_cluster` by
+            the CTAs of a cluster.
+        formats: weight formats that the configuration is compiled for.
+        tail: None: one launch computes all columns. Else it computes the columns of its full waves of CTAs, and a
+            second launch, of this configuration, the columns that are left, which would keep few SMs busy.
+        verified: False: no GPU has run it. It is neither built, unless a build asks for it, nor selected.
+        groups_of_16: whether it computes groups of 16, and no others; else it computes all others.
+
+    Examples:
+        >>> config = wo.heuristics.select(16, 6144, 4096, "int4", 128, "sm90", 132)
+        >>> config.with_split_k(2).split_k, config.layout
+        (2, 'tiled')
     """
 
     family: str

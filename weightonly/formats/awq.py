@@ -27,13 +27,21 @@ _COLUMNS_PER_WORD = 8
 def read_awq(
     qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor, *, group_size: int | None = None
 ) -> IntWeight:
-    """One AWQ layer in the library's conventions: q = u - 8, zeros = z - 8.
+    """One AWQ layer in the library's conventions: q = u - 8, zeros = z - 8. All tensors are on one device, CPU or CUDA.
 
-    qweight: int32 [K, N / 8]; scales: float16, bfloat16 or float32 [groups, N]; qzeros: int32 [groups, N / 8]. The
-    number of groups divides K. All on one device, CPU or CUDA.
-    group_size: rows of a group; -1: all of K; None: K / groups, a power of two.
+    Args:
+        qweight: int32 [K, N / 8].
+        scales: float16, bfloat16 or float32 [groups, N].
+        qzeros: int32 [groups, N / 8]; the number of groups divides K.
+        group_size: rows of a group; -1: all of K; None: K / groups, a power of two.
 
-    Raises TensorError (a ValueError) for anything else.
+    Raises:
+        TensorError: a ValueError, for anything else.
+
+    Examples:
+        >>> words = torch.randint(2**31 - 1, (512, 96), dtype=torch.int32)
+        >>> wo.formats.read_awq(words, torch.rand(4, 768).half(), words[:4]).q.shape
+        torch.Size([512, 768])
     """
     k, _, groups = awq_shape(qweight, scales, qzeros)
     _rows(k, groups, group_size)

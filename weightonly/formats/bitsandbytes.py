@@ -73,13 +73,30 @@ def read_bitsandbytes(
 ) -> CodeWeight:
     """One 4-bit layer: codes [K, N], the codebook, and absmax as scales in fp32, nested statistics resolved.
 
-    Tensors: see the top of this module, which names them with "weight."; on one device, CPU or CUDA.
-
     The codebook is the file's `quant_map`. absmax has the bits that bitsandbytes computes: a product and a sum, each
     rounded to fp32. bitsandbytes rounds codebook * absmax to its compute dtype. `gemm` takes scales in the dtype of x:
-    rounding absmax to it is one more rounding of the same size.
+    rounding absmax to it is one more rounding of the same size. All tensors are on one device, CPU or CUDA.
 
-    Raises TensorError (a ValueError) for tensors that do not fit together and for a damaged state.
+    Args:
+        weight: (N * K + 1) // 2 bytes of any dtype and shape: codes of the flattened [N, K] weight, the even element in
+            the high nibble.
+        absmax: fp32 [blocks], one per `blocksize` flattened elements; uint8 if nested.
+        quant_map: fp32 [16], the codebook.
+        quant_state: uint8, JSON: quant_type, blocksize, dtype, shape [N, K] and, if nested, nested_blocksize,
+            nested_dtype, nested_offset.
+        nested_absmax: fp32 [ceil(blocks / nested_blocksize)]; None: not nested.
+        nested_quant_map: fp32 [256]; None: not nested.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit together and a damaged state.
+
+    Examples:
+        >>> import bitsandbytes
+        >>> weight, state = bitsandbytes.functional.quantize_4bit(torch.randn(768, 512), quant_type="nf4")
+        >>> found = state.as_dict(packed=True)
+        >>> about = found["absmax"], found["quant_map"], found["quant_state.bitsandbytes__nf4"]
+        >>> wo.formats.read_bitsandbytes(weight, *about).codes.shape
+        torch.Size([512, 768])
     """
     state = parse_state(quant_state)
     _check(state, weight, absmax, quant_map, nested_absmax, nested_quant_map)

@@ -33,11 +33,20 @@ Part: TypeAlias = Callable[[str, int], tuple[tuple[slice, ...], Callable[[torch.
 class Checkpoint:
     """A folder whose format is known and whose headers fit together. No weight has been read yet.
 
-    source: what told the format: the name of a config file, or "tensor names".
-    layers, shapes: name -> layer, name -> its shape, in the order in which `records` yields them.
-    plain: names of the tensors that belong to no quantized layer.
-    unused: those of `plain` that are of quantized activations or a quantized KV cache, as the config says: no model
-        here has them.
+    Args:
+        folder: the folder.
+        source: what told the format: the name of a config file, or "tensor names".
+        shards: its files.
+        layers: name -> layer, in the order in which `records` yields them.
+        shapes: name -> shape of the layer.
+        plain: names of the tensors that belong to no quantized layer.
+        unused: those of `plain` that are of quantized activations or a quantized KV cache, as the config says: no model
+            here has them.
+
+    Examples:
+        >>> checkpoint = open_checkpoint("Llama-GPTQ")
+        >>> checkpoint.methods, checkpoint.shapes["model.layers.0.mlp.up_proj"].group_size
+        (('gptq',), 64)
     """
 
     folder: Path
@@ -93,7 +102,11 @@ class Checkpoint:
         progress: bool = True,
         digests: Mapping[str, str] | None = None,
     ) -> Iterator[Record]:
-        """See `load_checkpoint`. digests: tensor -> SHA-256 of its bytes, which is compared."""
+        """See `load_checkpoint`.
+
+        Args:
+            digests: tensor -> SHA-256 of its bytes, which is compared.
+        """
 
         def read(name: str) -> torch.Tensor:
             return self.shards.read(name, device, None if digests is None else digests[name])
@@ -135,9 +148,10 @@ class Checkpoint:
     ) -> QuantizedLayer:
         """The record of one layer; arguments and errors are those of `load_checkpoint`.
 
-        activations: "fp8": packed for x in E4M3, which the weight goes with; None: for x in 16 bits.
-        part: (tensor inside of the layer, its number of dimensions) -> (the index of what is read of it, what turns it
-            into a tensor of the part).
+        Args:
+            part: (tensor inside of the layer, its number of dimensions) -> (the index of what is read of it, what turns
+                it into a tensor of the part).
+            activations: "fp8": packed for x in E4M3, which the weight goes with; None: for x in 16 bits.
         """
         layer = self.layers[name]
         inside = {tensor: suffix for suffix, tensor in layer.tensors.items()}
@@ -157,8 +171,10 @@ class Checkpoint:
     ) -> tuple[IntWeight | CodeWeight | QuantizedLayer, torch.Tensor | None]:
         """The weight of one layer as its file has it, packed if that is a converted one, and its bias.
 
-        read: (name of a tensor) -> the tensor, or its part, but all of the zero points; None: on the CPU, as the file
-            has it. part: see `read_layer`.
+        Args:
+            read: (name of a tensor) -> the tensor, or its part, but all of the zero points; None: on the CPU, as the
+                file has it.
+            part: see `read_layer`.
         """
         read, form = self.shards.read if read is None else read, layer.format
         # The small ones first: what stays for long does not lie between the large ones that packing frees.
@@ -180,7 +196,13 @@ class Checkpoint:
         part: Part | None = None,
         activations: str | None = None,
     ) -> QuantizedLayer:
-        """The record of one layer; read, part: see `read`; activations: see `read_layer`."""
+        """The record of one layer.
+
+        Args:
+            read: see `read`.
+            part: see `read`.
+            activations: see `read_layer`.
+        """
         weight, bias = self.read(self.layers[name], read, part)
         if isinstance(weight, QuantizedLayer):
             return dataclasses.replace(weight, weight=repack(weight.weight, arch, activations))
@@ -197,23 +219,34 @@ def load_checkpoint(
     """Read a quantized checkpoint layer by layer: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark,
     FP8, ModelOpt, GGUF, gpt-oss, or a converted one.
 
-    folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
-        sharded or not, and config.json, quantize_config.json or quant_config.json. Without a
-        config the names of the tensors tell the format, where they can. Or a GGUF file.
-    arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a converted
-        checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every GPU.
-    device: where tensors are unpacked, packed and returned.
-    progress: whether to show a bar, on a terminal.
-    verify: compare the bytes of each tensor with the digest that `convert` wrote; a tensor that differs is a ValueError
-        when its record comes. The digests are in the same files: this finds damage, not a forger.
+    Args:
+        folder: on this machine, or "OWNER/NAME" of the Hugging Face Hub, which is downloaded; with safetensors files,
+            sharded or not, and config.json, quantize_config.json or quant_config.json. Without a config the names of
+            the tensors tell the format, where they can. Or a GGUF file.
+        arch: the GPU to pack for, or "cpu" (see `weightonly.preprocess`). None: the visible GPU, else the CPU; a
+            converted checkpoint keeps its layout. Code formats (bitsandbytes, MXFP4, NVFP4) have one layout on every
+            GPU.
+        device: where tensors are unpacked, packed and returned.
+        progress: whether to show a bar, on a terminal.
+        verify: compare the bytes of each tensor with the digest that `convert` wrote; a tensor that differs is a
+            ValueError when its record comes. The digests are in the same files: this finds damage, not a forger.
 
-    Yields a QuantizedLayer for every quantized layer and a PlainTensor for every other tensor, in the order of the
-    files. One layer is in memory at a time, beside what the caller keeps. Weights are bit-exact: `dequantize` of a
-    record in fp32 is what the format defines.
+    Yields:
+        A QuantizedLayer for every quantized layer and a PlainTensor for every other tensor, in the order of the files.
+        One layer is in memory at a time, beside what the caller keeps. Weights are bit-exact: `dequantize` of a record
+        in fp32 is what the format defines.
 
-    Raises before the first record: FileNotFoundError for a missing folder or shard; ValueError for an unknown arch or
-    format, a GPU that is not there, and, naming file and tensor, for pickles, truncated files, missing tensors, wrong
-    shapes and dtypes, groups out of range, tensors that contradict the config, and, with `verify`, missing digests.
+    Raises:
+        FileNotFoundError: before the first record, a missing folder or shard.
+        ValueError: before the first record, an unknown arch or format, a GPU that is not there, and, naming file and
+            tensor, pickles, truncated files, missing tensors, wrong shapes and dtypes, groups out of range, tensors
+            that contradict the config, and, with `verify`, missing digests.
+
+    Examples:
+        >>> for record in wo.load_checkpoint("Llama-GPTQ", progress=False):
+        ...     if isinstance(record, wo.formats.QuantizedLayer) and record.name.endswith("up_proj"):
+        ...         print(record.name, record.weight.format, tuple(record.dequantize().shape))
+        model.layers.0.mlp.up_proj int4 (128, 256)
     """
     if arch is not None:
         target_name(arch)  # an unknown one is an error now, not at the first layer
@@ -223,9 +256,20 @@ def load_checkpoint(
 
 
 def open_checkpoint(folder: str | os.PathLike[str] | Shards) -> Checkpoint:
-    """Recognize the format of a folder, or of one whose headers have been read, and check every header.
+    """Recognize the format of a folder, or of one whose headers have been read, and check every header. No weight is
+    read.
 
-    folder: as for `load_checkpoint`. No weight is read. Raises what `load_checkpoint` raises.
+    Raises what `load_checkpoint` raises.
+
+    Args:
+        folder: as for `load_checkpoint`.
+
+    Returns:
+        What is in it.
+
+    Examples:
+        >>> open_checkpoint("Llama-GPTQ").source
+        'config.json'
     """
     shards = folder if isinstance(folder, Shards) else open_shards(model_folder(folder))
     source, formats = recognize(shards)

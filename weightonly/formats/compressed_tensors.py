@@ -41,12 +41,27 @@ def read_compressed_tensors(
 ) -> IntWeight:
     """One pack-quantized layer in the library's conventions: scales and zeros transposed, rows sorted by group.
 
-    Tensors: see the top of this module; on one device, CPU or CUDA. weight_scale: float16, bfloat16 or float32.
-    bits: 4 or 8.
-    group_size: rows of a group where no weight_g_idx says it, the last one maybe short; -1: all of K; None: K / groups,
-        a power of two.
+    All tensors are on one device, CPU or CUDA.
 
-    Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits.
+    Args:
+        weight_packed: int32 [N, ceil(K * bits / 32)]: q + 2^(bits-1), packed along K, lowest bits first.
+        weight_scale: float16, bfloat16 or float32 [N, groups]; [N, 1]: per channel; [1]: one for all.
+        weight_shape: int [2]: N, K.
+        weight_zero_point: int32 [ceil(N * bits / 32), groups]: zero point + 2^(bits-1), packed along N; None:
+            symmetric.
+        weight_g_idx: int32 [K]: the group of each row, in the order of x; None, or all -1: in order.
+        bits: 4 or 8.
+        group_size: rows of a group where no weight_g_idx says it, the last one maybe short; -1: all of K; None: K /
+            groups, a power of two.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit.
+        ValueError: other bits.
+
+    Examples:
+        >>> words = torch.randint(2**31 - 1, (768, 64), dtype=torch.int32)
+        >>> wo.formats.read_compressed_tensors(words, torch.rand(768, 4).half(), torch.tensor([768, 512])).q.shape
+        torch.Size([512, 768])
     """
     if bits not in BITS:
         raise ValueError(f"bits: expected 4 or 8, got {bits}")

@@ -38,8 +38,6 @@ def convert(
 ) -> None:
     """Read the checkpoint in `source`, pack its layers for `arch`, and write them to the new folder `target`.
 
-    arch, device, progress: as for `load_checkpoint`. shard_bytes: about the size of a file.
-
     Writes safetensors files with a digest of each tensor (see `load_checkpoint(verify=True)`), their index, config.json
     with a quantization config of this library, and copies of the tokenizer's and other small files.
     `load_checkpoint(target)` then yields what `load_checkpoint(source, arch)` does, and with `import weightonly.hf`
@@ -49,9 +47,26 @@ def convert(
     disk and renamed last. A run that fails removes that folder. A run that is killed leaves it; the next one for
     `target` removes it, and `load_checkpoint` refuses it.
 
-    Raises FileExistsError for a `target` that exists, ValueError for a `shard_bytes` below 1, for layers that no kernel
-    of `arch` computes (groups of 16, codes for a GPU that does not read them) and for small files that are links to
-    elsewhere, OSError for what cannot be written, and what `load_checkpoint` raises.
+    Raises what `load_checkpoint` raises.
+
+    Args:
+        source: a folder that `load_checkpoint` reads.
+        target: the folder to write.
+        arch: as for `load_checkpoint`.
+        device: as for `load_checkpoint`.
+        shard_bytes: about the size of a file.
+        progress: as for `load_checkpoint`.
+
+    Raises:
+        FileExistsError: a `target` that exists.
+        ValueError: a `shard_bytes` below 1, layers that no kernel of `arch` computes (groups of 16, codes for a GPU
+            that does not read them) and for small files that are links to elsewhere.
+        OSError: what cannot be written.
+
+    Examples:
+        >>> wo.formats.convert("Llama-GPTQ", "Llama-packed", arch="sm90", progress=False)
+        >>> wo.formats.open_checkpoint("Llama-packed").shapes["model.layers.0.mlp.up_proj"].layout
+        'tiled'
     """
     source, target = model_folder(source, argument="source"), require_path("target", target)
     check_target(target)

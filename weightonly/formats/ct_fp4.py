@@ -44,10 +44,23 @@ def read_compressed_fp4(
 ) -> CodeWeight:
     """One layer of 4-bit floats: codes [K, N], and scales [K / g, N] in bfloat16 for mxfp4, in fp32 for nvfp4.
 
-    Tensors: see the top of this module; on one device, CPU or CUDA. The dtype of weight_scale tells the format.
+    The dtype of weight_scale tells the format. All tensors are on one device, CPU or CUDA.
 
-    Raises TensorError (a ValueError) for tensors that do not fit together, scales that are NaN or, with their codes,
-    beyond fp32, and a weight_global_scale that is not a positive number.
+    Args:
+        weight_packed: uint8 [N, K / 2]: E2M1 codes; the even element of K in the low nibble.
+        weight_scale: of mxfp4 uint8 or float8_e8m0fnu [N, K / 32], exponents of E8M0; of nvfp4 float8_e4m3fn [N, K /
+            16].
+        weight_global_scale: fp32 [1] of nvfp4, the divisor of its scales; None of mxfp4.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit together, scales that are NaN or, with their codes, beyond
+            fp32, and a factor that is not a positive number.
+
+    Examples:
+        >>> codes = torch.randint(256, (768, 256), dtype=torch.uint8)
+        >>> exponents = torch.full((768, 16), 127, dtype=torch.uint8)  # 2^0
+        >>> wo.formats.read_compressed_fp4(codes, exponents).format
+        'mxfp4'
     """
     return read_fp4(weight_packed, weight_scale, weight_global_scale, COMPRESSED_FP4)
 

@@ -40,11 +40,6 @@ def export(
 ) -> None:
     """Write the quantized checkpoint in `source` to the new folder `target`, in the format `to`.
 
-    source: a folder that `load_checkpoint` reads: of `save_pretrained`, `weightonly quantize`, `convert`, or of another
-        quantizer.
-    to: "compressed-tensors", "gptq" or "awq".
-    device, shard_bytes, progress: as for `convert`.
-
     Codes, scales and zero points are those of `source`, bit for bit: `load_checkpoint` gives them back, scales of 4-bit
     floats as numbers of another dtype. Rows in act-order go back to the order of x, beside the group of each. GPTQ is
     written as version 1, and as version 2 ("gptq_v2") where there are zero points. Layers of experts get the names that
@@ -53,11 +48,29 @@ def export(
 
     `target` appears complete or not at all, and one layer at a time is in memory.
 
-    Raises FileExistsError for a `target` that exists. Raises ValueError for another `to` or `shard_bytes`; and, naming
-    the layer, what it has and which format holds it, for what `to` cannot hold: codes of NF4, FP4 and other codebooks
-    (none does), 4-bit floats in gptq and awq, fractional zero points, scales that are not fp16 in gptq and awq, int8,
-    act-order and several group sizes in awq, N and K that do not fill words, and experts without names of their own.
-    Raises OSError for what cannot be written, and what `load_checkpoint` raises.
+    Raises what `load_checkpoint` raises.
+
+    Args:
+        source: a folder that `load_checkpoint` reads: of `save_pretrained`, `weightonly quantize`, `convert`, or of
+            another quantizer.
+        target: the folder to write.
+        to: "compressed-tensors", "gptq" or "awq".
+        device: as for `convert`.
+        shard_bytes: as for `convert`.
+        progress: as for `convert`.
+
+    Raises:
+        FileExistsError: a `target` that exists.
+        ValueError: another `to` or `shard_bytes`; and, naming the layer, what it has and which format holds it, what
+            `to` cannot hold: codes of NF4, FP4 and other codebooks (none does), 4-bit floats in gptq and awq,
+            fractional zero points, scales that are not fp16 in gptq and awq, int8, act-order and several group sizes in
+            awq, N and K that do not fill words, and experts without names of their own.
+        OSError: what cannot be written.
+
+    Examples:
+        >>> wo.formats.export("Llama-int4", "Llama-AWQ", "awq", progress=False)
+        >>> wo.formats.open_checkpoint("Llama-AWQ").methods
+        ('awq',)
     """
     source, target = require_path("source", source), require_path("target", target)
     check_target(target)

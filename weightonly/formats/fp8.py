@@ -53,12 +53,24 @@ def read_fp8(
 ) -> CodeWeight:
     """One layer of 8-bit floats: numbers [K, N], and scales [K / g, N] in the dtype of the file, fp32 for E8M0.
 
-    Tensors: see the top of this module; on one device, CPU or CUDA. block: (N, K) of a block, -1 for all; None: all, or
-    a channel, as the shape of scale says. g is the K of a block; where that does not divide K, what divides both.
-    name: what errors call scale. is_pair: whether each half of N may have blocks of its own.
+    g is the K of a block; where that does not divide K, what divides both. All tensors are on one device, CPU or CUDA.
 
-    Raises TensorError (a ValueError) for tensors that do not fit together, for NaN among the weights, and for scales
-    that are not positive numbers, or that make weights beyond fp32.
+    Args:
+        weight: float8_e4m3fn [N, K].
+        scale: a float dtype or float8_e8m0fnu: [] or [1], one for all; [N, 1] or [N], per channel; [ceil(N / bn),
+            ceil(K / bk)], for blocks.
+        block: (N, K) of a block, -1 for all; None: all, or a channel, as the shape of scale says.
+        name: what errors call scale.
+        is_pair: whether each half of N may have blocks of its own.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit together, NaN among the weights, and scales that are not
+            positive numbers, or that make weights beyond fp32.
+
+    Examples:
+        >>> weight = torch.randn(768, 512).to(torch.float8_e4m3fn)
+        >>> wo.formats.read_fp8(weight, torch.ones(6, 4), block=(128, 128)).scales.shape
+        torch.Size([4, 768])
     """
     k, n, (columns, rows) = fp8_shape(weight, scale, block, name, is_pair)
     if bool(weight.isnan().any()):

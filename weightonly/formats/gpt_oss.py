@@ -30,8 +30,20 @@ _ROWS = FORMAT_GROUPS["mxfp4"]
 def read_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> CodeWeight:
     """The experts of one product: codes [E, K, N], and scales [E, K / 32, N] in bfloat16, which are exact.
 
-    Tensors: see the top of this module; on one device, CPU or CUDA. Raises TensorError (a ValueError) for tensors that
-    do not fit together, and for scales that are NaN or, with their codes, beyond fp32.
+    Both tensors are on one device, CPU or CUDA.
+
+    Args:
+        blocks: uint8 [E, N, K / 32, 16]: E2M1 codes along K; the even element in the low nibble.
+        scales: uint8 [E, N, K / 32]: exponents of E8M0.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit together, and scales that are NaN or, with their codes,
+            beyond fp32.
+
+    Examples:
+        >>> blocks = torch.randint(256, (4, 768, 16, 16), dtype=torch.uint8)
+        >>> wo.formats.read_gpt_oss(blocks, torch.full((4, 768, 16), 127, dtype=torch.uint8)).codes.shape
+        torch.Size([4, 512, 768])
     """
     _shape(blocks, scales)
     powers = e8m0_scales("scales", scales).transpose(1, 2).contiguous()

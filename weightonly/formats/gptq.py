@@ -44,16 +44,30 @@ def read_gptq(
 ) -> IntWeight:
     """One GPTQ layer in the library's conventions: q = u - 2^(bits-1), zeros = z - 2^(bits-1), rows sorted by group.
 
-    qweight, scales, qzeros, g_idx: see the top of this module; on one device, CPU or CUDA. scales: float16, bfloat16
-        or float32.
-    bits: 4 or 8. version: of the zero points, 1 or 2.
-    group_size: rows of a group where there is no g_idx; -1: all of K; None: K / groups, a power of two.
-    symmetric: the quantizer's `sym`: every z is 2^(bits-1), the middle. Some checkpoints say version 1 but store z as
-        version 2 does (vLLM pull request 38966). Where every stored value is the middle, this one is read as version
-        2, with a warning.
+    Groups of several sizes, such as a short last one, are cut into smaller groups of one size. All tensors are on one
+    device, CPU or CUDA.
 
-    Groups of several sizes, such as a short last one, are cut into smaller groups of one size.
-    Raises TensorError (a ValueError) for tensors that do not fit, ValueError for other bits or versions.
+    Args:
+        qweight: int32 [ceil(K * bits / 32), N]: u; value j of word r, lowest bits first, is row 32 / bits * r + j.
+        scales: float16, bfloat16 or float32 [groups, N].
+        qzeros: int32 [groups, ceil(N * bits / 32)]: z, or z - 1 in version 1; value j of word c is column 32 / bits * c
+            + j.
+        g_idx: int32 [K]: the group of each row; None: k // group_size.
+        bits: 4 or 8.
+        version: of the zero points, 1 or 2.
+        group_size: rows of a group where there is no g_idx; -1: all of K; None: K / groups, a power of two.
+        symmetric: the quantizer's `sym`: every z is 2^(bits-1), the middle. Some checkpoints say version 1 but store z
+            as version 2 does (vLLM pull request 38966). Where every stored value is the middle, this one is read as
+            version 2, with a warning.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit.
+        ValueError: other bits or versions.
+
+    Examples:
+        >>> words = torch.randint(2**31 - 1, (64, 768), dtype=torch.int32)
+        >>> wo.formats.read_gptq(words, torch.rand(4, 768).half(), words[:4, :96], group_size=128).q.shape
+        torch.Size([512, 768])
     """
     if bits not in V1_ONES:
         raise ValueError(f"bits: expected 4 or 8 for GPTQ, got {bits}")

@@ -46,10 +46,25 @@ def read_hqq(
 ) -> IntWeight:
     """One HQQ layer in the library's conventions: q = u - 2^(bits-1), zeros = zero - 2^(bits-1).
 
-    W_q, scale, zero: see the top of this module; on one device, CPU or CUDA. shape: N, K. bits: 4 or 8.
+    Scales and zeros come in fp32, which holds them exactly. All tensors are on one device, CPU or CUDA.
 
-    Scales and zeros come in fp32, which holds them exactly; those of the file are float16, bfloat16 or float32.
-    Raises TensorError (a ValueError) for tensors that do not fit together, ValueError for other bits.
+    Args:
+        W_q: uint8 [G / 2, g] for 4 bits, group r in the high nibbles of row r, group G / 2 + r in the low ones; [G, g]
+            for 8 bits; G = N * K / g groups of the flattened [N, K] weight.
+        scale: float16, bfloat16 or float32 [G, 1].
+        zero: like scale; fractions are allowed.
+        shape: (N, K).
+        bits: 4 or 8.
+        group_size: g.
+
+    Raises:
+        TensorError: a ValueError, tensors that do not fit together.
+        ValueError: other bits.
+
+    Examples:
+        >>> codes, scale = torch.randint(256, (3072, 64), dtype=torch.uint8), torch.rand(6144, 1).half()
+        >>> wo.formats.read_hqq(codes, scale, scale, shape=(768, 512), bits=4, group_size=64).zeros.shape
+        torch.Size([8, 768])
     """
     if bits not in _PACKINGS:
         raise ValueError(f"bits: expected 4 or 8 for HQQ, got {bits}")

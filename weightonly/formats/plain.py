@@ -11,10 +11,17 @@ import torch
 class IntWeight:
     """w[perm[i], n] = scales[i // g, n] * (q[i, n] - zeros[i // g, n])
 
-    q: int8 [K, N], signed values of `bits` bits (4 or 8).
-    scales: [groups, N] in the dtype of the file; g = K / groups.
-    zeros: like scales, in units of q; None: all are 0.
-    perm: int32 [K], a permutation, such that x[:, perm] @ w[perm] = x @ w; None: the identity.
+    Args:
+        q: int8 [K, N], signed values of `bits` bits (4 or 8).
+        bits: 4 or 8.
+        scales: [groups, N] in the dtype of the file; g = K / groups.
+        zeros: like scales, in units of q; None: all are 0.
+        perm: int32 [K], a permutation, such that `x[:, perm] @ w[perm] = x @ w`; None: the identity.
+
+    Examples:
+        >>> weight = IntWeight(torch.full((64, 8), 3, dtype=torch.int8), 4, torch.full((2, 8), 0.5), None, None)
+        >>> weight.dequantize()[0, 0]
+        tensor(1.5000)
     """
 
     q: torch.Tensor
@@ -30,14 +37,20 @@ class IntWeight:
 
 @dataclass(frozen=True, eq=False)
 class CodeWeight:
-    """w[k, n] = scales[k // g, n] * table[codes[k, n]]; without a table scales[k // g, n] * codes[k, n]
+    """`w[k, n] = scales[k // g, n] * table[codes[k, n]]`; without a table `scales[k // g, n] * codes[k, n]`.
 
-    codes: uint8 [K, N], values 0..15; of "fp8" float8_e4m3fn, the numbers; of stacked experts [E, K, N].
-    table: fp32 [16], the codebook; None for "fp8".
-    scales: fp32, or a 16-bit dtype where they are exact in it, [groups, N] or [E, groups, N]; g = K / groups.
-    format: one of CODE_FORMATS; "code4" for a codebook that has no name.
-    dtype: of the weight before it was quantized, as far as that is known; `dequantize` returns it unless asked for
-        another.
+    Args:
+        codes: uint8 [K, N], values 0..15; of "fp8" float8_e4m3fn, the numbers; of stacked experts [E, K, N].
+        table: fp32 [16], the codebook; None for "fp8".
+        scales: fp32, or a 16-bit dtype where they are exact in it, [groups, N] or [E, groups, N]; g = K / groups.
+        format: one of CODE_FORMATS; "code4" for a codebook that has no name.
+        dtype: of the weight before it was quantized, as far as that is known; `dequantize` returns it unless asked for
+            another.
+
+    Examples:
+        >>> codes, table = torch.full((64, 8), 15, dtype=torch.uint8), torch.arange(16.0)
+        >>> CodeWeight(codes, table, torch.full((2, 8), 0.5), "code4", torch.float16).dequantize()[0, 0]
+        tensor(7.5000, dtype=torch.float16)
     """
 
     codes: torch.Tensor

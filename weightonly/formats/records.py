@@ -25,13 +25,20 @@ from .plain import CodeWeight, IntWeight
 class QuantizedLayer:
     """A linear layer: y = x[..., perm] @ w + bias, with w as `weightonly.gemm` defines it.
 
-    name: of the module, such as "model.layers.0.mlp.up_proj".
-    weight: the packed [K, N] weight; of gpt-oss those of all experts, stacked, and then all below has a dimension [E]
-        before its own, and `weightonly.grouped_gemm` multiplies.
-    scales, zeros: [groups, N] in the dtype of the file; fp32 for bitsandbytes and nvfp4, bfloat16 for mxfp4. zeros:
-        None if symmetric or for codes.
-    bias: [N] in the dtype of the file, or None.
-    perm: int32 [K], the act-order permutation of the columns of x, or None.
+    Args:
+        name: of the module, such as "model.layers.0.mlp.up_proj".
+        weight: the packed [K, N] weight; of gpt-oss those of all experts, stacked, and then all below has a dimension
+            [E] before its own, and `weightonly.grouped_gemm` multiplies.
+        scales: [groups, N] in the dtype of the file; fp32 for bitsandbytes and nvfp4, bfloat16 for mxfp4.
+        zeros: like scales; None if symmetric or for codes.
+        bias: [N] in the dtype of the file, or None.
+        perm: int32 [K], the act-order permutation of the columns of x, or None.
+
+    Examples:
+        >>> records = {record.name: record for record in wo.load_checkpoint("Llama-GPTQ", progress=False)}
+        >>> linear = records["model.layers.0.mlp.up_proj"].to_linear(torch.float16)
+        >>> linear(torch.randn(4, 128).half()).shape
+        torch.Size([4, 256])
     """
 
     name: str
@@ -59,11 +66,13 @@ class QuantizedLayer:
     def to_linear(self, dtype: torch.dtype | None = None, arch: Arch | None = None) -> Linear:
         """This layer as a `weightonly.nn.Linear`, on the same memory where nothing is converted.
 
-        dtype: of scales, zeros, bias and x: float16, bfloat16 or float32; None: that of the scales.
-        arch: the GPU to pack for; None: the layout that the weight has.
+        Args:
+            dtype: of scales, zeros, bias and x: float16, bfloat16 or float32; None: that of the scales.
+            arch: the GPU to pack for; None: the layout that the weight has.
 
-        Raises ValueError, naming the layer, for groups that `gemm` does not take, codes and an arch whose GPU does not
-        read them, another dtype, one that scales of mxfp4 do not fit exactly, and stacked experts.
+        Raises:
+            ValueError: naming the layer, for groups that `gemm` does not take, codes and an arch whose GPU does not
+                read them, another dtype, one that scales of mxfp4 do not fit exactly, and stacked experts.
         """
         if dtype not in (None, *FLOATS):
             raise ValueError(f"dtype: expected {', '.join(map(dtype_name, FLOATS))} or None, got {dtype_name(dtype)}")
@@ -86,14 +95,28 @@ class QuantizedLayer:
         return gemm(x, product.operand, bias=product.bias)
 
     def product(self, dtype: torch.dtype) -> Product:
-        """Weight and bias, with scales, zeros and bias in `dtype`. Raises ValueError for scales that do not fit."""
+        """Weight and bias, with scales, zeros and bias in `dtype`.
+
+        Raises:
+            ValueError: scales that do not fit.
+        """
         check_scales_as(self.scales, dtype, self.weight.format)
         return Product(self.operand.with_dtype(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class PlainTensor:
-    """A tensor that is not part of a quantized layer (embedding, norm, lm_head), as the file has it."""
+    """A tensor that is not part of a quantized layer (embedding, norm, lm_head), as the file has it.
+
+    Args:
+        name: of the tensor in the file.
+        tensor: on the device that was asked for.
+
+    Examples:
+        >>> plain = [r for r in wo.load_checkpoint("Llama-GPTQ", progress=False) if isinstance(r, PlainTensor)]
+        >>> next(record.tensor.shape for record in plain if record.name == "model.norm.weight")
+        torch.Size([128])
+    """
 
     name: str
     tensor: torch.Tensor

@@ -57,7 +57,13 @@ def read_torchao(weight: torch.Tensor) -> IntWeight | CodeWeight:
     """A weight [N, K] of a class of torchao, in memory, such as `quantize_` puts into a torch.nn.Linear.
 
     Its numbers are those of the weight's `dequantize()`, which rounds them to the weight's dtype; activations that it
-    quantizes when it runs are not quantized here. Raises ValueError for classes and tensors that are not read.
+    quantizes when it runs are not quantized here.
+
+    Args:
+        weight: Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor or Float8Tensor [N, K].
+
+    Raises:
+        ValueError: classes and tensors that are not read.
     """
     data = {
         "block_size": list(getattr(weight, "block_size", None) or ()),

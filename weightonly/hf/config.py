@@ -36,26 +36,37 @@ class WeightOnlyConfig(QuantizationConfigMixin):
     `arch`, as `load_model` packs them. So does a packed folder, which keeps its layout, too. Other arguments have to be
     left out, or to say what the folder has.
 
-    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4" or "fp8".
-    group_size: rows of K that share a scale: 16, 32, a multiple of 64, or -1 for all of K. A layer with a K
-        that it does not divide stays dense. None: as `quantize_model` has it.
-    symmetric: whether there are no zero points: True, which is the default, for all but int4 and int8.
-    arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. Volta has no
-        kernels for codes.
-    modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output embeddings
-        and tied layers always stay dense.
-    layers: what some layers have otherwise: a pattern of their names -> their format, group_size, symmetric or
-        activations, as in {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file
-        name, or the end of one, after a dot; of several that match, the last is taken. Where one of both formats is a
-        codebook, the group size is the usual one of the layer's format. Activations "16bit" are None of the config.
-    search: as for `quantize`, of weights that are quantized; folders do not keep it.
-    activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
-        int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
-    layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives them.
+    Args:
+        format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4" or "fp8".
+        group_size: rows of K that share a scale: 16, 32, a multiple of 64, or -1 for all of K. A layer with a K that it
+            does not divide stays dense. None: as `quantize_model` has it.
+        symmetric: whether there are no zero points: True, which is the default, for all but int4 and int8.
+        arch: the GPU to pack for (90, "sm90", (9, 0)), or "cpu"; None: the visible GPU, else the CPU. Volta has no
+            kernels for codes.
+        modules_to_not_convert: names of layers to leave dense, or patterns, as transformers matches them. Output
+            embeddings and tied layers always stay dense.
+        layers: what some layers have otherwise: a pattern of their names -> their format, group_size, symmetric or
+            activations, as in {"down_proj": {"format": "int8"}}. A pattern is a name, in which `*` matches as in a file
+            name, or the end of one, after a dot; of several that match, the last is taken. Where one of both formats is
+            a codebook, the group size is the usual one of the layer's format. Activations "16bit" are None of the
+            config.
+        search: as for `quantize`, of weights that are quantized; folders do not keep it.
+        activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
+            int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
+        **layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives
+            them.
 
-    Raises ValueError for an unknown format, arch, entry or version, a group size that no kernel takes, zero points of
-    a codebook, and a format that `arch` has no kernel for; `from_pretrained` raises it for what a quantized folder has
-    not. Raises TypeError for values of another type.
+    Raises:
+        ValueError: an unknown format, arch, entry or version, a group size that no kernel takes, zero points of a
+            codebook, and a format that `arch` has no kernel for; and in `from_pretrained`, what a quantized folder has
+            not.
+        TypeError: values of another type.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> config = WeightOnlyConfig(format="int4", group_size=64)
+        >>> model = AutoModelForCausalLM.from_pretrained("Llama", quantization_config=config)
+        >>> model.save_pretrained("Llama-packed")
     """
 
     def __init__(

@@ -40,31 +40,41 @@ def load_model(
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
 
-    folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark, FP8, ModelOpt, gpt-oss, `convert`,
-        `save_pretrained` or a dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of the
-        Hugging Face Hub, which is downloaded; or a GGUF file (pip install gguf).
-    dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None or
-        "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a GGUF
-        file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not hold.
-    device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
-    arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
-    revision: a branch, tag or commit of a model of the hub; None: the newest files.
-    activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
-        `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder has
-        what it was written with; others "16bit", whatever their config asks for.
-    kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
-        trust_remote_code is False unless you pass True: code of the folder then runs.
+    Args:
+        folder: of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao, Quark, FP8, ModelOpt, gpt-oss, `convert`,
+            `save_pretrained` or a dense model: safetensors files and config.json, on this machine; or "OWNER/NAME" of
+            the Hugging Face Hub, which is downloaded; or a GGUF file (pip install gguf).
+        dtype: of scales, biases, dense weights and activations: float16, bfloat16 or float32 (on the CPU alone). None
+            or "auto": the one in config.json, or, where it names none, that of the tensors that are not quantized. Of a
+            GGUF file float16, which has its scales; bfloat16 of MXFP4 and of Gemma, whose activations float16 does not
+            hold.
+        device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
+        arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
+        revision: a branch, tag or commit of a model of the hub; None: the newest files.
+        activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
+            `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder
+            has what it was written with; others "16bit", whatever their config asks for.
+        **kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
+            trust_remote_code is False unless you pass True: code of the folder then runs.
 
-    Returns a model of the class that config.json names, in eval mode. The weights of the file are not rounded: a layer
-    computes with the numbers that `record.dequantize()` gives, its scales in `dtype`. What transformers computes itself
-    (tied embeddings, rotary frequencies) and `generation_config` are as it makes them. Packed layers are
-    `weightonly.nn.Linear`; `save_pretrained` writes a packed folder.
+    Returns:
+        A model of the class that config.json names, in eval mode. The weights of the file are not rounded: a layer
+        computes with the numbers that `record.dequantize()` gives, its scales in `dtype`. What transformers computes
+        itself (tied embeddings, rotary frequencies) and `generation_config` are as it makes them. Packed layers are
+        `weightonly.nn.Linear`; `save_pretrained` writes a packed folder.
 
-    Raises FileNotFoundError for a folder or shard that does not exist. Raises ValueError, naming file, layer or tensor:
-    for an unknown method or version; for a model whose code is in the folder; for layers that no kernel of `arch`
-    computes, with what would help; for layers that are none for activations "fp8"; for a layer of another shape than
-    the model has; for tensors of the model that the folder lacks; for a dtype or device without kernels. Raises
-    ImportError for a device_map without accelerate.
+    Raises:
+        FileNotFoundError: a folder or shard that does not exist.
+        ValueError: naming file, layer or tensor, an unknown method or version, a model whose code is in the folder,
+            layers that no kernel of `arch` computes, with what would help, layers that are none for activations "fp8",
+            a layer of another shape than the model has, tensors of the model that the folder lacks, and a dtype or
+            device without kernels.
+        ImportError: a device_map without accelerate.
+
+    Examples:
+        >>> model = load_model("Llama-GPTQ", dtype=torch.bfloat16)
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 128])
     """
     folder = model_folder(folder, revision)
     if device_map is not None:

@@ -57,10 +57,20 @@ logger = logging.get_logger(__name__)
 class WeightOnlyQuantizer(HfQuantizer):
     """Packs the linear layers of a model while transformers loads it, or loads layers that are packed already.
 
-    Empty packed layers take the place of the dense ones before any weight is read. Then each weight is read,
-    quantized and packed by itself: one is in memory in full precision at a time.
+    Empty packed layers take the place of the dense ones before any weight is read. Then each weight is read, quantized
+    and packed by itself: one is in memory in full precision at a time.
 
     After loading, `plan` says which layers are packed and why others are not.
+
+    Args:
+        quantization_config: of the call, or of the folder.
+        **kwargs: as transformers gives them.
+
+    Examples:
+        >>> import weightonly.hf
+        >>> model = weightonly.hf.load_model("Llama-int4")
+        >>> isinstance(model.hf_quantizer, WeightOnlyQuantizer)
+        True
     """
 
     requires_calibration = False

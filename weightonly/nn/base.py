@@ -169,8 +169,14 @@ class PackedLayer(torch.nn.Module):
     def repack(self: Layer, arch: Arch | None = None) -> Layer:
         """Brings the weight, in place, into the byte order of another GPU's kernels; see `weightonly.repack`.
 
-        arch: the GPU to pack for; None: that of the device of the weight. Returns this layer. Raises ValueError with
-        activations "fp8" for other GPUs than Hopper.
+        Args:
+            arch: the GPU to pack for; None: that of the device of the weight.
+
+        Returns:
+            This layer.
+
+        Raises:
+            ValueError: with activations "fp8" for other GPUs than Hopper.
         """
         packed = self.packed
         weight = repack(packed, layout=resolve_layout(self.format, arch, None, packed.device, self.activations))
@@ -182,13 +188,19 @@ class PackedLayer(torch.nn.Module):
     def update_(self: Layer, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layer:
         """Quantizes another weight into the memory of this one; see `QuantizedWeight.update_`.
 
-        weight: dense, of the shape that the attribute `weight` has: [N, K] as torch.nn.Linear, of experts [E, N, K]; in
-            the place of a Conv1D [K, N]. On any device.
-        bias: [N], of experts [E, N]; None: the bias stays as it is.
+        Raises what `QuantizedWeight.update_` raises.
 
-        Returns this layer. Errors begin with its name. Raises what `QuantizedWeight.update_` raises, ValueError for a
-        bias of another shape, with NaN or Inf, or of a layer without one, and RuntimeError for a layer with merged
-        adapters of PEFT.
+        Args:
+            weight: dense, of the shape that the attribute `weight` has: [N, K] as torch.nn.Linear, of experts [E, N,
+                K]; in the place of a Conv1D [K, N]. On any device.
+            bias: [N], of experts [E, N]; None: the bias stays as it is.
+
+        Returns:
+            This layer. Errors begin with its name.
+
+        Raises:
+            ValueError: a bias of another shape, with NaN or Inf, or of a layer without one.
+            RuntimeError: a layer with merged adapters of PEFT.
         """
         for write in self.checked_update(weight, bias):
             write()
@@ -205,8 +217,10 @@ class PackedLayer(torch.nn.Module):
     ) -> list[Callable[[], object]]:
         """What `update_` then calls; nothing is written yet.
 
-        name: of `weight` in errors. is_transposed: whether it is [K, N]; None: as the attribute `weight` is. in_turns:
-        whether its even columns, and those of the bias, are the first half of those of this layer.
+        Args:
+            name: of `weight` in errors.
+            is_transposed: whether it is [K, N]; None: as the attribute `weight` is.
+            in_turns: whether its even columns, and those of the bias, are the first half of those of this layer.
         """
         is_transposed = self.is_conv1d if is_transposed is None else is_transposed
         try:
@@ -258,7 +272,8 @@ class PackedLayer(torch.nn.Module):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """w [K, N], of experts [E, K, N], its rows in the order of x: computed in fp32 and rounded once to `dtype`.
 
-        dtype: None: that of the scales.
+        Args:
+            dtype: float16, bfloat16 or float32; None: that of the scales.
         """
         return self.operand.dequantize(dtype)
 

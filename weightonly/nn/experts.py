@@ -26,17 +26,24 @@ Columns = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Experts(torch.nn.Module):
-    """y[m] = sum_j weights[m, j] * (between(x[m] @ first[e]) @ down[e]), with e = ids[m, j].
-
-    gate_up_proj: GroupedLinear [E, H, 2 I], gates first, also of gpt-oss, which has gate and up in turns; named
-        up_proj, [E, H, I], where the experts have no gate.
-    down_proj: GroupedLinear [E, I, H].
-    between: what is between the two products, (T, 2 I) -> (T, I): a `Gate`, or that of the module it was made from.
-    Plain attributes: num_experts, and layer_name, the name in the model, which errors of `forward` begin with, or None.
+    """`y[m] = sum_j weights[m, j] * (between(x[m] @ first[e]) @ down[e])`, with `e = ids[m, j]`.
 
     Takes the place of the experts of transformers' mixtures (`MixtralExperts`, `Qwen3MoeExperts`, `GptOssExperts` and
     others): `forward` has their arguments. `weightonly.fused_experts` says in which order it sums, and what experts of
-    other ranks add.
+    other ranks add. A plain attribute beside num_experts is `layer_name`, the name in the model, which errors of
+    `forward` begin with, or None.
+
+    Attributes:
+        gate_up_proj: GroupedLinear [E, H, 2 I], gates first, also of gpt-oss, which has gate and up in turns; named
+            up_proj, [E, H, I], where the experts have no gate.
+        down_proj: GroupedLinear [E, I, H].
+        between: what is between the two products, (T, 2 I) -> (T, I): a `Gate`, or that of the module it was made from.
+
+    Examples:
+        >>> products = wo.nn.GroupedLinear(4, 256, 1024), wo.nn.GroupedLinear(4, 512, 256)
+        >>> experts = wo.nn.Experts(*products, wo.Gate("silu"))
+        >>> experts(torch.randn(3, 256).half(), torch.tensor([[0, 3]] * 3), torch.full((3, 2), 0.5)).shape
+        torch.Size([3, 256])
     """
 
     gate_up_proj: GroupedLinear
@@ -44,7 +51,16 @@ class Experts(torch.nn.Module):
     down_proj: GroupedLinear
 
     def __init__(self, first: GroupedLinear, down: GroupedLinear, between: Gate | ModuleGate) -> None:
-        """From two layers. Raises ValueError where their shapes do not fit each other."""
+        """From two layers.
+
+        Args:
+            first: gate_up_proj, or up_proj.
+            down: down_proj.
+            between: a `Gate`, or that of a module.
+
+        Raises:
+            ValueError: shapes that do not fit each other.
+        """
         super().__init__()
         columns = down.in_features * (2 if between.has_gate else 1)
         if first.out_features != columns:
@@ -67,7 +83,15 @@ class Experts(torch.nn.Module):
         """Quantize and pack the experts of a module that `why_not_experts` knows; of one on meta a layer on meta.
 
         Each expert is quantized alone, so that one of them at a time is dense in addition to the module.
-        Raises what `quantize` and `preprocess` raise, naming the expert, and TypeError for another module.
+
+        Raises what `quantize` and `preprocess` raise, naming the expert.
+
+        Args:
+            module: dense experts in transformers' interface.
+            recipe: how each is quantized.
+
+        Raises:
+            TypeError: another module.
         """
         if (reason := why_not_experts(module)) is not None:
             raise TypeError(
@@ -88,15 +112,19 @@ class Experts(torch.nn.Module):
     ) -> Experts:
         """From the layers of each expert, such as records of a checkpoint (`weightonly.formats.QuantizedLayer`).
 
-        gate_up: for each expert its first layer [H, 2 I], its columns in the order of `module`, without one gates
-            first; or the pair (gate, up) of layers [H, I].
-        down: for each expert its second layer [I, H].
-        activation: as in `weightonly.fused_experts`.
-        module: dense experts, which may be on meta: what is between the products is theirs, and `activation` unused.
-        dtype: of scales, zeros and bias; None: that of the scales.
+        Args:
+            gate_up: for each expert its first layer [H, 2 I], its columns in the order of `module`, without one gates
+                first; or the pair (gate, up) of layers [H, I].
+            down: for each expert its second layer [I, H].
+            activation: as in `weightonly.fused_experts`.
+            module: dense experts, which may be on meta: what is between the products is theirs, and `activation`
+                unused.
+            dtype: of scales, zeros and bias; None: that of the scales.
 
-        Raises ValueError, naming the expert, for layers that do not fit each other: other shapes, formats, layouts or
-        group sizes, and gate and up of different act-order; TypeError for a `module` that is no experts.
+        Raises:
+            ValueError: naming the expert, for layers that do not fit each other: other shapes, formats, layouts or
+                group sizes, and gate and up of different act-order.
+            TypeError: a `module` that is no experts.
         """
         if module is not None and (reason := why_not_experts(module)) is not None:
             raise TypeError(
@@ -123,10 +151,11 @@ class Experts(torch.nn.Module):
     ) -> torch.Tensor:
         """x [M, H], experts int [M, top_k], their weights [M, top_k] -> y [M, H] in the dtype of the scales.
 
-        adapters: the name of a product -> (its x [T, K] sorted by expert, offs) -> [T, N], which is added to it: what
-            LoRA has beside a packed weight.
-
         Raises what `weightonly.fused_experts` raises; the message begins with the name of the layer.
+
+        Args:
+            adapters: the name of a product -> (its x [T, K] sorted by expert, offs) -> [T, N], which is added to it:
+                what LoRA has beside a packed weight.
         """
         if is_compiling():
             return self._run(hidden_states, top_k_index, top_k_weights, adapters or {})
@@ -164,13 +193,18 @@ class Experts(torch.nn.Module):
     ) -> Experts:
         """Quantizes other weights into the memory of these; see `QuantizedWeight.update_`.
 
-        first, down: dense, [E, N, K] as torch.nn.Linear of each expert has it, gates first; for experts that were made
-            from a module as its gate_up_proj (or up_proj) and down_proj are: gpt-oss has [E, K, N], and gate and up in
-            turns. On any device.
-        first_bias, down_bias: [E, N], as the module has them; None: they stay as they are.
+        Raises what `Linear.update_` raises; errors name the argument and the expert.
 
-        Returns this module. Nothing is written unless all fits. Raises what `Linear.update_` raises; errors name the
-        argument and the expert.
+        Args:
+            first: dense, [E, N, K] as torch.nn.Linear of each expert has it, gates first; for experts that were made
+                from a module as its gate_up_proj (or up_proj) and down_proj are: gpt-oss has [E, K, N], and gate and up
+                in turns. On any device.
+            down: like `first`.
+            first_bias: [E, N], as the module has them; None: they stay as they are.
+            down_bias: [E, N], as the module has them; None: they stay as they are.
+
+        Returns:
+            This module. Nothing is written unless all fits.
         """
         module = self.between.module if isinstance(self.between, ModuleGate) else None
         is_transposed = module is not None and module.is_transposed
@@ -188,7 +222,11 @@ class Experts(torch.nn.Module):
     def to_dense(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """Dense experts with the dequantized weights, of the class of the module that these were made from.
 
-        dtype: None: that of the scales. Raises TypeError for experts that were made without a module.
+        Args:
+            dtype: None: that of the scales.
+
+        Raises:
+            TypeError: experts that were made without a module.
         """
         if not isinstance(self.between, ModuleGate):
             raise TypeError(f"between: expected experts that were made from a module, got {self.between}")

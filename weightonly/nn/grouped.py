@@ -28,21 +28,24 @@ class OneLayer(Protocol):
 
 
 class GroupedLinear(PackedLayer):
-    """y[t] = x[t, perm[e]] @ w[e] + bias[e], e being the expert of row t: see `weightonly.grouped_gemm`.
+    """`y[t] = x[t, perm[e]] @ w[e] + bias[e]`, e being the expert of row t: see `weightonly.grouped_gemm`.
 
-    Parameters, all frozen:
-        qweight  uint8 [E, ...], the bytes of each expert as a matrix, which is that of `Linear.qweight`
-        scales   [E, K / g, N]
-        zeros    like scales, or None
-        bias     [E, N], or None
-    Buffers:
-        perm      int32 or int64 [E, K], the act-order permutations, or None
-        codebook  int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats
-    Plain attributes: num_experts, in_features (K), out_features (N), format, layout, group_size (-1: all of K),
-    symmetric.
+    All Parameters are frozen. Plain attributes are num_experts, in_features (K), out_features (N), format, layout,
+    group_size (-1: all of K) and symmetric. The state dict holds the tensors alone and loads into a layer that was made
+    with the same arguments, for a GPU of the same layout. Conversions of dtype and moves are those of `Linear`.
 
-    The state dict holds the tensors alone and loads into a layer that was made with the same arguments, for a GPU of
-    the same layout. Conversions of dtype and moves are those of `Linear`.
+    Attributes:
+        qweight: Parameter, uint8 [E, ...], the bytes of each expert as a matrix, which is that of `Linear.qweight`.
+        scales: Parameter, [E, K / g, N].
+        zeros: Parameter, like scales, or None.
+        bias: Parameter, [E, N], or None.
+        perm: buffer, int32 or int64 [E, K], the act-order permutations, or None.
+        codebook: buffer, int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats.
+
+    Examples:
+        >>> layer = wo.nn.GroupedLinear(4, 512, 768, group_size=64)
+        >>> layer(torch.randn(10, 512).half(), torch.tensor([3, 3, 7, 10], dtype=torch.int32)).shape
+        torch.Size([10, 768])
     """
 
     def __init__(
@@ -60,9 +63,22 @@ class GroupedLinear(PackedLayer):
         arch: Arch | None = None,
         act_order: bool = False,
     ) -> None:
-        """A layer of zeros, to load a state dict into; arguments are those of `Linear`.
+        """A layer of zeros, to load a state dict into.
 
         Raises what `Linear` raises.
+
+        Args:
+            num_experts: E.
+            in_features: as for `Linear`.
+            out_features: as for `Linear`.
+            bias: as for `Linear`.
+            format: as for `Linear`.
+            group_size: as for `Linear`.
+            symmetric: as for `Linear`.
+            dtype: as for `Linear`.
+            device: as for `Linear`.
+            arch: as for `Linear`.
+            act_order: as for `Linear`.
         """
         w = zero_weight(
             format_of(None, format),
@@ -114,10 +130,15 @@ class GroupedLinear(PackedLayer):
     def from_parts(cls, parts: Sequence[OneLayer], dtype: torch.dtype | None = None) -> GroupedLinear:
         """The layers of all experts, one after another, stacked: a copy.
 
-        parts: one `QuantizedLayer` for each expert. dtype: of scales, zeros and bias; None: that of the scales.
+        Raises what `from_quantized` raises.
 
-        Raises ValueError, naming the expert, unless all are of one shape, format, layout and group size, with the same
-        of zeros, bias and perm; and what `from_quantized` raises.
+        Args:
+            parts: one `QuantizedLayer` for each expert.
+            dtype: of scales, zeros and bias; None: that of the scales.
+
+        Raises:
+            ValueError: naming the expert, unless all are of one shape, format, layout and group size, with the same of
+                zeros, bias and perm.
         """
         if not parts:
             raise ValueError("parts: expected at least one expert, got none")

@@ -31,23 +31,12 @@ METADATA = "weightonly.packed"
 
 
 class Linear(PackedLayer):
-    """y = act(x[..., perm] @ w + bias) with a packed weight: x [..., in_features] -> y [..., out_features].
+    """`y = act(x[..., perm] @ w + bias)` with a packed weight: x [..., in_features] -> y [..., out_features].
 
     The weight here is w [K, N] = [in_features, out_features], the transpose of `torch.nn.Linear.weight`, which the
-    attribute `weight` shows to code that looks for it.
-
-    Parameters, all frozen:
-        qweight  uint8, the bytes of a PackedWeight as a matrix: [N / 64, (K / 64) * block_bytes] for "tiled", N and K
-                 padded to multiples of 64; the other layouts are in `layout.stored_shape`
-        scales   [K / g, N]
-        zeros    like scales, or None
-        bias     [N], or None
-    Buffers:
-        perm      int32 or int64 [K], the act-order permutation, or None
-        codebook  int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats
-    Plain attributes: in_features, out_features, format, layout, group_size (-1: all of K), symmetric, activation,
-    activations, and layer_name, the name in the model, which errors of `forward` begin with, or None; reads, of a layer
-    that is being loaded, for `weightonly.parallel`.
+    attribute `weight` shows to code that looks for it. All Parameters are frozen. Plain attributes are the arguments,
+    `layout`, `layer_name`, the name in the model, which errors of `forward` begin with, or None, and `reads`, of a
+    layer that is being loaded, for `weightonly.parallel`.
 
     With activations "fp8" the layer computes `gemm` of what `quantize_activations(x)` returns: each row of x is rounded
     to E4M3 by a scale of its own. Gradients of x are those of x @ w. The weight is symmetric int4, in layout
@@ -61,6 +50,20 @@ class Linear(PackedLayer):
     takes; `.double()` is an error. Under torch.autocast x is cast to the dtype of the scales. The bytes keep their
     layout when the module moves; `repack` changes it. Where something casts the Parameters themselves, one by one, as
     PEFT's prepare_model_for_kbit_training does, the module computes in the dtype from before and returns that of x.
+
+    Attributes:
+        qweight: Parameter, uint8, the bytes of a PackedWeight as a matrix: [N / 64, (K / 64) * block_bytes] for
+            "tiled", N and K padded to multiples of 64; the other layouts are in `layout.stored_shape`.
+        scales: Parameter, [K / g, N].
+        zeros: Parameter, like scales, or None.
+        bias: Parameter, [N], or None.
+        perm: buffer, int32 or int64 [K], the act-order permutation, or None.
+        codebook: buffer, int32 [16], the bits of the fp32 numbers of a "code4" weight; None for other formats.
+
+    Examples:
+        >>> layer = wo.nn.Linear.from_linear(torch.nn.Linear(512, 768), format="int4", group_size=64)
+        >>> layer(torch.randn(4, 512)).shape
+        torch.Size([4, 768])
     """
 
     def __init__(
@@ -80,15 +83,28 @@ class Linear(PackedLayer):
         act_order: bool = False,
         activations: str | None = None,
     ) -> None:
-        """A layer of zeros, to load a state dict into. Arguments that are not named here: see `from_linear`.
+        """A layer of zeros, to load a state dict into.
 
-        group_size: None: as `quantize_model` has it; 128 for "code4".
-        act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is zeros
-            until one is loaded.
+        Args:
+            in_features: K.
+            out_features: N.
+            bias: whether there is one.
+            bits: as for `from_linear`.
+            group_size: as for `from_linear`. 128 for "code4".
+            symmetric: as for `from_linear`.
+            dtype: of scales, bias and x.
+            device: where the tensors are; None: PyTorch's default.
+            arch: as for `from_linear`.
+            activation: as for `from_linear`.
+            format: as for `from_linear`.
+            act_order: whether there is a `perm`; it is the identity until one is loaded. The codebook of "code4" is
+                zeros until one is loaded.
+            activations: as for `from_linear`.
 
-        Raises ValueError for unknown `bits`, format, activation, activations or arch, a group size that `gemm` does not
-        take, zero points of a code format, an arch whose GPU does not read code formats, and weights or an arch that
-        activations "fp8" do not go with.
+        Raises:
+            ValueError: unknown `bits`, format, activation, activations or arch, a group size that `gemm` does not take,
+                zero points of a code format, an arch whose GPU does not read code formats, and weights or an arch that
+                activations "fp8" do not go with.
         """
         require_bool("bias", bias)
         activations = activations_of(activations)
@@ -134,15 +150,21 @@ class Linear(PackedLayer):
         perm: torch.Tensor | None = None,
         activations: str | None = None,
     ) -> Linear:
-        """A layer on tensors that exist already. They are used as they are, without a copy.
+        """A layer on tensors that exist already, all on one device. They are used as they are, without a copy.
 
-        weight: a PackedWeight [K, N]; scales, zeros: [K / g, N]; bias: [N] or None; perm: int32 or int64 [K], the
-        order of the weight's rows (see `gemm`), or None. All on one device. A QuantizedWeight has all but the bias.
-        activations: "fp8" is that of a weight in layout "tiled_fp8" in any case.
+        Args:
+            weight: a PackedWeight [K, N]; or a QuantizedWeight, which has all but the bias.
+            scales: [K / g, N].
+            zeros: like scales, or None.
+            bias: [N] or None.
+            activation: as for `from_linear`.
+            perm: int32 or int64 [K], the order of the weight's rows (see `gemm`), or None.
+            activations: "fp8" is that of a weight in layout "tiled_fp8" in any case.
 
-        Raises TypeError for a weight that is not packed or a perm of another dtype. Raises ValueError for shapes that
-        do not fit, zeros of a code format, a group size that `gemm` does not take, for what the weight was not
-        packed for, and with activations "fp8" for other weights than those take.
+        Raises:
+            TypeError: a weight that is not packed or a perm of another dtype.
+            ValueError: shapes that do not fit, zeros of a code format, a group size that `gemm` does not take, what the
+                weight was not packed for, and with activations "fp8" for other weights than those take.
         """
         activations = activations_of(activations)
         w = weight_of(weight, scales, zeros, perm)
@@ -170,16 +192,23 @@ class Linear(PackedLayer):
     ) -> Linear:
         """Quantize and pack the weight of `linear`, on its device.
 
-        bits, format: 4, 8, or "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
-        group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power of
-            two. The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
-        symmetric, search: as for `quantize`.
-        dtype: of scales, bias and x; None: that of the weight.
-        arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
-        activation: applied after the bias: None, "relu", "gelu" (the erf form) or "silu".
-        activations: None, or "fp8": see the class.
+        Raises what `quantize` and `preprocess` raise.
 
-        Raises what `quantize` and `preprocess` raise, and TypeError for a module that is no torch.nn.Linear.
+        Args:
+            linear: a torch.nn.Linear.
+            bits: 4 or 8, another way to say "int4" or "int8".
+            group_size: rows that share a scale: -1, 16, 32, a multiple of 64, or K; for "nf4" and "fp4" a power of two.
+                The default is 128, for "nf4" and "fp4" 64; "mxfp4" has 32, "nvfp4" 16.
+            symmetric: as for `quantize`.
+            dtype: of scales, bias and x; None: that of the weight.
+            arch: the GPU to pack for; None: that of the weight's device (see `preprocess`).
+            activation: applied after the bias: None, "relu", "gelu" (the erf form) or "silu".
+            format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4" or "fp8".
+            search: as for `quantize`.
+            activations: None, or "fp8": see the class.
+
+        Raises:
+            TypeError: a module that is no torch.nn.Linear.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")

@@ -23,14 +23,24 @@ def pack_model(module: torch.nn.Module, dtype: torch.dtype | None = None, arch: 
     `bitsandbytes.nn.Linear4bit`. Numbers are not quantized again: a layer computes with q and the scales that it had,
     these in `dtype`. x is not quantized, whatever the layer did before. Other modules stay as they are.
 
-    dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
-    arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
-
     A model of transformers forgets the other library, so that `save_pretrained` writes a folder of packed layers. If
     `module` itself is a layer, its replacement is returned.
 
-    Raises TypeError for a `module` that is no torch.nn.Module. Raises ValueError, naming the layer and before any is
-    replaced, for classes and tensors that are not read; also where there are no such layers.
+    Args:
+        module: a model, or a layer of these.
+        dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
+        arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
+
+    Raises:
+        TypeError: a `module` that is no torch.nn.Module.
+        ValueError: naming the layer and before any is replaced, for classes and tensors that are not read; also where
+            there are no such layers.
+
+    Examples:
+        >>> import bitsandbytes
+        >>> linear = bitsandbytes.nn.Linear4bit(512, 768, quant_type="nf4", compute_dtype=torch.float16).to("cpu")
+        >>> wo.nn.pack_model(torch.nn.Sequential(linear))[0].format
+        'nf4'
     """
     given: object = module
     if not isinstance(given, torch.nn.Module):

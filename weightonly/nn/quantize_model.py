@@ -48,26 +48,6 @@ def quantize_model(
     Quantized are torch.nn.Linear, the Conv1D of transformers' GPT-2, and the experts of mixtures in transformers'
     interface (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and others), which become `Experts`.
 
-    format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8". bits: 4 or 8, another way to say
-        "int4" or "int8".
-    group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a power
-        of two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
-        table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
-    symmetric: False adds zero points to integers.
-    search: as for `quantize`: False takes scales by the largest value of a group, "whole" keeps zero points whole.
-    skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, and the
-        ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
-        returns True for those.
-    only: the layers to quantize, in the same words; None: all but those that are left by default.
-    layers: what some layers have otherwise: pattern of `skip` -> their format, group_size, symmetric or activations; of
-        several that match, the last is taken. Where one of both formats is a codebook, the group size is the usual one
-        of the layer's format.
-    activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply (see
-        `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is; so do
-        layers that `layers` gives "16bit". None: x stays as it is.
-    dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
-    arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
-
     Left by default are output embeddings (`get_output_embeddings`, or a weight that an embedding shares), layers that a
     model keeps in fp32 (`_keep_in_fp32_modules` and `_strict` of transformers, such as the `wo` of T5), layers that
     share a weight, gates with one column, layers whose K the group size does not fit, and layers that ask for gradients
@@ -85,11 +65,41 @@ def quantize_model(
     A model on meta becomes a quantized model on meta, to load a state dict into. A layer with several names stays
     shared. If `module` itself is a layer, its replacement is returned.
 
-    Raises TypeError for a `module` that is no torch.nn.Module and a `skip` or `only` that is a str. Raises ValueError,
-    before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot be quantized,
-    for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an earlier call with the same
-    format is why. Raises TypeError or ValueError, naming the layer, for a
-    weight that `quantize` or `preprocess` refuses; the layers before it are replaced by then.
+    Args:
+        module: a model, or one layer.
+        bits: 4 or 8, another way to say "int4" or "int8".
+        group_size: rows that share a scale: -1 (all of K), 16, 32, or a multiple of 64; for "nf4" and "fp4" a power of
+            two. The default is 128, and 64 for "nf4" and "fp4". Those of "mxfp4" are 32, those of "nvfp4" 16. (The
+            table `weightonly.dense.DEFAULT_GROUP_SIZE` is that of layers, `WeightOnlyConfig` and commands, too.)
+        symmetric: False adds zero points to integers.
+        skip: layers to leave alone: names ("lm_head", "layers.0.mlp.up"), where `*` matches as in a file name, and the
+            ends of names after a dot ("down_proj", where no whole name is that), or a function of (name, module) that
+            returns True for those.
+        dtype: of scales, bias and x: float16, bfloat16 or float32; None: that of each weight.
+        arch: the GPU to pack for; None: that of the weights' device (see `preprocess`).
+        format: "int4" (the default), "int8", "nf4", "fp4", "mxfp4", "nvfp4", "fp8".
+        only: the layers to quantize, in the same words; None: all but those that are left by default.
+        search: as for `quantize`: False takes scales by the largest value of a group, "whole" keeps zero points whole.
+        layers: what some layers have otherwise: pattern of `skip` -> their format, group_size, symmetric or
+            activations; of several that match, the last is taken. Where one of both formats is a codebook, the group
+            size is the usual one of the layer's format.
+        activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply
+            (see `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is;
+            so do layers that `layers` gives "16bit". None: x stays as it is.
+
+    Raises:
+        TypeError: a `module` that is no torch.nn.Module and a `skip` or `only` that is a str.
+        ValueError: before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot
+            be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
+            earlier call with the same format is why.
+        TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers
+            before it are replaced by then.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 768), torch.nn.Linear(768, 10))
+        >>> model = wo.nn.quantize_model(model, format="int4", group_size=64, skip=["1"])
+        >>> model(torch.randn(4, 512)).shape  # print(model.weightonly_summary) says what was quantized
+        torch.Size([4, 10])
     """
     given: object = module
     if not isinstance(given, torch.nn.Module):

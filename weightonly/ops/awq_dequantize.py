@@ -16,21 +16,34 @@ AUTO, ARITHMETIC, BIT_TRICKS = range(3)
 
 @torch.no_grad()
 def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
-    """w[k, n] = scales[k // g, n] * (u[k, n] - z[k // g, n]), exact but for one rounding to the dtype of scales.
+    """`w[k, n] = scales[k // g, n] * (u[k, n] - z[k // g, n])`, exact but for one rounding to the dtype of scales.
 
-    qweight: int32 [K, N / 8]; a word holds u of eight columns in AutoAWQ's order (see `weightonly.formats.awq`).
-    scales: float16 or bfloat16 [groups, N]; g = K / groups, of any size.
-    qzeros: int32 [groups, N / 8], the zero points z in the same order.
+    All are on one device, CPU or CUDA.
 
-    All are on one device, CPU or CUDA. Returns [K, N] in the dtype of scales, the same bits on each device.
+    SGLang's op has the same arguments, vLLM's three more: they tune its kernel, and its callers pass 0. On a GPU this
+    runs on the current stream and can be captured in a CUDA graph. Tensors that are not contiguous, and scales that are
+    not 16-byte aligned, are copied first. Not differentiable. Subclasses of torch.Tensor, and calls that are traced, go
+    through the operator `weightonly::awq_dequantize`.
 
-    SGLang's op has the same arguments, vLLM's three more: they tune its kernel, and its callers pass 0.
-    On a GPU this runs on the current stream and can be captured in a CUDA graph. Tensors that are not contiguous, and
-    scales that are not 16-byte aligned, are copied first. Not differentiable. Subclasses of torch.Tensor, and calls
-    that are traced, go through the operator `weightonly::awq_dequantize`.
+    AWQ: Lin et al., https://arxiv.org/abs/2306.00978.
 
-    Raises TypeError for other dtypes, ValueError for shapes that do not fit and for tensors on different devices,
-    RuntimeError where no kernel was built for the device. AWQ: Lin et al., https://arxiv.org/abs/2306.00978.
+    Args:
+        qweight: int32 [K, N / 8]; a word holds u of eight columns in AutoAWQ's order (see `weightonly.formats.awq`).
+        scales: float16 or bfloat16 [groups, N]; g = K / groups, of any size.
+        qzeros: int32 [groups, N / 8], the zero points z in the same order.
+
+    Returns:
+        [K, N] in the dtype of scales, the same bits on each device.
+
+    Raises:
+        TypeError: other dtypes.
+        ValueError: shapes that do not fit and for tensors on different devices.
+        RuntimeError: where no kernel was built for the device.
+
+    Examples:
+        >>> words = torch.randint(2**31 - 1, (512, 96), dtype=torch.int32)
+        >>> wo.awq_dequantize(words, torch.rand(4, 768).half(), words[:4]).shape
+        torch.Size([512, 768])
     """
     require_dtype("qweight", qweight, [torch.int32])
     require_dtype("scales", scales, [torch.float16, torch.bfloat16])

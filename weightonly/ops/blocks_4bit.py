@@ -45,23 +45,32 @@ def quantize_4bit(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight as blocks of 4-bit codes, byte for byte as in bitsandbytes.
 
-    w: float16, bfloat16 or float32, on a CPU or a GPU, of any shape and strides; it is cut in row-major order.
-    blocksize: elements that share an absmax: 32, 64, 128, ..., 4096.
-    quant_type: "nf4" or "fp4", the codebook.
-    code: another codebook: 16 numbers in any order, between -1 and 1 as the elements of a block are. It is read on the
-        host; a tensor on a GPU is copied back, which waits for the GPU.
-
-    Returns (packed, absmax): uint8 [(elements + 1) // 2, 1], the shape that bitsandbytes uses, and float32
-    [ceil(elements / blocksize)]. A block of zeros has absmax 0 (a short last one 1e-38) and dequantizes to zeros.
-
     On a GPU the kernel runs on the current stream and can be captured in a CUDA graph. It does not look for NaN and
     Inf, because the host would have to wait: their block has absmax NaN or Inf, and codes without meaning. Under
     torch.compile, torch.jit.trace and modes, and for subclasses of torch.Tensor, PyTorch's operators do it, with the
     same bytes. Not differentiable.
 
-    Raises TypeError for wrong types and dtypes. Raises ValueError for another blocksize or quant_type, a code of
-    another length or beyond fp16, and on a CPU for NaN or Inf in `w`. Raises RuntimeError where no kernel was built for
-    the device.
+    Args:
+        w: float16, bfloat16 or float32, on a CPU or a GPU, of any shape and strides; it is cut in row-major order.
+        blocksize: elements that share an absmax: 32, 64, 128, ..., 4096.
+        quant_type: "nf4" or "fp4", the codebook.
+        code: another codebook: 16 numbers in any order, between -1 and 1 as the elements of a block are. It is read on
+            the host; a tensor on a GPU is copied back, which waits for the GPU.
+
+    Returns:
+        (packed, absmax): uint8 [(elements + 1) // 2, 1], the shape that bitsandbytes uses, and float32 [ceil(elements /
+        blocksize)]. A block of zeros has absmax 0 (a short last one 1e-38) and dequantizes to zeros.
+
+    Raises:
+        TypeError: wrong types and dtypes.
+        ValueError: another blocksize or quant_type, a code of another length or beyond fp16, and on a CPU for NaN or
+            Inf in `w`.
+        RuntimeError: where no kernel was built for the device.
+
+    Examples:
+        >>> packed, absmax = wo.quantize_4bit(torch.randn(768, 512))
+        >>> packed.shape, absmax.shape
+        (torch.Size([196608, 1]), torch.Size([6144]))
     """
     require_dtype("w", w, WEIGHT_DTYPES)
     check_one_device(w=w)
@@ -93,19 +102,30 @@ def dequantize_4bit(
 ) -> torch.Tensor:
     """The inverse of `quantize_4bit`: codebook[code] * absmax in fp32, rounded to `dtype`.
 
-    packed: uint8 of any shape, (elements + 1) // 2 bytes.
-    absmax: float32 [ceil(elements / blocksize)], on the device of `packed`.
-    blocksize, quant_type, code: as `quantize_4bit` was given them.
-    shape: of the weight; its product is the number of elements.
-    dtype: float16, bfloat16 or float32.
+    Args:
+        packed: uint8 of any shape, (elements + 1) // 2 bytes.
+        absmax: float32 [ceil(elements / blocksize)], on the device of `packed`.
+        blocksize: as `quantize_4bit` was given them.
+        quant_type: as `quantize_4bit` was given them.
+        shape: of the weight; its product is the number of elements.
+        dtype: float16, bfloat16 or float32.
+        code: as `quantize_4bit` was given them.
 
-    Returns a contiguous tensor of this shape and dtype, the same bits on each device. On a GPU the kernel runs on the
-    current stream and can be captured in a CUDA graph. Tensors that are not contiguous or not 4-byte aligned are copied
-    first.
+    Returns:
+        A contiguous tensor of this shape and dtype, the same bits on each device. On a GPU the kernel runs on the
+        current stream and can be captured in a CUDA graph. Tensors that are not contiguous or not 4-byte aligned are
+        copied first.
 
-    Raises TypeError for wrong types and dtypes. Raises ValueError for sizes that do not fit, another blocksize or
-    quant_type, a code of another length or beyond fp16, and tensors on different devices. Raises RuntimeError where no
-    kernel was built for the device.
+    Raises:
+        TypeError: wrong types and dtypes.
+        ValueError: sizes that do not fit, another blocksize or quant_type, a code of another length or beyond fp16, and
+            tensors on different devices.
+        RuntimeError: where no kernel was built for the device.
+
+    Examples:
+        >>> packed, absmax = wo.quantize_4bit(torch.randn(768, 512), blocksize=128, quant_type="fp4")
+        >>> wo.dequantize_4bit(packed, absmax, 128, "fp4", shape=(768, 512), dtype=torch.float16).shape
+        torch.Size([768, 512])
     """
     require_dtype("packed", packed, [torch.uint8])
     require_dtype("absmax", absmax, [torch.float32])

@@ -16,9 +16,7 @@ LARGEST = 448.0
 
 @torch.no_grad()
 def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x8 [..., K] float8_e4m3fn and x_scales [...] fp32, so that x is about x8 * x_scales[..., None].
-
-    x: [..., K] float16, bfloat16 or float32, on a CPU or a GPU, K >= 1.
+    """Rounds each row of x to 8-bit floats (E4M3) with a scale of its own.
 
     A scale is the largest magnitude of its row / 448, or 1 where that is 0. x / x_scales is computed in fp32, rounded
     to the nearest number of E4M3, to the even one of two, and no more than 448. A row with NaN has the scale NaN, and
@@ -28,8 +26,22 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     the operator `weightonly::quantize_activations`. Under torch.jit.trace and modes, and for subclasses of
     torch.Tensor, PyTorch's operators do it, with the same bits. Not differentiable.
 
-    Raises TypeError for wrong types and dtypes, ValueError for a scalar, no columns, and devices other than CPUs and
-    CUDA GPUs, RuntimeError where no kernel was built for the device.
+    Args:
+        x: [..., K] float16, bfloat16 or float32, on a CPU or a GPU, K >= 1.
+
+    Returns:
+        (x8, x_scales): float8_e4m3fn [..., K] and fp32 [...], so that x is about `x8 * x_scales[..., None]`.
+
+    Raises:
+        TypeError: wrong types and dtypes.
+        ValueError: a scalar, no columns, and devices other than CPUs and CUDA GPUs.
+        RuntimeError: where no kernel was built for the device.
+
+    Examples:
+        >>> x8, x_scales = wo.quantize_activations(torch.tensor([[1.0, -448.0], [0.0, 0.0]]))
+        >>> x8.float() * x_scales[:, None]
+        tensor([[   1., -448.],
+                [   0.,    0.]])
     """
     require_dtype("x", x, WEIGHT_DTYPES)
     check_one_device(x=x)

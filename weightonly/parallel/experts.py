@@ -26,10 +26,24 @@ from .styles import same_on_all
 
 
 class ParallelExperts(Experts):
-    """`Experts` of which this rank has some, or a part of each. y is the sum over ranks.
+    """`Experts` of which this rank has some, or a part of each: what `ExpertParallel` and `ExpertTensorParallel` make.
+    y is the sum over ranks.
 
-    first_expert, num_experts: which experts this rank has. full_num_experts: of all ranks. hidden: H.
-    is_empty: whether it has no part.
+    Attributes:
+        first_expert: the first one that this rank has.
+        num_experts: how many this rank has.
+        full_num_experts: of all ranks.
+        hidden: H.
+        is_empty: whether it has no part.
+        is_cut_inside: whether this rank has a part of each expert.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> products = wo.nn.GroupedLinear(4, 256, 1024), wo.nn.GroupedLinear(4, 512, 256)
+        >>> experts = parallelize_module(wo.nn.Experts(*products, wo.Gate("silu")), mesh, ExpertParallel())
+        >>> isinstance(experts, ParallelExperts), experts.full_num_experts
+        (True, 4)
     """
 
     exchange: Exchange
@@ -49,7 +63,8 @@ class ParallelExperts(Experts):
     ) -> ParallelExperts:
         """As `Experts.update_`, with tensors of all experts of all ranks.
 
-        Raises ValueError for experts of which this rank has parts (`ExpertTensorParallel`).
+        Raises:
+            ValueError: experts of which this rank has parts (`ExpertTensorParallel`).
         """
         if self.is_cut_inside:
             raise ValueError("first: expected whole experts on each rank (ExpertParallel), got parts of each of them")
@@ -75,7 +90,9 @@ class ParallelExperts(Experts):
         """As `Experts.forward`; x, the experts and their weights, and y are laid out as the style says.
 
         Ids of all ranks' experts: 0 .. full_num_experts - 1; -1 and full_num_experts say: to none.
-        Raises ValueError for `adapters`, which are of all experts.
+
+        Raises:
+            ValueError: `adapters`, which are of all experts.
         """
         if adapters:
             raise ValueError("adapters: expected experts that are not cut among ranks, got ParallelExperts")
@@ -96,13 +113,25 @@ class ParallelExperts(Experts):
 class ExpertParallel(ParallelStyle):
     """Each rank has some of the experts of a `weightonly.nn.Experts`: ceil(E / ranks), the last ones fewer or none.
 
-    input_layouts: the layout of x [M, H], of the experts and of their weights [M, top_k] where they are no DTensors:
-        Replicate() (the default), or Shard(0), each rank having some of the rows.
-    output_layouts: of y: Replicate() (the default) or Shard(0).
-    use_local_output: whether y is a torch.Tensor; else a DTensor.
+    Every rank computes its experts for all rows; rows of other experts cost nothing.
 
-    Every rank computes its experts for all rows; rows of other experts cost nothing. Raises TypeError for another
-    module, ValueError for experts that are cut already.
+    Args:
+        input_layouts: the layout of x [M, H], of the experts and of their weights [M, top_k] where they are no
+            DTensors: Replicate() (the default), or Shard(0), each rank having some of the rows.
+        output_layouts: of y: Replicate() (the default) or Shard(0).
+        use_local_output: whether y is a torch.Tensor; else a DTensor.
+
+    Raises:
+        TypeError: another module.
+        ValueError: experts that are cut already.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> products = wo.nn.GroupedLinear(4, 256, 1024), wo.nn.GroupedLinear(4, 512, 256)
+        >>> experts = parallelize_module(wo.nn.Experts(*products, wo.Gate("silu")), mesh, ExpertParallel())
+        >>> experts.first_expert, experts.num_experts
+        (0, 4)
     """
 
     def __init__(
@@ -154,11 +183,21 @@ class ExpertParallel(ParallelStyle):
 
 class ExpertTensorParallel(ExpertParallel):
     """Each rank has a part of each expert of a `weightonly.nn.Experts`: columns of gate and up, and the rows of down
-    that meet them. `ExpertParallel` has the same arguments.
+    that meet them. `ExpertParallel` has the same arguments and errors.
 
     I, the size between the products, is cut as `RowwiseParallel` cuts K. The bias of down is added once.
-    Raises what `ExpertParallel` raises, ValueError with the next I that works for a cut that would leave groups that
-    `gemm` does not take, and for down layers in act-order: their rows meet columns of all ranks.
+
+    Raises:
+        ValueError: with the next I that works, a cut that would leave groups that `gemm` does not take, and down layers
+            in act-order: their rows meet columns of all ranks.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> products = wo.nn.GroupedLinear(4, 256, 1024), wo.nn.GroupedLinear(4, 512, 256)
+        >>> experts = parallelize_module(wo.nn.Experts(*products, wo.Gate("silu")), mesh, ExpertTensorParallel())
+        >>> experts.is_cut_inside
+        True
     """
 
     def _first(self, module: Experts, ranks: int, rank: int) -> int:

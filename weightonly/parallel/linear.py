@@ -31,18 +31,23 @@ dense layer, or of a packed one; or none, as all come whole; or none, as all are
 
 
 class ParallelLinear(Linear):
-    """A `Linear` that has the rows or columns of its weight which this rank computes.
+    """`Linear` of which this rank has a part: what `ColwiseParallel` and `RowwiseParallel` make of one.
 
-    `ColwiseParallel` and `RowwiseParallel` of `weightonly.parallel` make one out of a `Linear`, in its place. The x and
-    y of `forward` are as the style's layouts say.
+    Attributes:
+        in_features: of this rank's part, 0 for a rank that has none.
+        out_features: like in_features.
+        full_in_features: of the whole weight.
+        full_out_features: of the whole weight.
+        full_group_size: rows of the whole weight that share a scale.
+        rows: (begin, end) of this rank.
+        ranges: columns of this rank, a pair for each layer that is fused into this one; none if it has no columns.
 
-    in_features, out_features: of this rank's part, 0 for a rank that has none. full_in_features, full_out_features,
-    full_group_size: of the whole weight; full_group_size are the rows that share a scale. rows, ranges: the rows and
-    columns of this rank; ranges has a pair for each layer that is fused into this one, and none if it has no columns.
-
-    The state dict has DTensors of the whole layer where its tensors are cut evenly, as torch.distributed.checkpoint
-    saves and loads them. Other tensors have the rank in their names. A state dict of the whole layer, in the same
-    layout, can be loaded.
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> layer = parallelize_module(wo.nn.Linear(512, 1024), mesh, wo.parallel.ColwiseParallel())
+        >>> layer.rank, layer.ranks, layer.full_out_features
+        (0, 1, 1024)
     """
 
     full_in_features: int
@@ -117,7 +122,8 @@ class ParallelLinear(Linear):
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of the whole layer, as a packed file has it: qweight, scales, zeros, bias, perm.
 
-        Raises ValueError for a qweight of another shape.
+        Raises:
+            ValueError: a qweight of another shape.
         """
         if name != "qweight":
             return self._cut_small(name, tensor)
@@ -269,7 +275,18 @@ class ParallelLinear(Linear):
 
 
 class ColwiseLinear(ParallelLinear):
-    """Columns of a weight: y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns])."""
+    """Columns of a weight: `y[..., columns] = act(x[..., perm] @ w[:, columns] + bias[columns])`.
+
+    Attributes:
+        parts: the columns of each of the layers that are fused into it; None: it is one layer.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> fused = parallelize_module(wo.nn.Linear(512, 768), mesh, wo.parallel.ColwiseParallel(parts=(512, 128, 128)))
+        >>> fused.ranges
+        [(0, 512), (512, 640), (640, 768)]
+    """
 
     parts: Sequence[int] | None
 
@@ -277,8 +294,13 @@ class ColwiseLinear(ParallelLinear):
     def convert(cls, layer: Linear, exchange: Exchange, parts: Sequence[int] | None) -> None:
         """Makes this rank's part of `layer`, in its place.
 
-        parts: the columns of each of the layers that are fused into it; None: it is one layer.
-        Raises ValueError for parts that do not add up.
+        Args:
+            layer: of the whole weight.
+            exchange: between the ranks.
+            parts: the columns of each of the layers that are fused into it; None: it is one layer.
+
+        Raises:
+            ValueError: parts that do not add up.
         """
         ranks, rank = exchange.mesh.size(), exchange.mesh.get_local_rank()
         ranges = columns_of(layer.out_features, parts, ranks, rank)
@@ -337,13 +359,24 @@ class ColwiseLinear(ParallelLinear):
 
 
 class RowwiseLinear(ParallelLinear):
-    """Rows of a weight: y = act(sum over ranks of x[..., perm] @ w[rows] + bias).
+    """Rows of a weight: `y = act(sum over ranks of x[..., perm] @ w[rows] + bias)`.
 
-    bias: [N], of the whole layer; it is added once, after the sum. perm: int32 or int64 [rows], the columns of all of x
-    that meet this rank's rows of a weight in act-order, for which x is gathered; None for other weights. With
-    activations "fp8" each rank rounds its part of a row of x by a scale of its own: the sum differs from that of one
-    process by this rounding.
-    slices: of the rows of x, each of which is summed over the ranks while the next one is computed; 1: it is one sum.
+    With activations "fp8" each rank rounds its part of a row of x by a scale of its own: the sum differs from that of
+    one process by this rounding.
+
+    Attributes:
+        bias: [N], of the whole layer; it is added once, after the sum.
+        perm: int32 or int64 [rows], the columns of all of x that meet this rank's rows of a weight in act-order, for
+            which x is gathered; None for other weights.
+        slices: of the rows of x, each of which is summed over the ranks while the next one is computed; 1: it is one
+            sum.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> layer = parallelize_module(wo.nn.Linear(1024, 512), mesh, wo.parallel.RowwiseParallel(slices=2))
+        >>> layer(torch.randn(4, 1024).half()).shape
+        torch.Size([4, 512])
     """
 
     slices: int
@@ -352,7 +385,8 @@ class RowwiseLinear(ParallelLinear):
     def convert(cls, layer: Linear, exchange: Exchange, slices: int = 1) -> None:
         """Makes this rank's part of `layer`, in its place.
 
-        Raises ValueError, with the next K that works, for a cut that would leave groups that `gemm` does not take.
+        Raises:
+            ValueError: with the next K that works, for a cut that would leave groups that `gemm` does not take.
         """
         ranks, rank = exchange.mesh.size(), exchange.mesh.get_local_rank()
         k = layer.in_features

@@ -21,21 +21,32 @@ from .linear import ColwiseLinear, ParallelLinear, RowwiseLinear
 class ColwiseParallel(TorchColwiseParallel):
     """Cuts a `weightonly.nn.Linear` along N: each rank computes some columns of y.
 
-    input_layouts: the layout of x where it is no DTensor: Replicate() (the default), or Shard(d), with Shard(1) for
-        sequence parallelism.
-    output_layouts: the layout of y: Shard(-1) (the default), Replicate() or Shard(d).
-    use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
-    parts: the columns of each of the layers that are fused into one, such as (n_q, n_k, n_v): each is cut, and a rank
-        has its columns of each side by side. None: it is one layer. It needs output_layouts=Shard(-1) and
-        use_local_output=True, as no placement describes such an order.
-
     A weight is cut as by torch.chunk: ceil(N / ranks) columns for each rank but the last ones, which have fewer or
     none. Any N works. Bytes are cut where they lie if the columns begin and end at multiples of 64, 32 for some layouts
     of int8; else the columns are packed anew. Where `parallelize_module` has a src_data_rank (0 by default), tensors
     come from that rank; None takes each rank's own, without a word to others.
 
-    Other modules are cut as torch's ColwiseParallel does. Raises ValueError, naming the argument, for parts that do not
-    add up to N or that another layout is asked for, and for a layer that is cut already.
+    Other modules are cut as torch's ColwiseParallel does.
+
+    Args:
+        input_layouts: the layout of x where it is no DTensor: Replicate() (the default), or Shard(d), with Shard(1) for
+            sequence parallelism.
+        output_layouts: the layout of y: Shard(-1) (the default), Replicate() or Shard(d).
+        use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
+        parts: the columns of each of the layers that are fused into one, such as (n_q, n_k, n_v): each is cut, and a
+            rank has its columns of each side by side. None: it is one layer. It needs output_layouts=Shard(-1) and
+            use_local_output=True, as no placement describes such an order.
+
+    Raises:
+        ValueError: naming the argument, for parts that do not add up to N or that another layout is asked for, and for
+            a layer that is cut already.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> up = parallelize_module(wo.nn.Linear(512, 1024), mesh, ColwiseParallel())
+        >>> up.ranges
+        [(0, 1024)]
     """
 
     def __init__(
@@ -66,21 +77,31 @@ class ColwiseParallel(TorchColwiseParallel):
 class RowwiseParallel(TorchRowwiseParallel):
     """Cuts a `weightonly.nn.Linear` along K: each rank computes a term of y, and the terms are added.
 
-    input_layouts: the layout of x where it is no DTensor: Shard(-1) (the default), or Replicate() or Shard(d).
-    output_layouts: the layout of y: Replicate() (the default), or Shard(d), with Shard(1) for sequence parallelism.
-    use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
-
     A weight is cut as by torch.chunk: ceil(K / ranks) rows for each rank but the last ones, which have fewer or none.
     Rows of a rank must be multiples of 16, or lie in one group: a group that is cut becomes smaller groups with the
     same scale, and no weight changes. Scales per channel allow any cut. The bias and the activation come after the sum.
     Of a weight in act-order x is gathered, as a rank's rows meet columns of all ranks. `ColwiseParallel` says what
     src_data_rank is.
 
-    slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
-        computed; 1 (the default): one sum. It needs output_layouts=Replicate().
+    Other modules are cut as torch's RowwiseParallel does.
 
-    Other modules are cut as torch's RowwiseParallel does. Raises ValueError, with the next K that works, for a cut
-    that would leave other groups, and for a layer that is cut already.
+    Args:
+        input_layouts: the layout of x where it is no DTensor: Shard(-1) (the default), or Replicate() or Shard(d).
+        output_layouts: the layout of y: Replicate() (the default), or Shard(d), with Shard(1) for sequence parallelism.
+        use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
+        slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
+            computed; 1 (the default): one sum. It needs output_layouts=Replicate().
+
+    Raises:
+        ValueError: with the next K that works, for a cut that would leave other groups, and for a layer that is cut
+            already.
+
+    Examples:
+        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
+        >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
+        >>> down = parallelize_module(wo.nn.Linear(1024, 512), mesh, RowwiseParallel())
+        >>> down.rows
+        (0, 1024)
     """
 
     def __init__(
