@@ -10,6 +10,7 @@ from .. import reference
 from ..codebooks import codebook_on
 from ..device import device_arch
 from ..heuristics.legal import computes_groups_of_16
+from ..heuristics.problem import DEQUANTIZED_FORMATS
 from ..heuristics.slices import slice_columns
 from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_groups_of_16, dequantizes_on
 from ..layout import INTERLEAVED, TILE, TILED
@@ -97,6 +98,8 @@ def has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor 
     if not qweight.data.is_cuda or not are_plain(qweight.data, scales, zeros):
         return False
     if qweight.layout not in _LAYOUT_NUMBERS or scales.dtype not in _KERNEL_DTYPES:
+        return False
+    if qweight.format in DEQUANTIZED_FORMATS:  # bytes of floats, which the kernel would take for integers
         return False
     if qweight.k_padded > MAX_K or qweight.n_padded > MAX_N:
         return False
