@@ -8,7 +8,7 @@ w[k, n] is approximated by  scales[k // g, n] * codebook[q[k, n]].
 
 The codes of the last two are 4-bit floats (E2M1), rounded to nearest, ties to the even code. What they stand for, and
 the scales, are exact in 16 bits: a weight is what its bits say, in float16 and bfloat16, too. That is why the factor
-is a power of two; it has no part in the error, but for scales 2^14 times smaller than the largest.
+is a power of two; it has no part in the error, but for scales 2^15 times smaller than the largest.
 
 E2M1, E8M0 and mxfp4: OCP Microscaling Formats (MX) Specification 1.0.
 """
@@ -228,15 +228,14 @@ def _e8m0_scale(
 
 
 def _factor(peak: float, dtype: torch.dtype) -> float:
-    """The factor of nvfp4: the smallest power of two with which 4 times the largest scale of E4M3 reaches `peak`.
+    """The factor of nvfp4: the smallest power of two with which the largest scale of E4M3 reaches `peak`.
 
-    4, not 6: where the search makes 4 the largest code of a group, its scale is a number for the next factor, too, when
-    what was quantized once is quantized again and its peak is a bit lower. A power of two, so that scales stay exact in
-    16 bits; no smaller than what keeps the smallest one a number of `dtype`.
+    A power of two, so that scales stay exact in 16 bits; no smaller than what keeps the smallest one a number of
+    `dtype`.
     """
     if peak == 0:
         return 1.0
-    mantissa, exponent = math.frexp(peak / (4 * _LARGEST_E4M3))
+    mantissa, exponent = math.frexp(peak / (E2M1[-1] * _LARGEST_E4M3))
     info = torch.finfo(dtype)
     return 2.0 ** max(exponent - (mantissa == 0.5), round(math.log2(info.smallest_normal * info.eps / _SMALLEST_E4M3)))
 

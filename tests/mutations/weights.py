@@ -42,7 +42,6 @@ MUTATIONS = [
             ("a scale of 0 divides", "_divisor", "torch.where(scale == 0, torch.ones_like(scale), scale)", "scale"),
             ("ties go to the odd code", "_ToCodes.__init__", "code % 2 == 1", "code % 2 == 0"),
             ("-0 is 0", "_ToCodes.__call__", "if self.is_e2m1", "if False"),
-            ("no room for scales of groups up to 4", "_factor", "(4 * _LARGEST_E4M3)", "(6 * _LARGEST_E4M3)"),
             ("scales that E4M3 has not", "_as_e4m3", ".to(torch.float8_e4m3fn).float()", ""),
             ("the wide power of two is never taken", "_e8m0_scale", "after < before", "after < 0"),
         ],

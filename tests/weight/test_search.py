@@ -95,18 +95,14 @@ def test_codes_are_the_nearest_of_their_scales(format: str, group: int, generato
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @codes
-@pytest.mark.parametrize("peak", [None, 5.26, 5.35, 5.5])  # rounded, the last ones are 5.25: see _factor of nvfp4
 def test_what_codes_represent_is_given_back(
-    dtype: torch.dtype, format: str, group: int, peak: float | None, generator: torch.Generator
+    dtype: torch.dtype, format: str, group: int, generator: torch.Generator
 ) -> None:
     def rounded(w: torch.Tensor) -> torch.Tensor:
         q, scales, _ = wo.quantize(w, format=format, group_size=group)
         return wo.dequantize(wo.preprocess(q, format=format), scales)
 
-    w = torch.randn(512, 64, generator=generator) / 32
-    if peak is not None:
-        w[7, 9] = peak / 32
-    once = rounded(w.to(dtype))
+    once = rounded((torch.randn(512, 64, generator=generator) / 32).to(dtype))
     assert torch.equal(rounded(once), once)
 
 
