@@ -296,6 +296,10 @@ class GroupedArgs(GemmArgs):
     def is_plain(self) -> bool:
         return super().is_plain() and type(self.offs) in PLAIN
 
+    def of_each_call(self) -> tuple[torch.Tensor, ...]:
+        """Operands that `Plan.holds` does not look at."""
+        return (self.offs,)
+
     def check(self) -> None:
         """Checks everything but `out` and the numbers in `offs` and `perm`."""
         super().check()

@@ -15,7 +15,7 @@ from .grouped import Product, grouped_fp8
 from .ops.around_experts import combine, runs, sort_by_expert
 from .ops.quantize_activations import quantize_activations
 from .packed import PackedWeight
-from .plain import is_watched
+from .plain import aligned, is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
@@ -109,7 +109,8 @@ def _in_fp8(
     experts, top_k = first.operand.experts or 0, ids.shape[1]
     if x.shape[1] % 2:
         x = torch.nn.functional.pad(x.view(torch.uint8), (0, 1)).view(x.dtype)
-    pairs, offs, places = sort_by_expert(x.view(torch.float16), ids, experts)  # rows of 8 bits move in pairs
+    x16 = aligned(x, 2).view(torch.float16)  # rows of 8 bits move in pairs
+    pairs, offs, places = sort_by_expert(x16, ids, experts)
     rows = pairs.view(x.dtype)[:, : first.operand.k]  # (T = M * top_k, H)
     row_scales = torch.empty_like(places, dtype=torch.float32)
     row_scales[places.long()] = x_scales.repeat_interleave(top_k)

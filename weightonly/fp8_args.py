@@ -134,6 +134,9 @@ class Fp8GroupedArgs(_WithXScales, GroupedArgs):
         args = GroupedArgs.from_op(x, *rest_of_16_bits)
         return cls(x, args.weight, x_scales, args.offs, args.bias, args.activation, has_rest=args.has_rest)
 
+    def of_each_call(self) -> tuple[torch.Tensor, ...]:
+        return self.offs, self.x_scales
+
     def of_expert(self, expert: int, begin: int, end: int) -> Fp8Args:
         args = super().of_expert(expert, begin, end)
         return Fp8Args(args.x, args.weight, self.x_scales[begin:end], args.bias, args.activation, args.out)

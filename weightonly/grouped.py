@@ -124,7 +124,7 @@ def grouped_fp8(args: Fp8GroupedArgs) -> torch.Tensor:
 @torch.no_grad()
 def _compute(args: GroupedArgs) -> torch.Tensor:
     plan = cache.plan_of(args, _make_plan)
-    if not has_memory(args.offs):
+    if not all(map(has_memory, args.of_each_call())):
         args.check_memory()
     if args.out is not None:
         plan.check_out(args)

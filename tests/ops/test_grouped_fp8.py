@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.expert_cases import ends, random_stack
+from tests.tensor_kinds import GONE
 
 import weightonly as wo
 from weightonly.gate import Gate
@@ -131,3 +132,40 @@ def test_layers_that_are_refused(generator: torch.Generator) -> None:
         wo.fused_experts(x8, w13, w2, ids, weights, x_scales=x_scales[:2])
     with pytest.raises(ValueError, match="w2: expected 4 experts with N = 160"):
         wo.fused_experts(x8, w13, stack(32, 128, "int4", generator), ids, weights, x_scales=x_scales)
+
+
+@pytest.mark.parametrize("columns", [160, 159])
+def test_layer_of_an_x_in_the_middle_of_others(columns: int, generator: torch.Generator) -> None:
+    w13, w2 = (
+        wo.QuantizedWeight(
+            wo.preprocess(random_stack(4, k, n, "int4", generator), layout="tiled_fp8"), torch.ones(4, 1, n).bfloat16()
+        )
+        for k, n in ((columns, 64), (32, columns))
+    )
+    rows, x_scales = wo.quantize_activations(torch.randn(5, 200, generator=generator).bfloat16())
+    ids, weights = torch.randint(0, 4, (5, 2), generator=generator), torch.rand(5, 2, generator=generator)
+    x8 = rows[:, 3 : 3 + columns]
+    assert not x8.is_contiguous() and x8.storage_offset() % 2
+    y = wo.fused_experts(x8, w13, w2, ids, weights, x_scales=x_scales)
+    assert torch.equal(y, wo.fused_experts(x8.contiguous(), w13, w2, ids, weights, x_scales=x_scales))
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize("name", ["x", "scales", "offs", "x_scales", "bias"])
+def test_memory_that_is_gone_is_refused(name: str, kind: str, generator: torch.Generator) -> None:
+    a = good(generator)
+    wo.grouped_gemm(**a)
+    with pytest.raises(ValueError, match=f"^{name}: expected memory"):
+        wo.grouped_gemm(**a | {name: GONE[kind](a[name])})
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize("name", ["x", "x_scales"])
+def test_layers_of_memory_that_is_gone_are_refused(name: str, kind: str, generator: torch.Generator) -> None:
+    w13, w2 = stack(160, 64, "int4", generator), stack(32, 160, "int4", generator)
+    x8, x_scales = wo.quantize_activations(torch.randn(3, 160, generator=generator).bfloat16())
+    a: dict[str, Any] = {"x": x8, "w13": w13, "w2": w2, "x_scales": x_scales, "topk_weights": torch.ones(3, 1)}
+    a["topk_ids"] = torch.zeros(3, 1, dtype=torch.int64)
+    wo.fused_experts(**a)
+    with pytest.raises(ValueError, match=f"{name}: expected memory"):
+        wo.fused_experts(**a | {name: GONE[kind](a[name])})

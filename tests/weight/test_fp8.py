@@ -17,7 +17,8 @@ from weightonly.weight import QuantizedWeight
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"))]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def numbers(k: int, n: int, g: torch.Generator) -> torch.Tensor:
