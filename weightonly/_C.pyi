@@ -78,9 +78,11 @@ def gather(
     columns: int,
     x: int,
     ldx: int,
+    scales: int,
     offs: int,
     places: int,
     sorted: int,
+    sorted_scales: int,
     stream: int,
     /,
 ) -> None: ...

@@ -12,10 +12,10 @@ from .fp8_args import Fp8GroupedArgs
 from .gate import Gate
 from .gemm import autocast
 from .grouped import Product, grouped_fp8
-from .ops.around_experts import combine, runs, sort_by_expert
+from .ops.around_experts import combine, in_pairs, runs, sort_by_expert
 from .ops.quantize_activations import quantize_activations
 from .packed import PackedWeight
-from .plain import aligned, is_watched
+from .plain import is_watched
 from .plan import cache
 from .plan.experts import layer
 from .require import require_dtype, require_tensor
@@ -81,15 +81,7 @@ def fused_experts(
         return _in_fp8(x, x_scales, topk_ids, topk_weights, first, activation, second)
     x = autocast(x, first.operand.scales)
     gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
-    # What is checked depends on shapes, dtypes and devices alone: a layer is checked once.
-    try:
-        key = None if is_watched() else (x.shape[1], x.dtype, x.device, first.kind, second.kind)
-    except TypeError:  # of a subclass of torch.Tensor
-        key = None
-    if key is None or key not in cache.checked_layers:
-        _check_weights(x, first, gate, second)
-        if key is not None:
-            cache.checked_layers.add(key)
+    _check_once(x, first, gate, second)
     return run_experts(x, topk_ids, topk_weights, first.operand.experts or 0, first, gate, second)
 
 
@@ -104,13 +96,15 @@ def _in_fp8(
 ) -> torch.Tensor:
     """`fused_experts` of x in E4M3."""
     gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
-    _check_weights(x, first, gate, second, x_scales)
+    _check_once(x, first, gate, second, x_scales)
     _check_choice(x, ids, weights)
     experts, top_k = first.operand.experts or 0, ids.shape[1]
-    if x.shape[1] % 2:
-        x = torch.nn.functional.pad(x.view(torch.uint8), (0, 1)).view(x.dtype)
-    x16 = aligned(x, 2).view(torch.float16)  # rows of 8 bits move in pairs
-    pairs, offs, places = sort_by_expert(x16, ids, experts)
+    pairs = in_pairs(x)
+    if _runs(pairs, ids, weights, first, second, x_scales):
+        result = layer(pairs, ids, weights, first, gate, second, x_scales)
+        if result is not None:
+            return result
+    pairs, offs, places = sort_by_expert(pairs, ids, experts)
     rows = pairs.view(x.dtype)[:, : first.operand.k]  # (T = M * top_k, H)
     row_scales = torch.empty_like(places, dtype=torch.float32)
     row_scales[places.long()] = x_scales.repeat_interleave(top_k)
@@ -121,6 +115,32 @@ def _in_fp8(
     between = gate(product(first, rows, row_scales))  # (T, I)
     y = product(second, *quantize_activations(between))
     return combine(y, weights, ids, offs, places, y.dtype)
+
+
+def _check_once(
+    x: torch.Tensor, first: Product, gate: Gate, second: Product, x_scales: torch.Tensor | None = None
+) -> None:
+    """`_check_weights`, once for shapes, dtypes and devices, on which alone it depends."""
+    try:
+        key: Any = None if is_watched() else (x.shape[1], x.dtype, x.device, first.kind, second.kind)
+        if x_scales is not None and key is not None:
+            require_tensor("x_scales", x_scales)
+            key = (*key, x_scales.shape == x.shape[:1], x_scales.dtype, x_scales.device)
+    except TypeError:  # of a subclass of torch.Tensor
+        key = None
+    if key is None or key not in cache.checked_layers:
+        _check_weights(x, first, gate, second, x_scales)
+        if key is not None:
+            cache.checked_layers.add(key)
+
+
+def _runs(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *others: Product | torch.Tensor) -> bool:
+    """Whether a plan may compute the layer: `runs`, of all that gradients may be asked of."""
+    tensors = [x, ids, weights]
+    for other in others:
+        of = (other.operand._scales, other.bias) if isinstance(other, Product) else (other,)
+        tensors += [t for t in of if t is not None]
+    return runs(*tensors)
 
 
 def _check_weights(
@@ -165,7 +185,7 @@ def run_experts(
         isinstance(first, Product)
         and isinstance(second, Product)
         and isinstance(between, Gate)
-        and runs(x, weights, ids)
+        and _runs(x, ids, weights, first, second)
     ):
         y = layer(x, ids, weights, first, between, second)
         if y is not None:

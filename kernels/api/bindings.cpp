@@ -262,8 +262,8 @@ void route(int device, int choices, int experts, bool is_int64, uintptr_t ids, u
   throw_if(wo_route(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
-void gather(int device, int tokens, int top_k, int experts, int columns, uintptr_t x, int64_t ldx, uintptr_t offs,
-            uintptr_t places, uintptr_t sorted, uintptr_t stream) {
+void gather(int device, int tokens, int top_k, int experts, int columns, uintptr_t x, int64_t ldx, uintptr_t scales,
+            uintptr_t offs, uintptr_t places, uintptr_t sorted, uintptr_t sorted_scales, uintptr_t stream) {
   weightonly::GatherParams params = {};
   params.x = reinterpret_cast<void const*>(x);
   params.sorted = reinterpret_cast<void*>(sorted);
@@ -275,6 +275,8 @@ void gather(int device, int tokens, int top_k, int experts, int columns, uintptr
   params.experts = experts;
   params.columns = columns;
   params.pdl_mode = int(PdlMode::kPrefetch);
+  params.scales = reinterpret_cast<float const*>(scales);
+  params.sorted_scales = reinterpret_cast<float*>(sorted_scales);
   Failure message;
   throw_if(wo_gather(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }

@@ -28,18 +28,26 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(__grid_constant__ Gath
   auto const load = [&](int token) {
     return reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.x) + token * p.ldx)[v];
   };
+  bool const has_scale = p.scales != nullptr && v == 0;
   uint4 row = {};
+  float scale = 0;
   if (exists) row = load(blockIdx.y);
+  if (has_scale) scale = p.scales[blockIdx.y];
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   if (!exists) return;
   int const end = p.offs[p.experts - 1];
   for (int token = blockIdx.y; token < p.tokens; token += gridDim.y) {
-    if (token > int(blockIdx.y)) row = load(token);
+    if (token > int(blockIdx.y)) {
+      row = load(token);
+      if (has_scale) scale = p.scales[token];
+    }
 #pragma unroll 4
     for (int j = 0; j < p.top_k; ++j) {
       int const place = p.places[int64_t(token) * p.top_k + j];
-      if (place < end) static_cast<uint4*>(p.sorted)[int64_t(place) * vectors + v] = row;
+      if (place >= end) continue;
+      static_cast<uint4*>(p.sorted)[int64_t(place) * vectors + v] = row;
+      if (has_scale) p.sorted_scales[place] = scale;
     }
   }
 #endif
@@ -110,6 +118,9 @@ struct Check {
     return is_right ||
            fail(field, bytes == 8 ? "an 8-byte aligned address" : "a 4-byte aligned address", (long long)address);
   }
+  bool optional_words(char const* field, void const* address) const {
+    return address == nullptr || words(field, address);
+  }
   bool within(char const* field, int64_t value, int64_t least, int64_t most, char const* expected) const {
     return (value >= least && value <= most) || fail(field, expected, value);
   }
@@ -133,6 +144,9 @@ inline bool check(Check const& c, RouteParams const& p) {
 inline bool check(Check const& c, GatherParams const& p) {
   return c.vectors("x", p.x) && c.vectors("sorted", p.sorted) && c.words("offs", p.offs) &&
          c.words("places", p.places) && c.columns(p.columns) && c.experts(p.experts) && c.choices(p.tokens, p.top_k) &&
+         c.optional_words("scales", p.scales) && c.optional_words("sorted_scales", p.sorted_scales) &&
+         c.within("sorted_scales", p.sorted_scales != nullptr, p.scales != nullptr, p.scales != nullptr,
+                  "there if scales are, else null") &&
          (p.ldx % kVector == 0 || c.fail("ldx", "a multiple of 8", p.ldx)) &&
          c.within("ldx", p.ldx, p.tokens > 1 ? p.columns : 0, int64_t(1) << 40, "at least columns");
 }

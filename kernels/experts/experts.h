@@ -20,8 +20,8 @@ struct RouteParams {
   int32_t pdl_mode;  // enum PdlMode
 };
 
-/// Copies each token's row to the rows of its choices, of those that are of an expert. The kernel in front may write
-/// offs and places, but not x.
+/// Copies each token's row, and its scale, to the rows of its choices, of those that are of an expert. The kernel in
+/// front may write offs and places, but not x and scales.
 struct GatherParams {
   void const* x;          // 16-bit floats [tokens, columns], rows ldx elements apart, 16-byte aligned
   void* sorted;           // like x, [tokens * top_k, columns], contiguous
@@ -33,6 +33,8 @@ struct GatherParams {
   int32_t experts;
   int32_t columns;        // a multiple of 8
   int32_t pdl_mode;       // enum PdlMode
+  float const* scales;    // [tokens]; or null
+  float* sorted_scales;   // [tokens * top_k]; null if scales are
 };
 
 /// y[m] = sum_j weights[m, j] * rows[places[m, j]], in fp32, from j = 0 on, rounded once.

@@ -10,8 +10,12 @@ from tests.kernels.test_grouped_gpu import COUNTS, expected, need
 
 import weightonly as wo
 from weightonly.codebooks import codebook
+from weightonly.gate import Gate
 from weightonly.heuristics.configs import GROUPED_FP8_CONFIGS, KernelConfig, TypeConfig, kernel_types
+from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.problem import FP8_LAYOUT
+from weightonly.plan import cache
+from weightonly.plan import experts as layer_plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -116,6 +120,59 @@ def test_a_row_does_not_depend_on_others(
     rest = torch.ones(400, dtype=torch.bool, device="cuda")
     rest[[50, 200]] = False
     assert bad[~rest].isnan().all() and torch.equal(bad[rest], y[rest])
+
+
+LAYERS = [
+    pytest.param(config, types, group_size, id=f"{config.kernel}-{types.name}-g{group_size}")
+    for config in GROUPED_FP8_CONFIGS
+    for types in kernel_types(config)
+    for group_size in ((32,) if types.format == "mxfp4" else (GROUPS[types.scale_mode][0],))
+]
+
+
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate.of("swigluoai"), Gate("relu2", has_gate=False)], ids=str)
+@pytest.mark.parametrize(("config", "types", "group_size"), LAYERS)
+def test_layers_of_every_kernel(
+    generator: torch.Generator,
+    config: KernelConfig,
+    types: TypeConfig,
+    group_size: int,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six launches beside one product after another; some choices are of none, and a graph holds the layer."""
+    need(config, types)
+    experts, hidden, inner = 6, 256, 192
+    first, second = (
+        weights(experts, k, n, types, group_size, generator, exact=False)[0]
+        for k, n in ((hidden, 2 * inner if gate.has_gate else inner), (inner, hidden))
+    )
+    for tokens, top_k in ((1, 2), (19, 5), (300, 2)):
+        x8, x_scales = wo.quantize_activations(torch.randn(tokens, hidden, generator=generator).to(first.dtype).cuda())
+        ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator).cuda()
+        of_ids = torch.rand(tokens, top_k, generator=generator).cuda()
+        bias = torch.randn(experts, first.n, generator=generator).to(first.dtype).cuda()
+
+        def layer() -> torch.Tensor:
+            return wo.fused_experts(x8, (first, bias), second, ids, of_ids, gate, x_scales=x_scales)  # noqa: B023
+
+        cache.clear()
+        monkeypatch.setattr(layer_plans, "select_layer", lambda *problems: None)
+        apart = layer()
+        cache.clear()
+        monkeypatch.setattr(layer_plans, "select_layer", lambda *problems: LayerChoice(config, config, False))
+        y = layer()
+        (plan,) = cache.layers.values()
+        assert isinstance(plan, layer_plans.LayerPlan)
+        assert (y - apart).float().norm() <= 5e-2 * apart.float().norm()  # numbers between may round elsewhere
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            in_graph = layer()
+        for _ in range(2):
+            ids.random_(-1, experts + 1, generator=torch.Generator("cuda").manual_seed(tokens))
+            graph.replay()
+            assert torch.equal(in_graph, layer())
+    cache.clear()
 
 
 def test_in_a_cuda_graph_ends_change(generator: torch.Generator) -> None:

@@ -17,6 +17,7 @@ from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import GROUPED_CONFIGS
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.grouped import LayerChoice
+from weightonly.heuristics.problem import FP8_LAYOUT
 from weightonly.ops import around_experts
 from weightonly.ops.around_experts import MAX_CHOICES
 from weightonly.plan import cache
@@ -114,10 +115,17 @@ class Kernels:
     def multiply(self, sizes: dict[str, Any], p: dict[str, int], experts: list[int], source: list[int]) -> None:
         k, n = sizes["k"], sizes["n"]
         assert p["stream"] == STREAM and sizes["group_size"] * GROUPS == k == sizes["k_padded"]
-        x = at(p["x"], torch.float16, (max(source) + 1) * p["ldx"])[: max(source) * p["ldx"] + k]
-        x = x.as_strided((max(source) + 1, k), (p["ldx"], 1))[source].float()
-        scales, zeros = (at(p[name], torch.float16, EXPERTS, GROUPS, n).float() for name in ("scales", "zeros"))
-        w = self.weights[p["weight"]] - zeros.repeat_interleave(sizes["group_size"], 1)
+        is_fp8 = bool(p.get("x_scales"))
+        x_dtype = torch.float8_e4m3fn if is_fp8 else torch.float16
+        x = at(p["x"], x_dtype, (max(source) + 1) * p["ldx"])[: max(source) * p["ldx"] + k]
+        x = x.as_strided((max(source) + 1, k), (p["ldx"], 1)).float()[source]
+        if is_fp8:
+            x *= at(p["x_scales"], torch.float32, sizes["m"])[source, None]
+        scales = at(p["scales"], torch.float16, EXPERTS, GROUPS, n).float()
+        w = self.weights[p["weight"]]
+        if p["zeros"]:
+            zeros = at(p["zeros"], torch.float16, EXPERTS, GROUPS, n).float()
+            w = w - zeros.repeat_interleave(sizes["group_size"], 1)
         w = w * scales.repeat_interleave(sizes["group_size"], 1)
         z = torch.stack([row @ w[e] for row, e in zip(x, experts, strict=True)])
         if p["bias"]:
@@ -145,8 +153,14 @@ class Kernels:
             at(p["sorted"], torch.float16, tokens * top_k, columns),
             at(p["offs"], torch.int32, p["experts"])[-1],
         )
-        rows[at(p["places"], torch.int32, tokens, top_k).long()] = x[:, None].expand(-1, top_k, -1)
+        places = at(p["places"], torch.int32, tokens, top_k).long()
+        rows[places] = x[:, None].expand(-1, top_k, -1)
         rows[int(end) :] = torch.nan
+        assert bool(p["scales"]) == bool(p["sorted_scales"])
+        if p["scales"]:
+            scales = at(p["sorted_scales"], torch.float32, tokens * top_k)
+            scales[places] = at(p["scales"], torch.float32, tokens)[:, None]
+            scales[int(end) :] = torch.nan
 
     def combine(self, *arguments: int) -> None:
         p = dict(zip(declared()["combine"], arguments, strict=True))
@@ -175,14 +189,15 @@ def make(
 ) -> Iterator[Callable[..., Layer]]:
     """Products of a layer, for which an H200's kernels stand in."""
 
-    def made(has_gate: bool = True, bias: bool = False, inner: int = INNER) -> Layer:
+    def made(has_gate: bool = True, bias: bool = False, inner: int = INNER, layout: str = "tiled") -> Layer:
         products, packed = [], {}
         for k, n in ((HIDDEN, 2 * inner if has_gate else inner), (inner, HIDDEN)):
             q = torch.randint(-8, 8, (EXPERTS, k, n), generator=generator, dtype=torch.int8)
             scales = torch.full((EXPERTS, GROUPS, n), 2.0**-6).half()
             zeros = torch.randint(-2, 3, (EXPERTS, GROUPS, n), generator=generator).half()
             given = torch.randn(EXPERTS, n, generator=generator).half() if bias else None
-            w = wo.QuantizedWeight(wo.preprocess(q, bits=4, layout="tiled"), scales, zeros)
+            zeros_given = None if layout == FP8_LAYOUT else zeros
+            w = wo.QuantizedWeight(wo.preprocess(q, bits=4, layout=layout), scales, zeros_given)
             products.append(Product(w, given))
             packed[w.packed.data.data_ptr()] = q.float()
         kernels = Kernels(packed)
@@ -263,6 +278,32 @@ def test_a_layer_gives_what_the_cpu_gives(
         assert y is not None
         torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2)
     assert kernels.launches == 2 * launches
+    assert [sizes.get("gate") for sizes in kernels.sizes] == [gate.numbers, None], "one plan, the gate in front"
+
+
+@pytest.mark.parametrize("gate", GATES_OF_LAYERS, ids=["silu", "swigluoai", "situ", "relu2 alone"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (16, 8), (129, 1)], ids=["1 x 2", "16 x 8", "129 x 1"])
+def test_a_layer_of_x_in_e4m3_gives_what_the_cpu_gives(
+    tokens: int,
+    top_k: int,
+    gate: Gate,
+    make: Callable[..., Layer],
+    chosen: list[KernelConfig],
+    generator: torch.Generator,
+) -> None:
+    chosen[:] = [GATES, GATES]
+    first, second, kernels = layer = make(gate.has_gate, bias=tokens > 1, layout=FP8_LAYOUT)
+    x, ids, weights = choices(tokens, top_k, torch.int64, generator)
+    x8, x_scales = wo.quantize_activations(x)
+    w13, w2 = ((p.operand, p.bias) for p in layer[:2])
+    wanted = wo.fused_experts(x8, w13, w2, ids, weights, gate, x_scales=x_scales)
+    wide = torch.zeros(tokens, HIDDEN + 16, dtype=torch.uint8)
+    wide[:, :HIDDEN] = x8.view(torch.uint8)
+    for given in (x8, wide.view(x8.dtype)[:, :HIDDEN]):
+        y = layer_plans.layer(around_experts.in_pairs(given), ids, weights, first, gate, second, x_scales)
+        assert y is not None
+        assert (y - wanted).float().norm() <= 5e-2 * wanted.float().norm(), "few numbers between are rounded elsewhere"
+    assert kernels.launches == 2 * FIVE
     assert [sizes.get("gate") for sizes in kernels.sizes] == [gate.numbers, None], "one plan, the gate in front"
 
 

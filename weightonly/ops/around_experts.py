@@ -18,7 +18,7 @@ from ..device import device_arch
 from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_sm90 import MAX_EXPERTS
 from ..kernels import _C, FLOAT_TYPES
-from ..plain import PLAIN, is_watched
+from ..plain import PLAIN, aligned, is_watched
 
 MAX_CHOICES = 1 << 21
 """Choices of experts that the kernel sorts: kMaxChoices of kernels/experts/experts.h."""
@@ -43,6 +43,13 @@ def runs(*tensors: torch.Tensor) -> bool:
     if current_transform() is not None or forward_ad._current_level >= 0:
         return False
     return FAMILIES["grouped_sm90"].verified and device_arch(x.get_device()) == 90
+
+
+def in_pairs(x8: torch.Tensor) -> torch.Tensor:
+    """Rows of 8 bits [M, H] as what moves them has them: [M, (H + 1) / 2] of 16 bits, where they are or in a copy."""
+    if x8.shape[1] % 2:
+        x8 = torch.nn.functional.pad(x8.view(torch.uint8), (0, 1))
+    return aligned(x8, 2).view(torch.float16)
 
 
 def is_rows(rows: torch.Tensor) -> bool:
@@ -74,14 +81,29 @@ def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[to
     return x[order // top_k], offs, places
 
 
-def route(x: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor, places: torch.Tensor) -> None:
-    """Two launches: sorts the choices ids [M, top_k], contiguous, and writes `rows`, `offs` and `places`."""
+def route(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    offs: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+) -> None:
+    """Two launches: sorts the choices ids [M, top_k], contiguous, and writes `rows`, `offs` and `places`.
+
+    scales: fp32 [M], contiguous; with it `row_scales` [M * top_k] are written, too.
+    """
     tokens, top_k = ids.shape
     experts, columns, device = offs.shape[0], x.shape[1], x.get_device()
     stream, ends, row_of = _current_stream(device), offs.data_ptr(), places.data_ptr()
     _C.route(device, tokens * top_k, experts, ids.dtype == torch.int64, ids.data_ptr(), ends, row_of, stream)
     distance = x.stride(0) if tokens > 1 else columns
-    _C.gather(device, tokens, top_k, experts, columns, x.data_ptr(), distance, ends, row_of, rows.data_ptr(), stream)
+    given = 0 if scales is None else scales.data_ptr()
+    written = 0 if row_scales is None else row_scales.data_ptr()
+    target = rows.data_ptr()
+    sizes = (device, tokens, top_k, experts, columns)
+    _C.gather(*sizes, x.data_ptr(), distance, given, ends, row_of, target, written, stream)
 
 
 def combine(

@@ -2,7 +2,8 @@
 
 Few choices of tokens are three launches: the first product's kernel sorts them and gates its result, the second's
 sorts them again while the first one ends, and a small kernel adds the results of each token. More choices are
-five: they are sorted and their rows of x gathered in front.
+five: they are sorted and their rows of x gathered in front. With x in E4M3 there are six: what is between the products
+is rounded to E4M3.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..heuristics.grouped import select_layer
 from ..heuristics.problem import DEQUANTIZED_FORMATS
 from ..kernels import FLOAT_TYPES, is_compiled, runs_on
 from ..ops.around_experts import MAX_CHOICES, add_choices, is_rows, route
+from ..ops.quantize_activations import quantize_activations
 from ..plain import are_plain
 from . import cache
 from .choose import problem_of, types_of
@@ -28,43 +30,55 @@ from .kernel import _current_stream
 
 
 def layer(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: Product, gate: Gate, second: Product
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    first: Product,
+    gate: Gate,
+    second: Product,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """y [M, H] of rows x [M, H], as `fused_experts` has it; None where no such plan computes it.
 
-    ids, weights: [M, top_k]. All are on one GPU of compute capability 9.0, and no gradient is asked for.
+    ids, weights: [M, top_k]. x_scales: fp32 [M], for an x in E4M3, which is given `in_pairs`. All are on one GPU of
+    compute capability 9.0, and no gradient is asked for.
     """
-    if not 1 <= ids.numel() <= MAX_CHOICES or not is_rows(x) or not are_plain(x, ids, weights):
+    if not 1 <= ids.numel() <= MAX_CHOICES or not is_rows(x) or not are_plain(x, ids, weights, x_scales):
         return None
     try:
         if not (first.holds() and second.holds()):
             return None
-        key = (ids.shape, ids.dtype, x.shape, x.dtype, x.get_device(), gate.key, first.kind, second.kind)
+        dtype = x.dtype if x_scales is None else None
+        key = (ids.shape, ids.dtype, x.shape, dtype, x.get_device(), gate.key, first.kind, second.kind)
     except TypeError:  # the checks of the products say what is wrong
         return None
     plan = cache.layers.get(key)
     if plan is None:
         if len(cache.layers) >= cache.MAX_PLANS:
             cache.layers.clear()
-        plan = cache.layers[key] = _make(x, ids, first, gate, second) or NO_LAYER
-    return plan.run(x, ids, weights, first, second) if isinstance(plan, LayerPlan) else None
+        plan = cache.layers[key] = _make(x, dtype, ids, first, gate, second) or NO_LAYER
+    return plan.run(x, ids, weights, first, second, x_scales) if isinstance(plan, LayerPlan) else None
 
 
 NO_LAYER = object()
 """The plan of a layer that is computed in other ways."""
 
 
-def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second: Product) -> LayerPlan | None:
-    device = x.get_device()
+def _make(
+    x: torch.Tensor, x_dtype: torch.dtype | None, ids: torch.Tensor, first: Product, gate: Gate, second: Product
+) -> LayerPlan | None:
+    """x_dtype: None: x is in E4M3."""
+    device, dtype = x.get_device(), x_dtype or first.operand.dtype
     arch = device_arch(device)
     experts, inner = first.operand.experts or 0, second.operand.k
     fits = (
-        x.dtype in FLOAT_TYPES
+        dtype in FLOAT_TYPES
+        and first.operand.k == (x.shape[1] if x_dtype else 2 * x.shape[1])
         and first.operand.n == (2 * inner if gate.has_gate else inner)
         and first.operand.k == second.operand.n
         and inner % GATED_COLUMNS == 0
         and all(p.operand.format not in DEQUANTIZED_FORMATS for p in (first, second))
-        and all(p.operand.perm is None and p.operand.dtype == x.dtype and _in_place(p) for p in (first, second))
+        and all(p.operand.perm is None and p.operand.dtype == dtype and _in_place(p) for p in (first, second))
     )
     if not fits:
         return None
@@ -73,9 +87,9 @@ def _make(x: torch.Tensor, ids: torch.Tensor, first: Product, gate: Gate, second
     if choice is None:
         return None
     products = [(problems[0], choice.first), (problems[1], choice.second)]
-    if any(not runs_on(c, arch) or not is_compiled(c, types_of(problem, x.dtype)) for problem, c in products):
+    if any(not runs_on(c, arch) or not is_compiled(c, types_of(problem, dtype)) for problem, c in products):
         return None
-    return LayerPlan(x, ids, first, gate, second, products, choice.sorts)
+    return LayerPlan(device, dtype, ids, first, gate, second, products, choice.sorts)
 
 
 def _in_place(product: Product) -> bool:
@@ -92,7 +106,8 @@ class LayerPlan:
 
     def __init__(
         self,
-        x: torch.Tensor,
+        device: int,
+        dtype: torch.dtype,
         ids: torch.Tensor,
         first: Product,
         gate: Gate,
@@ -100,7 +115,7 @@ class LayerPlan:
         products: list[tuple[Problem, KernelConfig]],
         sorts: bool,
     ) -> None:
-        self.device, self.dtype = x.get_device(), x.dtype
+        self.device, self.dtype = device, dtype
         self.tokens, self.top_k = ids.shape
         self.experts = first.operand.experts or 0
         self.inner, self.columns = second.operand.k, second.operand.n
@@ -118,16 +133,24 @@ class LayerPlan:
         return plan.launch_choices if self.sorts else plan.launch, codebook
 
     def run(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: Product, second: Product
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        first: Product,
+        second: Product,
+        x_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = self.tokens * self.top_k
         ids = ids.contiguous()
         weights = weights.float().contiguous()
         numbers = torch.empty(rows + (1 if self.sorts else self.experts), dtype=torch.int32, device=x.device)
         places, ends = numbers[:rows], numbers[rows:]  # (T), and the end of all rows, or (E): of each expert
-        between = x.new_empty(rows, self.inner)
-        parts = x.new_empty(rows, self.columns)
-        y = x.new_empty(self.tokens, self.columns)
+        between, parts, y = (
+            torch.empty(m, n, dtype=self.dtype, device=x.device)
+            for m, n in ((rows, self.inner), (rows, self.columns), (self.tokens, self.columns))
+        )
+        row_scales = None if x_scales is None else torch.empty(rows, dtype=torch.float32, device=x.device)
         row_of, end_of = places.data_ptr(), ends.data_ptr()
         of_first: tuple[int, ...] = (end_of,)
         of_second: tuple[int, ...] = (end_of,)
@@ -137,10 +160,12 @@ class LayerPlan:
         else:
             # The rows of x lie where the result will: the second product writes no row before all of the first are.
             source, distance = parts, self.columns
-            route(x, ids, parts, ends, places)
+            route(x, ids, parts, ends, places, None if x_scales is None else x_scales.contiguous(), row_scales)
         stream = _current_stream(self.device)
-        self._launch(self._first, first, source, distance, between, of_first, stream)
-        self._launch(self._second, second, between, self.inner, parts, of_second, stream)
+        self._launch(self._first, first, source, distance, row_scales, between, of_first, stream)
+        if row_scales is not None:
+            between, row_scales = quantize_activations(between)
+        self._launch(self._second, second, between, self.inner, row_scales, parts, of_second, stream)
         add_choices(parts, weights, places, ends[-1:], y)
         return y
 
@@ -150,6 +175,7 @@ class LayerPlan:
         product: Product,
         source: torch.Tensor,
         distance: int,
+        x_scales: torch.Tensor | None,
         target: torch.Tensor,
         rows: tuple[int, ...],
         stream: int,
@@ -167,5 +193,5 @@ class LayerPlan:
             distance,
             target.shape[1],
             stream,
-            *(() if self.sorts else (0,)),  # no x_scales
+            *(() if self.sorts else (0 if x_scales is None else x_scales.data_ptr(),)),
         )
