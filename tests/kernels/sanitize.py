@@ -33,7 +33,7 @@ from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
 from weightonly.heuristics.problem import CODE_FORMATS
 from weightonly.kernels import is_compiled
-from weightonly.ops.around_experts import combine, sort_by_expert
+from weightonly.ops.around_experts import combine, in_pairs, sort_by_expert
 from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
 from weightonly.plan import grouped as grouped_plans
@@ -176,7 +176,7 @@ def grouped_launches() -> list[GroupedLaunch]:
         for config in (*wo.grouped_kernels(), *wo.grouped_fp8_kernels())
         for types in kernel_types(config)
         if is_compiled(config, types)
-        for tokens in (None, *((9, 140) if config.rules.in_layers and config.rules.x_bytes == 2 else ()))
+        for tokens in (None, *((9, 140) if config.rules.in_layers else ()))
     ]
 
 
@@ -214,6 +214,13 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
         grouped_plans.select_grouped = lambda problem, experts: one.config
         sorts = one.config.rules.sorts and ids.numel() <= MAX_SORTED_CHOICES
         layer_plans.select_layer = lambda *arguments: LayerChoice(one.config, one.config, sorts)
+        if one.config.rules.x_bytes == 1:
+            x8, x_scales = in_8_bits(x).values()
+            y = layer_plans.layer(in_pairs(x8), ids, weights, first, gate, second, x_scales)
+            cache.clear()
+            layer_plans.select_layer = lambda *arguments: None
+            expected = wo.fused_experts(x8, first.operand, second.operand, ids, weights, gate, x_scales=x_scales)
+            return y is not None and expected.isfinite().all() and torch.equal(y, expected)
         y = layer_plans.layer(x, ids, weights, first, gate, second)
         rows, offs, places = sort_by_expert(x, ids, 5)
         expected = combine(second(gate(first(rows, offs)), offs), weights, ids, offs, places, dtype)
