@@ -1,6 +1,7 @@
 """Every grouped configuration timed on the products of mixtures: for the fit of their cost model, and its regret.
 
 python -m tools.regret_experts --csv grouped.csv
+python -m tools.regret_experts --csv grouped_fp8.csv --formats int4,mxfp4 --layout tiled_fp8
 python -m tools.regret_experts --read grouped.csv
 """
 
@@ -28,12 +29,14 @@ from weightonly.bench.shapes import MIXTURES
 from weightonly.bench.timing import overlapping, time_calls
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.grouped import select_grouped, why_not_grouped
+from weightonly.heuristics.problem import FP8_LAYOUT
 from weightonly.kernels import is_compiled
+from weightonly.layout import TILED
 from weightonly.plan.choose import types_of
 
 from .regret import Regret, judge, regret_command
 
-CELL = ["model", "k", "n", "m", "format", "group_size", "routing", "skew", "dtype", "arch", "sm_count"]
+CELL = ["model", "k", "n", "m", "format", "group_size", "routing", "skew", "dtype", "arch", "sm_count", "layout"]
 """m: tokens, each with top_k rows."""
 
 ROUTINGS = (("even", 0.0), ("skewed", 0.0), ("skewed", 1.0))
@@ -67,27 +70,30 @@ def measure_configs(
     formats: Sequence[str] = ("int4",),
     routings: Sequence[tuple[str, float]] = ROUTINGS,
     *,
+    layout: str = TILED,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     budget_ms: float = 6.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """One row per cell (`CELL`) and configuration: `family`, `config` and `us`. Weights are random bytes.
+    """One row per cell (`CELL`) and configuration: `family`, `config` and `us`. Weights are random bytes; x is in E4M3
+    for those in layout "tiled_fp8".
 
-    Raises RuntimeError without a GPU, ValueError naming the argument for models and formats that there are not.
+    Raises RuntimeError without a GPU, ValueError naming the argument for models, formats and layouts there are not.
     """
     check_some("shapes", shapes, MIXTURES, "models, ")
     check_some("formats", formats, GROUP_SIZES)
+    check_some("layout", [layout], (TILED, FP8_LAYOUT))
     where = require_gpu("regret_experts", device)
     rows: list[dict[str, object]] = []
     weights = list(itertools.product(shapes, formats, PRODUCTS))
     arch, sm_count = gpu_facts(where)
-    of_run = {"dtype": str(dtype).removeprefix("torch."), "arch": arch, "sm_count": sm_count}
+    of_run = {"dtype": str(dtype).removeprefix("torch."), "arch": arch, "sm_count": sm_count, "layout": layout}
     with tqdm(total=len(weights) * len(batch) * len(routings), disable=not progress, unit="cell") as bar:
         for model, format, product in weights:
             k, n = MIXTURES[model].shape(product)
             group_size = next(g for g in GROUP_SIZES[format] if g == -1 or k % g == 0)
-            qweight, scales = _random(MIXTURES[model].experts, k, n, format, group_size, dtype, where)
+            qweight, scales = _random(MIXTURES[model].experts, k, n, format, group_size, layout, dtype, where)
             of_weight = {"model": model, "k": k, "n": n, "format": format, "group_size": group_size}
             for tokens, (routing, skew) in itertools.product(batch, routings):
                 bar.set_postfix_str(f"{model} {format} {k}x{n} M = {tokens}, {routing} {skew}")
@@ -100,7 +106,7 @@ def measure_configs(
 
 
 def _random(
-    experts: int, k: int, n: int, format: str, group_size: int, dtype: torch.dtype, device: torch.device
+    experts: int, k: int, n: int, format: str, group_size: int, layout: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[wo.PackedWeight, torch.Tensor]:
     bits, columns, rows = (8 if format == "int8" else 4), -(-n // 64) * 64, -(-k // 64) * 64
     data = torch.randint(0, 256, (experts * rows * columns * bits // 8,), dtype=torch.uint8, device=device)
@@ -108,7 +114,12 @@ def _random(
     scales = torch.rand(experts, groups, columns, device=device).mul_(0.01).to(dtype)[:, :, :n]
     if format == "mxfp4":
         scales = torch.exp2(torch.log2(scales.float()).round()).to(dtype)
-    return wo.PackedWeight(data, k, n, format, "tiled", experts=experts), scales
+    return wo.PackedWeight(data, k, n, format, layout, experts=experts), scales
+
+
+def with_layouts(frame: pd.DataFrame) -> pd.DataFrame:
+    """Files of before there was a column for them have weights in layout "tiled"."""
+    return frame.assign(layout=frame.layout.fillna(TILED) if "layout" in frame else TILED)
 
 
 def problem_of(cell: Mapping[str, Any]) -> tuple[Problem, int]:
@@ -117,7 +128,7 @@ def problem_of(cell: Mapping[str, Any]) -> tuple[Problem, int]:
     k, n, m, group_size, arch, sm_count = (
         int(cell[name]) for name in ("k", "n", "m", "group_size", "arch", "sm_count")
     )
-    return Problem(m * sizes.top_k, n, k, cell["format"], group_size, arch, sm_count), sizes.experts
+    return Problem(m * sizes.top_k, n, k, cell["format"], group_size, arch, sm_count, cell["layout"]), sizes.experts
 
 
 def _times(
@@ -132,14 +143,17 @@ def _times(
     offs = [Routing.of(ids.to(device), experts).offs for ids in routings_of(cell)]
     x = [torch.randn(problem.m, problem.k, device=device, dtype=dtype) for _ in offs]  # (T, K) each
     out = [torch.empty(problem.m, problem.n, device=device, dtype=dtype) for _ in offs]  # (T, N) each
+    given: list[dict[str, torch.Tensor]] = [{"x": one} for one in x]
+    if problem.layout == FP8_LAYOUT:
+        given = [dict(zip(("x", "x_scales"), wo.quantize_activations(one), strict=True)) for one in x]
     types = types_of(problem, dtype)
     found: dict[KernelConfig, float] = {}
-    for config in wo.grouped_kernels(device.index or 0):
+    for config in (*wo.grouped_kernels(device.index or 0), *wo.grouped_fp8_kernels(device.index or 0)):
         if not is_compiled(config, types) or why_not_grouped(config, problem, experts) is not None:
             continue
         calls = [
-            functools.partial(wo.grouped_gemm, one, qweight, scales, ends, out=to, config=config)
-            for one, to, ends in zip(x, out, offs, strict=True)
+            functools.partial(wo.grouped_gemm, qweight=qweight, scales=scales, offs=ends, out=to, config=config, **of)
+            for of, to, ends in zip(given, out, offs, strict=True)
         ]
         give_up_us = _HOPELESS * min(found.values(), default=float("inf"))
         with overlapping(False):
@@ -157,7 +171,7 @@ def regret(frame: pd.DataFrame) -> Regret:
         chosen = select_grouped(*problem_of(cell))
         return "none" if chosen is None else chosen.kernel
 
-    return judge(frame, CELL, choose)
+    return judge(with_layouts(frame), CELL, choose)
 
 
 def _add_options(parser: command.Parser) -> None:
@@ -169,6 +183,7 @@ def _add_options(parser: command.Parser) -> None:
     parser.add_argument(
         "--formats", type=command.names, default=list(GROUP_SIZES), help=f"some of {','.join(GROUP_SIZES)}"
     )
+    parser.add_argument("--layout", default=TILED, help=f"of the weights, {TILED} or {FP8_LAYOUT} (default {TILED})")
     command.add_run(parser, dtype="bf16")
 
 

@@ -27,7 +27,7 @@ from tools.fit.clusters import (
     without_one_shape,
 )
 from tools.regret import regret
-from tools.regret_experts import CELL, problem_of
+from tools.regret_experts import CELL, problem_of, with_layouts
 from weightonly.heuristics import KernelConfig, Problem, candidates, h200
 from weightonly.heuristics.configs import CONFIGS, GROUPED_CONFIGS
 from weightonly.heuristics.constants import (
@@ -208,7 +208,7 @@ def test_the_dense_constants_are_recovered() -> None:
 
 def test_the_grouped_constants_are_recovered() -> None:
     """From the cells that were measured, with the times of other constants; kernels without rows stay as they are."""
-    frame = pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz")
+    frame = with_layouts(pd.read_csv(MEASUREMENTS / "h200_grouped.csv.xz"))
     assert (
         grouped.usable(frame).all() and not grouped.usable(frame.assign(config="gemm_sm90_16x128x256_w16x64_s7")).any()
     )

@@ -10,12 +10,15 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from weightonly.heuristics.configs import GROUPED_CONFIGS
+from weightonly.heuristics.configs import GROUPED_CONFIGS, GROUPED_FP8_CONFIGS
 from weightonly.heuristics.constants import GroupedConstants, GroupedTimes
 from weightonly.heuristics.families.hopper_grouped import Tiles, grouped_us
-from weightonly.heuristics.problem import CODE_FORMATS
+from weightonly.heuristics.problem import CODE_FORMATS, FP8_LAYOUT
+from weightonly.layout import TILED
 
-from ..regret_experts import CELL, problem_of, rows_of_experts
+from ..regret_experts import CELL, problem_of, rows_of_experts, with_layouts
+
+_CONFIGS = {c.kernel: c for c in (*GROUPED_CONFIGS, *GROUPED_FP8_CONFIGS) if c.layout in (TILED, FP8_LAYOUT)}
 
 # Constants of a kernel: start, least, most.
 _START = {
@@ -30,7 +33,7 @@ _PRIOR = 0.01
 
 def usable(frame: pd.DataFrame) -> pd.Series:
     """Which rows are of these kernels (`tools.regret_experts`)."""
-    return frame.config.isin({c.kernel for c in GROUPED_CONFIGS if c.layout == "tiled"})
+    return frame.config.isin(_CONFIGS)
 
 
 def tiles_of(cell: Mapping[str, Any], block_m: int) -> Tiles:
@@ -42,12 +45,13 @@ def tiles_of(cell: Mapping[str, Any], block_m: int) -> Tiles:
 
 def fit(frame: pd.DataFrame, before: GroupedConstants) -> GroupedConstants:
     """The constants with the least squares of log(predicted / measured). What was not measured stays as it is."""
-    configs = {c.kernel: c for c in GROUPED_CONFIGS}
     kernels = dict(before.kernels)
     start, least, most = np.log(list(_START.values())).T
-    frame = frame.assign(kernel_format=frame.format.where(~frame.format.isin(CODE_FORMATS), "code4"))
+    frame = with_layouts(frame)
+    is_code4 = frame.format.isin(CODE_FORMATS) & (frame.layout == TILED)  # see Problem.format
+    frame = frame.assign(kernel_format=frame.format.where(~is_code4, "code4"))
     for (name, format), rows in frame.groupby(["config", "kernel_format"], sort=True):
-        config = configs[name]
+        config = _CONFIGS[name]
         cells = [row[CELL].to_dict() for _, row in rows.iterrows()]
         problems = [problem_of(cell)[0] for cell in cells]
         tiles = [tiles_of(cell, config.block_m) for cell in cells]
