@@ -8,7 +8,7 @@ w[k, n] is approximated by  scales[k // g, n] * codebook[q[k, n]].
 
 The codes of the last two are 4-bit floats (E2M1), rounded to nearest, ties to the even code. What they stand for, and
 the scales, are exact in 16 bits: a weight is what its bits say, in float16 and bfloat16, too. That is why the factor
-is a power of two; it has no part in the error, but for scales 2^15 times smaller than the largest.
+is a power of two; it has no part in the error, but for scales 2^14 times smaller than the largest.
 
 E2M1, E8M0 and mxfp4: OCP Microscaling Formats (MX) Specification 1.0.
 """
@@ -76,7 +76,9 @@ def quantize_codes(
     if format not in FORMAT_GROUPS and not search:
         return _quantize_blocks(w, dtype, format, group, code)
     largest = check_values(w, dtype) if largest is None else largest
-    factor = _factor(largest, dtype)
+    # Searched groups may have 4 as the largest code: quantized again, with a peak that was rounded down, they find the
+    # factor of the first time or one as good.
+    factor = _factor(largest / (E2M1[-2] if search else E2M1[-1]), dtype)
     to_codes = _to_codes(CODEBOOKS[format] if code is None else tuple(code), format in FORMAT_GROUPS, w.device)
     q = torch.empty(k, n, dtype=torch.int8, device=w.device)
     scales = torch.empty(k // group, n, dtype=dtype, device=w.device)
@@ -227,15 +229,15 @@ def _e8m0_scale(
     return torch.where(peak == 0, torch.ones_like(ocp), torch.where(after < before, wide, ocp))
 
 
-def _factor(peak: float, dtype: torch.dtype) -> float:
-    """The factor of nvfp4: the smallest power of two with which the largest scale of E4M3 reaches `peak`.
+def _factor(scale: float, dtype: torch.dtype) -> float:
+    """The factor of nvfp4: the smallest power of two with which the largest number of E4M3 reaches `scale`.
 
     A power of two, so that scales stay exact in 16 bits; no smaller than what keeps the smallest one a number of
     `dtype`.
     """
-    if peak == 0:
+    if scale == 0:
         return 1.0
-    mantissa, exponent = math.frexp(peak / (E2M1[-1] * _LARGEST_E4M3))
+    mantissa, exponent = math.frexp(scale / _LARGEST_E4M3)
     info = torch.finfo(dtype)
     return 2.0 ** max(exponent - (mantissa == 0.5), round(math.log2(info.smallest_normal * info.eps / _SMALLEST_E4M3)))
 

@@ -95,14 +95,18 @@ def test_codes_are_the_nearest_of_their_scales(format: str, group: int, generato
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @codes
+@pytest.mark.parametrize("peak", [None, 5.26, 5.35, 5.5])  # the last three are rounded to 5.25
 def test_what_codes_represent_is_given_back(
-    dtype: torch.dtype, format: str, group: int, generator: torch.Generator
+    dtype: torch.dtype, format: str, group: int, peak: float | None, generator: torch.Generator
 ) -> None:
     def rounded(w: torch.Tensor) -> torch.Tensor:
         q, scales, _ = wo.quantize(w, format=format, group_size=group)
         return wo.dequantize(wo.preprocess(q, format=format), scales)
 
-    once = rounded((torch.randn(512, 64, generator=generator) / 32).to(dtype))
+    w = torch.randn(512, 64, generator=generator) / 32
+    if peak is not None:
+        w[7, 9] = peak / 32
+    once = rounded(w.to(dtype))
     assert torch.equal(rounded(once), once)
 
 
