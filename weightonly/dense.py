@@ -80,6 +80,11 @@ def blocks_of(groups: int, group: int, n: int, device: torch.device) -> Iterator
             yield slice(start, min(start + group_step, groups)), slice(column, min(column + column_step, n))
 
 
+def over(numbers: torch.Tensor, divisor: float) -> torch.Tensor:
+    """numbers / divisor, divided on GPUs, too: there PyTorch multiplies by the reciprocal of a number of Python."""
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
+
+
 def groups_first(w: torch.Tensor, group: int) -> torch.Tensor:
     """A view (g, G, n) of w [G * g, n]: sums over the rows of a group are then elementwise, see `fold`."""
     return w.unflatten(0, (-1, group)).transpose(0, 1)

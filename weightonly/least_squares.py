@@ -17,6 +17,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from .dense import over
+
 SearchFor: TypeAlias = bool | Literal["whole"]
 """`search` of `weightonly.quantize`."""
 
@@ -97,7 +99,7 @@ class Search:
         squares, dot = sums[-2], sums[-1]
         if self.store_zero is not None:
             count, levels, total = len(level), sums[0], self.total
-            mean = levels / count
+            mean = over(levels, count)
             # NaN where all levels are one: such a trial is not taken.
             zero = self.store_zero(mean - total * (squares - levels * mean) / (dot * count - total * levels))
             dot -= zero * total

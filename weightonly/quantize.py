@@ -18,6 +18,7 @@ from .dense import (
     default_group_size,
     groups_first,
     in_groups,
+    over,
     resolve_group_size,
 )
 from .heuristics.problem import CODE_FORMATS, FORMATS
@@ -166,7 +167,7 @@ def _storable_scale(
     span: what the levels have to cover. peak: the largest magnitude. Both are fp64: there the range of the largest
     numbers does not overflow and subnormal ones are not rounded. A span of 0 gets scale 1.
     """
-    scale = (span / levels).to(dtype)
+    scale = over(span, levels).to(dtype)
     # Subnormal scales and 0 are coarse: the nearest one can be too small by many levels.
     scale = torch.where(span > (levels + slack) * scale.double(), _step(scale, 1), scale)
     # Near the largest number the level next to the peak may be Inf (7 * 9360 in fp16), and the level below it may be
@@ -253,7 +254,7 @@ def _starts(low: torch.Tensor, high: torch.Tensor, group: int, bits: int, symmet
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     for more_below, more_above in _ENDS:
         below, above = low * (part + more_below), high * (part + more_above)
-        scale = (above - below) / (largest - lowest)
+        scale = over(above - below, largest - lowest)
         yield scale, lowest - below / scale
 
 

@@ -30,6 +30,7 @@ from .dense import (
     check_weight,
     groups_first,
     in_groups,
+    over,
     resolve_group_size,
 )
 from .formats.words import unpack_nibbles
@@ -244,7 +245,7 @@ def _factor(scale: float, dtype: torch.dtype) -> float:
 
 def _e4m3_scale(peak: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
     """fp32 (G, n): peak / 6, as a number of E4M3 times `factor`. A group of zeros gets `factor`."""
-    exact = (peak.double() / (E2M1[-1] * factor)).float().clamp(min=_SMALLEST_E4M3)
+    exact = over(peak.double(), E2M1[-1] * factor).float().clamp(min=_SMALLEST_E4M3)
     scale = exact.to(torch.float8_e4m3fn)
     # Rounded up, the largest code may be beyond the dtype. The number of E4M3 before has the bits before.
     below = (scale.view(torch.uint8) - 1).view(torch.float8_e4m3fn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .dense import blocks_of, check_values
+from .dense import blocks_of, check_values, over
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -26,7 +26,7 @@ def quantize_fp8(w: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch
         rows = slice(groups.start * group, groups.stop * group)
         block = w[rows, columns].to(torch.float32).unflatten(0, (-1, group))  # (G, g, n)
         peak = block.abs().amax(dim=1)  # (G, n)
-        scale = (peak.double() / LARGEST).to(dtype).clamp(min=info.smallest_normal * info.eps)
+        scale = over(peak.double(), LARGEST).to(dtype).clamp(min=info.smallest_normal * info.eps)
         scale = torch.where(peak == 0, torch.ones_like(scale), scale)
         # Near the largest number a scale that was rounded up makes Inf: the one before it has the bits before.
         below = (scale.view(torch.int16 if dtype.itemsize == 2 else torch.int32) - 1).view(dtype)

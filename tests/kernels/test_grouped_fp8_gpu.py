@@ -16,6 +16,7 @@ from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.problem import FP8_LAYOUT
 from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
+from weightonly.plan import grouped as grouped_plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -142,6 +143,7 @@ def test_layers_of_every_kernel(
 ) -> None:
     """Six launches beside one product after another; some choices are of none, and a graph holds the layer."""
     need(config, types)
+    monkeypatch.setattr(grouped_plans, "select_grouped", lambda *problem: config)
     experts, hidden, inner = 6, 256, 192
     first, second = (
         weights(experts, k, n, types, group_size, generator, exact=False)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..dense import WEIGHT_DTYPES
+from ..dense import WEIGHT_DTYPES, over
 from ..device import check_one_device, device_arch
 from ..kernels import _C, FLOAT_TYPES, MAX_M, check_kernels
 from ..plain import are_plain, is_compiling
@@ -97,7 +97,7 @@ def _results_of_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _by_operators(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x32 = x.to(torch.float32)
-    x_scales = x32.abs().amax(-1) / LARGEST
+    x_scales = over(x32.abs().amax(-1), LARGEST)
     x_scales = torch.where(x_scales == 0, 1.0, x_scales)
     x8 = (x32 / x_scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return x8.contiguous(), x_scales

@@ -242,9 +242,11 @@ struct Mainloop {
         }
         if (kIsLast) pass.read_next();
         pass.template issue<kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
-        if constexpr (kBuffers == 2 && !(kEnds && job == 0)) {
-          warpgroup_wait<1>();
-          add(kEnds ? group_scales : scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kActive);
+        if constexpr (kBuffers == 2) {
+          if constexpr (!(kEnds && job == 0)) {
+            warpgroup_wait<1>();
+            add(kEnds && kGroups == 1 ? group_scales : scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kActive);
+          }
           scales = group_scales;
         }
         if (kIsLast || kBuffers == 1) warpgroup_wait<0>();
