@@ -175,7 +175,7 @@ struct Mainloop {
       for (int i = 0; i < kSteps; ++i) pairs[i] = reader.read_scale_pair(i);
       base.x = fold_column<0>(pairs, w);
       base.y = fold_column<1>(pairs, w);
-      bool const is_left = warpgroup_any(sm90::BarrierId::kFirstWarpgroup + threadIdx.x / 128, (folded & 0xff) != 0xff);
+      bool const is_left = warpgroup_any(BarrierId::kFirstVote + threadIdx.x / 128, (folded & 0xff) != 0xff);
       folded = is_left ? folded | kStays : 0;
     }
     template <int kColumn>

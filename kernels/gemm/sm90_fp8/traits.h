@@ -18,6 +18,12 @@ struct WeightFormat<Mxfp4> {
 
 namespace sm90_fp8 {
 
+struct BarrierId : sm90::BarrierId {
+  /// Then one for each consumer warpgroup. A warpgroup still votes while another, with which it shares a barrier of the
+  /// grouped epilogue, waits there.
+  static constexpr int kFirstVote = kAll + 1;
+};
+
 /// Config: as that of sm90::Traits, and kChunks.
 template <class Config>
 struct Traits {
