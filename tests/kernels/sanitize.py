@@ -263,8 +263,7 @@ def main() -> int:
     device = torch.cuda.current_device()
     chosen = [c for c in (*wo.kernels(), *wo.fp8_kernels()) if not families or c.family in families]
     todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
-    if not families or GROUPED in families:
-        todo += grouped_launches()
+    todo += [one for one in grouped_launches() if not families or families & {GROUPED, one.config.family}]
     todo = todo[part - 1 :: parts]
     launched = 0
     for one in todo:
