@@ -67,6 +67,41 @@ struct FoldedScales {
   }
 };
 
+/// What FoldedScales makes of both columns of a lane, where it takes all at once and they are near each other, as nearly
+/// always: then a third of the instructions do.
+struct NearScales {
+  static constexpr int kGroups = FoldedScales::kGroups;
+  static constexpr uint32_t kBoth = 0x00010001u;
+  bool is_all;  // else nothing here holds
+  uint32_t most;  // the largest scales
+  uint32_t distances[kGroups];  // exponents less than those of the largest, where E4M3 has its exponent
+
+  /// pairs: scales of column 0 in the low half and of column 1 in the high half, numbers of 16 bits with so many bits of
+  /// mantissa. All are to be normal and positive, 2^0 .. 2^-7 times the largest.
+  CUTLASS_DEVICE NearScales(uint32_t const (&pairs)[kGroups], int mantissa) {
+    uint32_t least = most = pairs[0];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < kGroups; ++i) {
+      most = __vmaxu2(most, pairs[i]);
+      least = __vminu2(least, pairs[i]);
+    }
+    uint32_t others = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      others |= most - pairs[i];
+      distances[i] = most - pairs[i] >> (mantissa - 3);
+    }
+    uint32_t const below_normal = least - (kBoth << mantissa) & 0x80008000u;  // negative ones are so, too
+    is_all = (others & ~(kBoth * 7 << mantissa) | below_normal) == 0;
+  }
+  CUTLASS_DEVICE E2m1Bytes bytes(int group, int column) const {
+    constexpr uint32_t kBytes = 0x01010101u, kLargest = FoldedScales::kMostExponent << 3;
+    uint32_t const less = column == 0 ? distances[group] & 0xff : distances[group] >> 16;
+    E2m1Bytes const one;
+    return {one.low + kLargest * (kBytes - 1) - less * (kBytes - 1), one.high + kLargest * kBytes - less * kBytes};
+  }
+};
+
 /// The same as load_fp8_fragment for E2M1. A word has magnitudes in the low three bits of its nibbles, in the order of k,
 /// those of row g first; bits 7, 15, 23 and 31 are the signs of row g, the highest bits of the other nibbles those of
 /// row g + 8. The registers of one of them, g + 8 kRow.

@@ -20,6 +20,16 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   return picked;
 }
 
+inline uint32_t of_halves(uint32_t a, uint32_t b, uint32_t const& (*pick)(uint32_t const&, uint32_t const&)) {
+  return pick(a >> 16, b >> 16) << 16 | pick(a & 0xffff, b & 0xffff);
+}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return of_halves(a, b, std::max<uint32_t>);
+}
+inline uint32_t __vminu2(uint32_t a, uint32_t b) {
+  return of_halves(a, b, std::min<uint32_t>);
+}
+
 #include "cutlass_ext/fragment/fp8_weight.h"
 
 using namespace weightonly;
@@ -35,6 +45,18 @@ void wo_fold(uint32_t const (*words)[2], uint32_t (*scales)[4], uint32_t (*a)[4]
     load_e2m1_fragment<1>(words[i], columns[1].bytes[i], a[i]);
   }
   for (int h = 0; h < 2; ++h) base[h] = columns[h].base * kUnitOfE2m1;
+}
+
+/// Whether all is folded at once by NearScales: then fills a, and most with the largest scales. pairs [4]: of both columns,
+/// in 16 bits.
+bool wo_near(uint32_t const (*words)[2], uint32_t const (&pairs)[4], int mantissa, uint32_t (*a)[4], uint32_t* most) {
+  NearScales const near(pairs, mantissa);
+  for (int i = 0; i < 4; ++i) {
+    load_e2m1_fragment<0>(words[i], near.bytes(i, 0), a[i]);
+    load_e2m1_fragment<1>(words[i], near.bytes(i, 1), a[i]);
+  }
+  *most = near.most;
+  return near.is_all;
 }
 
 void wo_integers(uint32_t const (*words)[2], uint32_t (*a)[4]) {

@@ -83,6 +83,46 @@ def test_any_scales_take_turns(library: ctypes.CDLL, generator: torch.Generator)
         check(library, generator, 5, torch.tensor([one, one[::-1]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_near_scales_fold_as_any_do(library: ctypes.CDLL, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """And others are not taken for near ones: too far apart, negative, not normal, no powers of two of each other."""
+    library.wo_near.restype = ctypes.c_bool
+    lowest = -14 if dtype == torch.float16 else -126
+    taken = 0
+    for i in range(600):
+        low = torch.randint(lowest - 3, 5 if dtype == torch.float16 else 100, (1, 2), generator=generator)
+        if i % 3 == 0:
+            low = torch.randint(lowest, lowest + 3, (1, 2), generator=generator)
+        exponents = low + torch.randint(0, 9 if i % 2 else 8, (4, 2), generator=generator)
+        scales = torch.exp2(exponents.double())
+        if i % 4 == 0:
+            scales *= torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5, -1.0, 0.0])[
+                torch.randint(9, (4, 2), generator=generator)
+            ]
+        elif i % 4 == 1:
+            scales *= 1.75
+        scales = scales.to(dtype)
+        words = words_of(wo.preprocess(random_q(K, 64, 4, generator) + 8, format="mxfp4", layout="tiled_fp8"), i % 32)
+        a, most = torch.zeros(4, 4, dtype=torch.int32), torch.zeros(2, dtype=dtype)
+        pairs = scales.contiguous().view(torch.int32)
+        addresses = [ctypes.c_void_p(t.data_ptr()) for t in (words, pairs, a, most)]
+        is_near = library.wo_near(addresses[0], addresses[1], 10 if dtype == torch.float16 else 7, *addresses[2:])
+        wide, ends = scales.double(), scales.double().aminmax(dim=0)
+        ratios = ends.max / wide
+        assert is_near == bool(
+            (wide >= torch.finfo(dtype).smallest_normal).all()
+            and (ratios <= 2.0**7).all()
+            and (torch.frexp(ratios).mantissa == 0.5).all()
+        )
+        if is_near:
+            taken += 1
+            b, base = torch.zeros(4, 4, dtype=torch.int32), torch.zeros(2)
+            left = scales.float().T.contiguous()
+            library.wo_fold(*(ctypes.c_void_p(t.data_ptr()) for t in (words, left, b, base)))
+            assert torch.equal(a, b) and torch.equal(most.float() / 64, base) and not left.any()
+    assert 100 < taken < 500
+
+
 @pytest.mark.parametrize("lane", range(32))
 def test_integers(library: ctypes.CDLL, generator: torch.Generator, lane: int) -> None:
     q = random_q(K, 64, 4, generator)

@@ -169,13 +169,26 @@ struct Mainloop {
       }
     }
     CUTLASS_DEVICE void fold(Fragment& w) {
+      int const vote = BarrierId::kFirstVote + threadIdx.x / 128;
       reader.read_words(words);
       uint32_t pairs[kSteps];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i) pairs[i] = reader.read_scale_pair(i);
+      if (!stays()) {
+        constexpr int kMantissa = cutlass::platform::is_same<Element, cutlass::half_t>::value ? 10 : 7;
+        NearScales const near(pairs, kMantissa);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSteps; ++i) {
+          load_e2m1_fragment<0>(words_of_step(words, i), near.bytes(i, 0), step_of(w, i));
+          load_e2m1_fragment<1>(words_of_step(words, i), near.bytes(i, 1), step_of(w, i));
+        }
+        base = {Reader::scale_of(near.most, 0) * Traits::kWeightUnit,
+                Reader::scale_of(near.most, 1) * Traits::kWeightUnit};
+        if (!warpgroup_any(vote, !near.is_all)) return;
+      }
       base.x = fold_column<0>(pairs, w);
       base.y = fold_column<1>(pairs, w);
-      bool const is_left = warpgroup_any(BarrierId::kFirstVote + threadIdx.x / 128, (folded & 0xff) != 0xff);
+      bool const is_left = warpgroup_any(vote, (folded & 0xff) != 0xff);
       folded = is_left ? folded | kStays : 0;
     }
     template <int kColumn>
@@ -233,7 +246,6 @@ struct Mainloop {
       pass.begin_k_tile();
       for_each(make_int_sequence<kJobs>{}, [&](auto job) {
         constexpr int kBuffer = job % kBuffers, kGroup = job / kActive, kChunk = job % kActive;
-        constexpr int kBefore = kBuffers - 1 - kBuffer;
         constexpr bool kIsLast = job == kJobs - 1;
         if (kChunk == 0) {
           group_scales = Traits::kFoldsScales
@@ -245,7 +257,8 @@ struct Mainloop {
         if constexpr (kBuffers == 2) {
           if constexpr (!(kEnds && job == 0)) {
             warpgroup_wait<1>();
-            add(kEnds && kGroups == 1 ? group_scales : scales, partial[kBefore], accum, (kJobs + kChunk - 1) % kActive);
+            add(kEnds && kGroups == 1 ? group_scales : scales, partial[1 - kBuffer], accum,
+                (kJobs + kChunk - 1) % kActive);
           }
           scales = group_scales;
         }
