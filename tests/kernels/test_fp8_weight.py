@@ -96,9 +96,8 @@ def test_near_scales_fold_as_any_do(library: ctypes.CDLL, generator: torch.Gener
         exponents = low + torch.randint(0, 9 if i % 2 else 8, (4, 2), generator=generator)
         scales = torch.exp2(exponents.double())
         if i % 4 == 0:
-            scales *= torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5, -1.0, 0.0])[
-                torch.randint(9, (4, 2), generator=generator)
-            ]
+            others = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5, -1.0, 0.0])
+            scales *= others[torch.randint(9, (4, 2), generator=generator)]
         elif i % 4 == 1:
             scales *= 1.75
         scales = scales.to(dtype)
