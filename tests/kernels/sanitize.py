@@ -264,6 +264,8 @@ def main() -> int:
     chosen = [c for c in (*wo.kernels(), *wo.fp8_kernels()) if not families or c.family in families]
     todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
     todo += [one for one in grouped_launches() if not families or families & {GROUPED, one.config.family}]
+    if not todo and CONVERSIONS not in families:
+        parser.error(f"families: this build and GPU have no kernel of {' or '.join(sorted(families))}")
     todo = todo[part - 1 :: parts]
     launched = 0
     for one in todo:

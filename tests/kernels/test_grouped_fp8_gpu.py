@@ -38,7 +38,7 @@ def weights(
     values = codebook("mxfp4").double()[(q + 8).long()] if is_code else q.double()
     shape = (experts, groups, n)
     if exact or is_code:
-        scales = torch.exp2(torch.randint(-1, 2, shape, generator=g).float())
+        scales = torch.exp2(torch.randint(*((-1, 2) if exact else (-9, -5)), shape, generator=g).float())
     else:
         scales = torch.rand(shape, generator=g) * 0.02 + 0.001
     scales = scales.to(DTYPES[types.dtype])
