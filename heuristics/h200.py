@@ -211,6 +211,26 @@ GEMM_SM90_FP8 = GemmSm90Constants(
     },
 )
 
+GEMM_SM90_FP8_MX = GemmSm90Constants(
+    fitted_to="355 times of 30 problems, then moved so that choices cost least",
+    fixed_us=1.0,
+    cluster_us=0.4206,
+    cta_us=0.04776,
+    tb_s=3.163,
+    unhidden=0.06955,
+    idle=0.185,
+    kernels={
+        ("gemm_sm90_fp8_mx_16x64x512_w16x64_s5", "mxfp4"): TileTimes(0.7651, 2.309),
+        ("gemm_sm90_fp8_mx_32x64x512_w32x64_s4", "mxfp4"): TileTimes(0.8071, 2.357),
+        ("gemm_sm90_fp8_mx_64x64x512_w64x64_s3", "mxfp4"): TileTimes(0.9053, 2.969),
+        ("gemm_sm90_fp8_mx_64x128x256_w64x64_s4", "mxfp4"): TileTimes(0.9275, 3.218),
+        ("gemm_sm90_fp8_mx_128x64x256_w128x64_s4", "mxfp4"): TileTimes(0.7358, 3.456),
+        ("gemm_sm90_fp8_mx_128x128x128_w128x64_s6", "mxfp4"): TileTimes(0.7352, 4.009),
+        ("gemm_sm90_fp8_mx_192x128x128_w192x64_s5", "mxfp4"): TileTimes(0.8535, 4.488),
+        ("gemm_sm90_fp8_mx_256x128x128_w256x64_s4", "mxfp4"): TileTimes(1.081, 2.513),
+    },
+)
+
 UNFUSED = UnfusedConstants(
     fitted_to="149 times",
     slice_us=4.0,
@@ -220,7 +240,7 @@ UNFUSED = UnfusedConstants(
 )
 
 GROUPED = GroupedConstants(
-    fitted_to="2688 times",
+    fitted_to="1080 times",
     tb_s=4.3,
     unhidden=0.15,
     around_sorting_us=3.0,
@@ -250,5 +270,15 @@ GROUPED = GroupedConstants(
         ("grouped_sm90_64x256x128_w64x64_s3", "int8"): GroupedTimes(3.139, 6.042, 1.582, 0.008174),
         ("grouped_sm90_64x256x128_w64x64_s4", "code4"): GroupedTimes(4.235, 5.08, 0.7271, 0.007967),
         ("grouped_sm90_64x256x128_w64x64_s4", "int4"): GroupedTimes(4.03, 4.733, 0.6507, 0.00898),
+        ("grouped_sm90_fp8_128x128x128_w128x64_s6", "int4"): GroupedTimes(2.678, 2.805, 2.469, 0.006904),
+        ("grouped_sm90_fp8_16x256x128_w16x64_s8", "int4"): GroupedTimes(4.151, 3.796, 1.081, 0.001),
+        ("grouped_sm90_fp8_256x128x128_w256x64_s4", "int4"): GroupedTimes(2.797, 2.899, 2.63, 0.009801),
+        ("grouped_sm90_fp8_32x256x128_w32x64_s7", "int4"): GroupedTimes(3.442, 4.135, 1.796, 0.001),
+        ("grouped_sm90_fp8_64x256x128_w64x64_s6", "int4"): GroupedTimes(1.827, 4.498, 2.4, 0.004506),
+        ("grouped_sm90_fp8_mx_128x128x128_w128x64_s6", "mxfp4"): GroupedTimes(5.224, 6.263, 2.359, 0.002754),
+        ("grouped_sm90_fp8_mx_16x256x128_w16x64_s8", "mxfp4"): GroupedTimes(8.0, 10.33, 0.05, 0.001),
+        ("grouped_sm90_fp8_mx_256x128x128_w256x64_s4", "mxfp4"): GroupedTimes(5.059, 6.147, 2.817, 0.004306),
+        ("grouped_sm90_fp8_mx_32x256x128_w32x64_s7", "mxfp4"): GroupedTimes(8.0, 10.8, 0.05, 0.001),
+        ("grouped_sm90_fp8_mx_64x256x128_w64x64_s6", "mxfp4"): GroupedTimes(6.235, 11.19, 0.648, 0.001),
     },
 )

@@ -112,8 +112,8 @@ def _random(
     data = torch.randint(0, 256, (experts * rows * columns * bits // 8,), dtype=torch.uint8, device=device)
     groups = 1 if group_size == -1 else k // group_size
     scales = torch.rand(experts, groups, columns, device=device).mul_(0.01).to(dtype)[:, :, :n]
-    if format == "mxfp4":
-        scales = torch.exp2(torch.log2(scales.float()).round()).to(dtype)
+    if format == "mxfp4":  # as near each other as those of random weights
+        scales = torch.exp2(torch.randint(-9, -6, scales.shape, device=device).float()).to(dtype)
     return wo.PackedWeight(data, k, n, format, layout, experts=experts), scales
 
 

@@ -44,7 +44,7 @@ def dequantize_4bit(
     stream: int,
 ) -> None: ...
 def quantize_activations(
-    device: int, type: int, m: int, k: int, x: int, ldx: int, x8: int, x_scales: int, stream: int
+    device: int, type: int, m: int, k: int, x: int, ldx: int, x8: int, x_scales: int, rows_end: int, stream: int
 ) -> None: ...
 def dequantize(
     *,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import ClassVar
 
-from ..h200 import GEMM_SM90_FP8
+from ..h200 import GEMM_SM90_FP8, GEMM_SM90_FP8_MX
 from ..problem import Problem
 from .base import KernelConfig
 from .gemm_sm90 import GemmSm90
@@ -76,8 +75,8 @@ class GemmSm90Fp8Mx(GemmSm90Fp8):
     name = "gemm_sm90_fp8_mx"
     launcher = GemmSm90Fp8.name
     scale_modes = ("group",)
-    verified = False
-    constants = replace(GEMM_SM90_FP8, kernels={})
+    verified = True
+    constants = GEMM_SM90_FP8_MX
     formats = ("mxfp4",)
 
     def least_group(self, config: KernelConfig) -> int:

@@ -28,7 +28,7 @@ class GroupedSm90Fp8(GroupedSm90):
     header = "sm90_fp8/grouped.cuh"
     x_bytes = 1
     scale_modes: ClassVar[tuple[str, ...]] = GemmSm90Fp8.scale_modes
-    verified = False
+    verified = True
     formats: ClassVar[tuple[str, ...]] = ("int4",)
 
     def configs(self) -> Iterable[KernelConfig]:

@@ -210,7 +210,7 @@ void blocks_4bit(int device, int type, int64_t count, int blocksize, std::array<
 }
 
 void quantize_activations(int device, int type, int m, int k, uintptr_t x, int64_t ldx, uintptr_t x8,
-                          uintptr_t x_scales, uintptr_t stream) {
+                          uintptr_t x_scales, uintptr_t rows_end, uintptr_t stream) {
   weightonly::QuantizeActivationsParams params = {};
   params.x = reinterpret_cast<void const*>(x);
   params.x8 = reinterpret_cast<void*>(x8);
@@ -219,6 +219,7 @@ void quantize_activations(int device, int type, int m, int k, uintptr_t x, int64
   params.m = m;
   params.k = k;
   params.type = type;
+  params.rows_end = reinterpret_cast<int32_t const*>(rows_end);
   Failure message;
   throw_if(wo_quantize_activations(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)),
            message);
@@ -356,8 +357,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   module.def("quantize_activations", &quantize_activations, py::arg("device"), py::arg("type"), py::arg("m"),
-             py::arg("k"), py::arg("x"), py::arg("ldx"), py::arg("x8"), py::arg("x_scales"), py::arg("stream"),
-             "Enqueues kernels/convert/quantize_activations.cu.");
+             py::arg("k"), py::arg("x"), py::arg("ldx"), py::arg("x8"), py::arg("x_scales"), py::arg("rows_end"),
+             py::arg("stream"), "Enqueues kernels/convert/quantize_activations.cu.");
   module.def("dequantizes_groups_of_16", [] { return wo_dequantizes_groups_of_16() != 0; });
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");

@@ -55,6 +55,7 @@ struct QuantizeActivationsParams {
   int32_t m;
   int32_t k;
   int32_t type;  // enum FloatType of T
+  int32_t const* rows_end;  // [1]: rows from this one on are left; null: none are
 };
 
 }  // namespace weightonly

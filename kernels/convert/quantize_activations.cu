@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
   int64_t const row = blockIdx.x;
+  if (p.rows_end != nullptr && row >= *p.rows_end) return;
   auto const* const x = static_cast<Element const*>(p.x) + row * p.ldx;
   auto* const x8 = static_cast<uint8_t*>(p.x8) + row * p.k;
   auto const* const vectors = reinterpret_cast<uint4 const*>(x);
@@ -122,6 +123,8 @@ inline bool check_params(QuantizeActivationsParams const& p, char* message, int 
   if (misaligned(p.x, 16)) return fail("x", "a 16-byte aligned address", (long long)p.x);
   if (misaligned(p.x8, 16)) return fail("x8", "a 16-byte aligned address", (long long)p.x8);
   if (misaligned(p.x_scales, 4)) return fail("x_scales", "a 4-byte aligned address", (long long)p.x_scales);
+  if (reinterpret_cast<uintptr_t>(p.rows_end) % 4 != 0)
+    return fail("rows_end", "a 4-byte aligned address or null", (long long)p.rows_end);
   if (p.m < 1) return fail("m", "at least 1", p.m);
   if (p.k < 1 || p.k > INT_MAX - 4095) return fail("k", "1 to 2^31 - 4096", p.k);
   if (p.m > 1 && (p.ldx < p.k || p.ldx % step != 0 || p.ldx > (int64_t(1) << 58) / p.m))

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_unfused = unfused.usable(frame)
     if is_waves.any() and arguments.log is None:
         parser.error("--log is needed: there are times of kernels before Hopper")
-    found = Constants(h200.WAVES, h200.DECODE_SM90, h200.GEMM_SM90, h200.GEMM_SM90_FP8, h200.UNFUSED, h200.GROUPED)
+    found = Constants(**{name: getattr(h200, name.upper()) for name in Constants._fields})
     if (is_grouped := grouped.usable(frame)).any():
         found = found._replace(grouped=grouped.fit(frame[is_grouped], h200.GROUPED))
     if is_unfused.any():

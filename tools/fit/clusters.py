@@ -56,7 +56,7 @@ START: dict[str, dict[str, tuple[float, float, float]]] = {
         "idle": (0.15, 0.002, 0.5),
     },
 }
-START["gemm_sm90_fp8"] = START["gemm_sm90"]
+START["gemm_sm90_fp8"] = START["gemm_sm90_fp8_mx"] = START["gemm_sm90"]
 _UNIT_BOUNDS = (0.25, 4.0)  # times its start
 _END_BOUNDS = (0.02, 15.0)
 

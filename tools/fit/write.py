@@ -41,6 +41,7 @@ class Constants(NamedTuple):
     decode_sm90: DecodeSm90Constants
     gemm_sm90: GemmSm90Constants
     gemm_sm90_fp8: GemmSm90Constants
+    gemm_sm90_fp8_mx: GemmSm90Constants
     unfused: UnfusedConstants
     grouped: GroupedConstants
 

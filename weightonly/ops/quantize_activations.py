@@ -47,10 +47,11 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     check_one_device(x=x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: expected shape [..., K] with K >= 1, got {list(x.shape)}")
-    return _operator(x) if is_compiling() else _compute(x)
+    return _operator(x) if is_compiling() else quantize_rows(x)
 
 
-def _compute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, rows_end: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_activations` of what that checks. rows_end: int32, the first row that may hold, and get, any numbers."""
     if not x.is_cuda or not are_plain(x):
         return _by_operators(x)
     k = x.shape[-1]
@@ -78,6 +79,7 @@ def _compute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ldx=rows.stride(0),
         x8=x8.data_ptr(),
         x_scales=x_scales.data_ptr(),
+        rows_end=0 if rows_end is None else rows_end.data_ptr(),
         stream=torch._C._cuda_getCurrentRawStream(device),
     )
     return x8, x_scales
@@ -86,7 +88,7 @@ def _compute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # Traced by Dynamo as PyTorch's operators, its division would be one of Triton's, which rounds otherwise.
 _operator = torch.library.custom_op(
     "weightonly::quantize_activations", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
-)(_compute)
+)(lambda x: quantize_rows(x))
 
 
 @_operator.register_fake

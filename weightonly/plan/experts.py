@@ -21,7 +21,7 @@ from ..heuristics.grouped import select_layer
 from ..heuristics.problem import DEQUANTIZED_FORMATS
 from ..kernels import FLOAT_TYPES, is_compiled, runs_on
 from ..ops.around_experts import MAX_CHOICES, add_choices, is_rows, route
-from ..ops.quantize_activations import quantize_activations
+from ..ops.quantize_activations import quantize_rows
 from ..plain import are_plain
 from . import cache
 from .choose import problem_of, types_of
@@ -164,7 +164,7 @@ class LayerPlan:
         stream = _current_stream(self.device)
         self._launch(self._first, first, source, distance, row_scales, between, of_first, stream)
         if row_scales is not None:
-            between, row_scales = quantize_activations(between)
+            between, row_scales = quantize_rows(between, ends[-1:])
         self._launch(self._second, second, between, self.inner, row_scales, parts, of_second, stream)
         add_choices(parts, weights, places, ends[-1:], y)
         return y
