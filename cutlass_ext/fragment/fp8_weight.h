@@ -77,7 +77,7 @@ struct NearScales {
   uint32_t distances[kGroups];  // exponents less than those of the largest, where E4M3 has its exponent
 
   /// pairs: scales of column 0 in the low half and of column 1 in the high half, numbers of 16 bits with so many bits of
-  /// mantissa. All are to be normal and positive, 2^0 .. 2^-7 times the largest.
+  /// mantissa. All are to be normal and positive, 2^0 .. 2^-7 times the largest; or 0, as those beyond the last column.
   CUTLASS_DEVICE NearScales(uint32_t const (&pairs)[kGroups], int mantissa) {
     uint32_t least = most = pairs[0];
     CUTLASS_PRAGMA_UNROLL
@@ -92,7 +92,7 @@ struct NearScales {
       distances[i] = most - pairs[i] >> (mantissa - 3);
     }
     uint32_t const below_normal = least - (kBoth << mantissa) & 0x80008000u;  // negative ones are so, too
-    is_all = (others & ~(kBoth * 7 << mantissa) | below_normal) == 0;
+    is_all = (others & ~(kBoth * 7 << mantissa) | below_normal) == 0 || most == 0;
   }
   CUTLASS_DEVICE E2m1Bytes bytes(int group, int column) const {
     constexpr uint32_t kBytes = 0x01010101u, kLargest = FoldedScales::kMostExponent << 3;

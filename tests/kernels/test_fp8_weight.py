@@ -120,6 +120,10 @@ def test_near_scales_fold_as_any_do(library: ctypes.CDLL, generator: torch.Gener
             library.wo_fold(*(ctypes.c_void_p(t.data_ptr()) for t in (words, left, b, base)))
             assert torch.equal(a, b) and torch.equal(most.float() / 64, base) and not left.any()
     assert 100 < taken < 500
+    pairs, a, most = torch.zeros(4, dtype=torch.int32), torch.full((4, 4), -1, dtype=torch.int32), torch.ones(2)
+    addresses = [ctypes.c_void_p(t.data_ptr()) for t in (words, pairs, a, most)]
+    assert library.wo_near(addresses[0], addresses[1], 7, *addresses[2:]) and most[0] == 0
+    assert columns_of(a).isfinite().all(), "times 0 it is 0"
 
 
 @pytest.mark.parametrize("lane", range(32))
