@@ -27,6 +27,7 @@ from ..formats.packed_config import METHOD, VERSION, guard_of, unguarded
 from ..kernels import check_kernels
 from ..layout import CPU
 from ..nn.choice import recipe_of
+from ..nn.fuse import fuse_model, unfuse_model
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
@@ -87,6 +88,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._beside: list[Any] = []
         """The conversions of the model while it is loaded."""
         self._is_parallel = False
+        self._is_fused = quantization_config.fuse or bool(quantization_config.asked.get("fuse"))
         self._reads_files = True
         """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
 
@@ -262,6 +264,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         conversions = [c for c in conversions if not _is_of_packed(c)]
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
+        if self._is_fused:
+            fuse_model(model)
         return model
 
     def _make_new(self, model: PreTrainedModel, name: str, layer: Linear) -> None:
@@ -359,6 +363,7 @@ class WeightOnlyQuantizer(HfQuantizer):
     @torch.no_grad()
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # `save_pretrained` leaves it in the config as text.
+        unfuse_model(model)  # the product would keep the packed weights in memory
         given: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, dense in dense_layers(model, self.conv1d, given):
             model.set_submodule(name, dense)

@@ -11,9 +11,11 @@ import torch
 
 from ..heuristics.arch import Arch
 from ..least_squares import SearchFor
+from ..require import require_bool
 from .base import PackedLayer
 from .choice import check_own, named, recipe_of
 from .experts import Experts
+from .fuse import fuse_model
 from .handlers import PACKED, Handler, handler_of
 from .kept import kept_in_fp32
 from .linear import Linear
@@ -42,6 +44,7 @@ def quantize_model(
     search: SearchFor = True,
     layers: Mapping[str, Mapping[str, Any]] | None = None,
     activations: str | None = None,
+    fuse: bool = False,
 ) -> torch.nn.Module:
     """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
 
@@ -86,6 +89,7 @@ def quantize_model(
         activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply
             (see `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is;
             so do layers that `layers` gives "16bit". None: x stays as it is.
+        fuse: whether layers that read the same x compute one product, such as q, k, v: see `fuse_model`.
 
     Raises:
         TypeError: a `module` that is no torch.nn.Module and a `skip` or `only` that is a str.
@@ -104,6 +108,7 @@ def quantize_model(
     given: object = module
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
+    require_bool("fuse", fuse)
     recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search, activations)
     layers = {} if layers is None else layers
     check_own(layers, recipe)
@@ -183,6 +188,8 @@ def quantize_model(
     if None in reasons.values():
         conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
         describe_model(module, recipe, conv1d)
+    if fuse:
+        fuse_model(module)
     return module
 
 
