@@ -22,13 +22,14 @@ from ..formats.shards import CONFIG
 from ..heuristics.arch import Arch
 from ..hub import model_folder
 from ..nn.fuse import fuse_model
-from ..packing import target_name
+from ..packing import format_of, target_name
 from ..require import require_bool
 from ..shown import shown
 from .checkpoint import CheckpointWeights, PlainLazy
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
 from .names import Names
+from .quantizer import pack_head
 
 
 def load_model(
@@ -40,6 +41,7 @@ def load_model(
     activations: str | None = None,
     *,
     fuse: bool = False,
+    quantize_head: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
@@ -59,6 +61,8 @@ def load_model(
             `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder
             has what it was written with; others "16bit", whatever their config asks for.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
+        quantize_head: the format of the output embeddings, such as "int8" or "fp8", where the folder has them dense:
+            they are quantized in memory, and an embedding that shares their weight stays as it is. None: they are left.
         **kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
             trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -84,6 +88,8 @@ def load_model(
     """
     require_bool("fuse", fuse)
     model = _load(folder, dtype, device_map, arch, revision, activations, **kwargs)
+    if quantize_head is not None:
+        pack_head(model, format_of(None, quantize_head), arch)
     if fuse:
         fuse_model(model)
     return model

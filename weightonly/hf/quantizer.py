@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,11 +25,14 @@ from transformers.utils import logging
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, unguarded
+from ..heuristics.arch import Arch
 from ..kernels import check_kernels
 from ..layout import CPU
 from ..nn.choice import recipe_of
 from ..nn.fuse import fuse_model, unfuse_model
+from ..nn.head import head_names, head_recipe
 from ..nn.linear import Linear
+from ..nn.quantize_model import quantize_model
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
@@ -89,6 +93,7 @@ class WeightOnlyQuantizer(HfQuantizer):
         """The conversions of the model while it is loaded."""
         self._is_parallel = False
         self._is_fused = quantization_config.fuse or bool(quantization_config.asked.get("fuse"))
+        self._head: str | None = quantization_config.quantize_head or quantization_config.asked.get("quantize_head")
         self._reads_files = True
         """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
 
@@ -138,7 +143,17 @@ class WeightOnlyQuantizer(HfQuantizer):
             layers = quantizable(model)
             recipes = recipe_of(config.recipe(dtype), config.layers, names_of(layers))
             left = {} if config.dense is None else config.dense.left(layers)
+            if self._head is not None and config.dense is not None:
+                heads = head_names(model)
+                dense = [name for name in dense if name not in heads]
+                left = {name: reason for name, reason in left.items() if name not in heads}
+                recipes = _with_heads(recipes, heads, head_recipe(config.recipe(dtype), self._head))
             self.plan = plan_quantization(model, dense, recipes, self._layout, left)
+            if self._head is not None and config.dense is not None:
+                for name in heads:
+                    if name in self.plan.dense:
+                        problem = "expected output embeddings that can be quantized"
+                        raise ValueError(f"quantize_head: {problem}, got {name}: {self.plan.dense[name]}")
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
             if config.dense is not None:
@@ -264,6 +279,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         conversions = [c for c in conversions if not _is_of_packed(c)]
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
+        if self._head is not None and self.quantization_config.dense is None:
+            pack_head(model, self._head, self.quantization_config.arch)
         if self._is_fused:
             fuse_model(model)
         return model
@@ -383,6 +400,26 @@ class WeightOnlyQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: torch.compile traces packed layers."""
         return True
+
+
+def pack_head(model: PreTrainedModel, format: str, arch: Arch | None) -> None:
+    """Quantizes the dense output embeddings of a model that is loaded; see `quantize_model`.
+
+    Raises ValueError for packed ones, those that are offloaded, and a model that is cut among ranks.
+    """
+    for name in head_names(model):
+        head = model.get_submodule(name)
+        if isinstance(head, Linear):
+            raise ValueError(f"quantize_head: expected dense output embeddings, got {name} in {head.format}")
+        if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in head.parameters()):
+            raise ValueError(f"quantize_head: expected a weight in the memory of one device, got that of {name}, which is not")
+    quantize_model(model, only=(), quantize_head=format, arch=arch_or_visible(arch))
+
+
+def _with_heads(
+    recipes: Callable[[Iterable[str]], Recipe], heads: Sequence[str], of_heads: Recipe
+) -> Callable[[Iterable[str]], Recipe]:
+    return lambda names: of_heads if not set(names).isdisjoint(heads) else recipes(names)
 
 
 def _is_of_packed(conversion: Any) -> bool:
