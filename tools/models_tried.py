@@ -49,7 +49,7 @@ with the dequantized weights by at most {bound} of their norm |
 | load | `load_model` of that folder: the same bits in the output |
 | from_dense | `from_pretrained` of the dense folder with a `WeightOnlyConfig`: the same bits in the output as \
 `quantize_model` of the same layers |
-| fuse | `fuse_model`: the same bits in the output, and in all tensors |
+| fuse | `fuse_model`: the same bits in all tensors, and in the output, or an error as that of the first line |
 | generate | four tokens, where the dense model generates them from tokens alone |
 | in_bf16 | an output in bf16, where the dense model has one |
 
@@ -159,10 +159,15 @@ class _Tries:
         _same(same, output_of(model, self.architecture))
 
     def fuse(self) -> None:
-        """`fuse_model`: equal bits, and fewer products."""
+        """`fuse_model`: the same tensors. What reads a part of the columns may sum in another order, as matmul does."""
         model = copy.deepcopy(self.model)
         self.result.fused = sum(map(len, wo.nn.fuse_model(model)))
-        _same(self.y, output_of(model, self.architecture))
+        y = output_of(model, self.architecture)
+        error = float((y - self.y).norm() / self.y.norm())
+        if not error <= BOUND:
+            raise ValueError(f"expected an error of at most {BOUND}, got {error:.1e}")
+        if error:
+            self.result.notes.append(f"other bits when fused, {error:.0e}")
         _same_state(self.model, model)
 
     def generate(self) -> None:

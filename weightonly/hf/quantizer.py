@@ -145,9 +145,10 @@ class WeightOnlyQuantizer(HfQuantizer):
             left = {} if config.dense is None else config.dense.left(layers)
             if self._head is not None and config.dense is not None:
                 heads = head_names(model)
+                k = model.get_submodule(heads[0]).in_features
                 dense = [name for name in dense if name not in heads]
                 left = {name: reason for name, reason in left.items() if name not in heads}
-                recipes = _with_heads(recipes, heads, head_recipe(config.recipe(dtype), self._head))
+                recipes = _with_heads(recipes, heads, head_recipe(config.recipe(dtype), self._head, k))
             self.plan = plan_quantization(model, dense, recipes, self._layout, left)
             if self._head is not None and config.dense is not None:
                 for name in heads:

@@ -27,7 +27,7 @@ class Fused:
     another tensor, outside of the owner's forward, or with tensors that are no views any more, a layer computes alone.
     """
 
-    def __init__(self, owner: torch.nn.Module, layers: Sequence[Linear]) -> None:
+    def __init__(self, owner: torch.nn.Module, names: Sequence[str], layers: Sequence[Linear]) -> None:
         self.layers = list(layers)
         self._operand: QuantizedWeight | None = None
         self._bias: torch.Tensor | None = None
@@ -35,10 +35,13 @@ class Fused:
         self._is_stale = self._is_fitting = False
         # None: closed. (): open. (x, when, y): open, and what the product was.
         self._kept: tuple[Any, ...] | None = None
-        self._handles: list[Any] = [
-            owner.register_forward_pre_hook(self._open),
-            owner.register_forward_hook(self._close, always_call=True),
-        ]
+        # `register_forward_pre_hook` takes a number that is another one for each owner, and torch.compile then compiles
+        # a function for each.
+        self._key: Any = ", ".join(names)
+        self._owner = owner
+        owner._forward_pre_hooks[self._key] = self._open
+        owner._forward_hooks[self._key] = self._close
+        owner._forward_hooks_always_called[self._key] = True
         ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
         for layer, end in zip(layers, ends, strict=True):
             layer._fused, layer._columns = self, (end - layer.out_features, end)
@@ -145,8 +148,9 @@ class Fused:
     @torch.no_grad()
     def undo(self) -> None:
         """Gives every layer tensors of its own."""
-        for handle in self._handles:
-            handle.remove()
+        owner = self._owner
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks, owner._forward_hooks_always_called):
+            hooks.pop(self._key, None)
         for layer in self.layers:
             for name in _PARTS:
                 if (part := getattr(layer, name)) is not None:
@@ -210,7 +214,7 @@ def fuse_model(model: torch.nn.Module) -> list[tuple[str, ...]]:
                 # A layer under two names would be two columns of itself.
                 layers = list({id(layer): layer for _, layer in found}.values())
                 if len(found) > 1 and len(layers) == len(found) and _agree(layers):
-                    Fused(owner, layers)
+                    Fused(owner, [name for name, _ in found], layers)
                     fused.append(tuple(f"{prefix}.{name}" if prefix else name for name, _ in found))
     return fused
 

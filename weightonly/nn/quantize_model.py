@@ -92,8 +92,8 @@ def quantize_model(
             (see `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is;
             so do layers that `layers` gives "16bit". None: x stays as it is.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `fuse_model`.
-        quantize_head: the format of the output embeddings, such as "int8" or "fp8", in groups of its usual size, whatever
-            `only` and `layers` say of them. Where they share the weight of an embedding, they get a packed copy, and the
+        quantize_head: the format of the output embeddings, such as "int8" or "fp8", in groups of its usual size (of all
+            of K where that does not divide it), whatever `skip`, `only` and `layers` say of them. Where they share the weight of an embedding, they get a packed copy, and the
             embedding stays as it is. None: they are left.
 
     Raises:
@@ -132,10 +132,12 @@ def quantize_model(
         key: recipes_of(shared) if handlers[key].takes_fp8 else recipes_of(shared).of_experts
         for key, shared in names_of.items()
     }
-    if quantize_head is not None:
-        recipes |= {id(module.get_submodule(name)): head_recipe(recipe, quantize_head) for name in heads}
-    if missing := set(heads).difference(names):
-        raise ValueError(f"quantize_head: expected a torch.nn.Linear, got {type(module.get_submodule(missing.pop())).__name__}")
+    for name in heads if quantize_head is not None else ():
+        head = module.get_submodule(name)
+        if name not in names:
+            raise ValueError(f"quantize_head: expected a torch.nn.Linear, got a {type(head).__name__} at {name!r}")
+        k, _ = handlers[id(head)].shape(head)
+        recipes[id(head)] = head_recipe(recipe, quantize_head, k)
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
     by_default = {
