@@ -413,7 +413,9 @@ def pack_head(model: PreTrainedModel, format: str, arch: Arch | None) -> None:
         if isinstance(head, Linear):
             raise ValueError(f"quantize_head: expected dense output embeddings, got {name} in {head.format}")
         if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in head.parameters()):
-            raise ValueError(f"quantize_head: expected a weight in the memory of one device, got that of {name}, which is not")
+            raise ValueError(
+                f"quantize_head: expected a weight in the memory of one device, got that of {name}, which is not"
+            )
     quantize_model(model, only=(), quantize_head=format, arch=arch_or_visible(arch))
 
 

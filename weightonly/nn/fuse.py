@@ -134,16 +134,21 @@ class Fused:
         if kept and kept[0] is x and kept[1] == when:
             y = kept[2]
         else:
-            w = self._operand
-            if w is None:
+            if self._operand is None:
                 return None
-            if is_compiling():  # the operator checks it
-                w = LooseWeight(w.packed, w.scales, w.zeros, None)
-            y = layer._multiply(x, w, self._bias)
+            y = self.multiply(x)
             self._kept = (x, when, y)
         begin, end = layer._columns
         part: torch.Tensor = y[..., begin:end]
         return part
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """All columns, those of the first layer first."""
+        w = self._operand
+        assert w is not None
+        if is_compiling():  # the operator checks it
+            w = LooseWeight(w.packed, w.scales, w.zeros, None)
+        return self.layers[0]._multiply(x, w, self._bias)
 
     @torch.no_grad()
     def undo(self) -> None:

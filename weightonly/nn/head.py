@@ -33,7 +33,9 @@ def head_names(model: Any) -> list[str]:
         )
     ties = model.get_expanded_tied_weights_keys(all_submodels=False) if is_tied else {}
     if more := [key for key in ties if key.rpartition(".")[0] in names and not key.endswith(".weight")]:
-        raise ValueError(f"quantize_head: expected output embeddings that share a weight alone, got {more[0]} shared, too")
+        raise ValueError(
+            f"quantize_head: expected output embeddings that share a weight alone, got {more[0]} shared, too"
+        )
     return names
 
 

@@ -67,5 +67,5 @@ class _Reader(ast.NodeVisitor):
                     self.visit(part)
         self._branch = outside
 
-    visit_If = visit_IfExp = visit_For = visit_While = visit_Try = visit_Match = _visit_branches  # noqa: N815
-    visit_ListComp = visit_GeneratorExp = visit_DictComp = visit_Lambda = _visit_branches  # noqa: N815
+    visit_If = visit_IfExp = visit_For = visit_While = visit_Try = visit_Match = _visit_branches
+    visit_ListComp = visit_GeneratorExp = visit_DictComp = visit_Lambda = _visit_branches
