@@ -37,7 +37,7 @@ class CutPart(ConversionOps):
 
 
 def whole_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
-    """The state dict of a model with every tensor gathered; None where no layer is parallel or fused. All ranks call it.
+    """The state dict of a model with every tensor gathered; None where none is parallel or fused. All ranks call it.
 
     transformers would gather tied tensors one by one, and write them twice. It takes no views of columns.
     """

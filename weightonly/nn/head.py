@@ -6,8 +6,6 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from .recipe import Recipe
 
 
@@ -28,8 +26,8 @@ def head_names(model: Any) -> list[str]:
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if is_tied and "tie_word_embeddings" in _source(type(model).forward):
         raise ValueError(
-            f"quantize_head: expected a model that computes the same with a head of its own, got {type(model).__name__}, "
-            "whose forward asks for config.tie_word_embeddings"
+            f"quantize_head: expected a model that computes the same with a head of its own, got "
+            f"{type(model).__name__}, whose forward asks for config.tie_word_embeddings"
         )
     ties = model.get_expanded_tied_weights_keys(all_submodels=False) if is_tied else {}
     if more := [key for key in ties if key.rpartition(".")[0] in names and not key.endswith(".weight")]:

@@ -93,13 +93,13 @@ def quantize_model(
             so do layers that `layers` gives "16bit". None: x stays as it is.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `fuse_model`.
         quantize_head: the format of the output embeddings, such as "int8" or "fp8", in groups of its usual size (of all
-            of K where that does not divide it), whatever `skip`, `only` and `layers` say of them. Where they share the weight of an embedding, they get a packed copy, and the
-            embedding stays as it is. None: they are left.
+            of K where that does not divide it), whatever `skip`, `only` and `layers` say of them. Where they share the
+            weight of an embedding, they get a packed copy, and the embedding stays as it is. None: they are left.
 
     Raises:
         TypeError: a `module` that is no torch.nn.Module and a `skip` or `only` that is a str.
-        ValueError: before any layer is replaced, for output embeddings that cannot be quantized, for a pattern that matches no layer, for a layer of `only` that cannot
-            be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
+        ValueError: before any layer is replaced, for output embeddings that cannot be quantized, for a pattern that
+            matches no layer, for a layer of `only` that cannot be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
             earlier call with the same format is why.
         TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers
             before it are replaced by then.
