@@ -54,7 +54,8 @@ with the dequantized weights by at most {bound} of their norm |
 | in_bf16 | an output in bf16, where the dense model has one |
 
 Layers that are left are output embeddings, layers that a model keeps in fp32, gates, and others: see
-[what is left as it is](guides/quantize.md#what-is-left-as-it-is). The error is that of the first line.
+[what is left as it is](guides/quantize.md#what-is-left-as-it-is). The error is that of the first line. fused: how many
+layers compute a product with others; k and v that have 32 columns, as in most of these tiny models, do not.
 """
 
 

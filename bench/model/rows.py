@@ -27,9 +27,10 @@ _GREEDY_PROMPT, _GREEDY_TOKENS = 16, 32
 _METHOD = (
     "a model of transformers' own class with random weights, made layer by layer; embeddings stay dense, and output "
     "embeddings where the label names no head. Of mixtures every layer attends to the whole context; bitsandbytes and "
-    "torchao leave their experts dense. fused: q, k, v and gate, up are one product each. Before its "
-    "timing the logits of a prompt and of a decode step are compared with transformers' own forward. linears_ms of a "
-    "mixture has its routers and experts, too. decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
+    "torchao leave their experts dense. fused: q, k, v and gate, up are one product each. Before its timing the logits "
+    "of a prompt and of a decode step are compared with transformers' own forward. linears_ms of a mixture has its "
+    "routers and experts, too. "
+    "decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
     f"the context and room for {_ROOM} tokens more, all of which attention reads; its keys and values are random. "
     "prefill: one prompt into an empty static cache, logits of the last token, not compiled. linears_ms: the linears "
     "of all decoder layers, one after another on random x, timed alone in the same way; head_ms: the output "

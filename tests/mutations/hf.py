@@ -32,7 +32,12 @@ MUTATIONS = [
             ("the product of another x", "Fused.product", "kept[0] is x and ", ""),
             ("an x that was written to", "Fused.product", " and kept[1] == when", ""),
             ("kept after the forward", "Fused._close", "self._kept = None", "pass"),
-            ("kept after an error", "Fused.__init__", "owner._forward_hooks_always_called[self._key] = True\n", ""),
+            (
+                "kept after an error",
+                "Fused.__init__",
+                "self._owner._forward_hooks_always_called[self._key] = True\n",
+                "",
+            ),
             ("nobody looks at the tensors", "Fused._is_whole", " or part.data_ptr() != address", ""),
             ("copies share the product", "Fused.__getstate__", '"_operand": None, ', ""),
             ("layers of two dtypes", "_key", "w.dtype, layer.compute_dtype, ", ""),

@@ -38,10 +38,10 @@ class Fused:
         # `register_forward_pre_hook` takes a number that is another one for each owner, and torch.compile then compiles
         # a function for each.
         self._key: Any = ", ".join(names)
-        self._owner = owner
-        owner._forward_pre_hooks[self._key] = self._open
-        owner._forward_hooks[self._key] = self._close
-        owner._forward_hooks_always_called[self._key] = True
+        self._owner: Any = owner
+        self._owner._forward_pre_hooks[self._key] = self._open
+        self._owner._forward_hooks[self._key] = self._close
+        self._owner._forward_hooks_always_called[self._key] = True
         ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
         for layer, end in zip(layers, ends, strict=True):
             layer._fused, layer._columns = self, (end - layer.out_features, end)
@@ -209,7 +209,8 @@ def fuse_model(model: torch.nn.Module) -> list[tuple[str, ...]]:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(given).__name__}")
     fused = []
     for prefix, owner in model.named_modules():
-        for names in same_input(type(owner)):
+        cls: Any = type(owner)
+        for names in same_input(cls):
             alike: dict[object, list[tuple[str, Linear]]] = {}
             for name in names:
                 layer = _inside(getattr(owner, name, None))

@@ -99,8 +99,8 @@ def quantize_model(
     Raises:
         TypeError: a `module` that is no torch.nn.Module and a `skip` or `only` that is a str.
         ValueError: before any layer is replaced, for output embeddings that cannot be quantized, for a pattern that
-            matches no layer, for a layer of `only` that cannot be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
-            earlier call with the same format is why.
+            matches no layer, for a layer of `only` that cannot be quantized, for adapters of PEFT, and where
+            nothing would be quantized, unless `skip`, `only` or an earlier call with the same format is why.
         TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers
             before it are replaced by then.
 
@@ -132,11 +132,12 @@ def quantize_model(
         key: recipes_of(shared) if handlers[key].takes_fp8 else recipes_of(shared).of_experts
         for key, shared in names_of.items()
     }
-    for name in heads if quantize_head is not None else ():
+    for name in heads:
         head = module.get_submodule(name)
         if name not in names:
             raise ValueError(f"quantize_head: expected a torch.nn.Linear, got a {type(head).__name__} at {name!r}")
         k, _ = handlers[id(head)].shape(head)
+        assert quantize_head is not None
         recipes[id(head)] = head_recipe(recipe, quantize_head, k)
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
