@@ -30,9 +30,9 @@ from ..kernels import check_kernels
 from ..layout import CPU
 from ..nn.choice import recipe_of
 from ..nn.fuse import fuse_model, unfuse_model
+from ..nn.handlers import is_linear
 from ..nn.head import head_names, head_recipe
 from ..nn.linear import Linear
-from ..nn.quantize_model import quantize_model
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
 from ..parallel.linear import DENSE, OWN, PACKED, WHOLE
@@ -406,17 +406,27 @@ class WeightOnlyQuantizer(HfQuantizer):
 def pack_head(model: PreTrainedModel, format: str, arch: Arch | None) -> None:
     """Quantizes the dense output embeddings of a model that is loaded; see `quantize_model`.
 
-    Raises ValueError for packed ones, those that are offloaded, and a model that is cut among ranks.
+    Raises ValueError for packed ones, those that are offloaded or no torch.nn.Linear, and a model cut among ranks.
     """
-    for name in head_names(model):
-        head = model.get_submodule(name)
-        if isinstance(head, Linear):
-            raise ValueError(f"quantize_head: expected dense output embeddings, got {name} in {head.format}")
-        if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in head.parameters()):
-            raise ValueError(
-                f"quantize_head: expected a weight in the memory of one device, got that of {name}, which is not"
-            )
-    quantize_model(model, only=(), quantize_head=format, arch=arch_or_visible(arch))
+    recipe = Recipe.of(None, format, None, True, None, arch_or_visible(arch))
+    names = head_names(model)
+    head: Any = model.get_submodule(names[0])
+    if isinstance(head, Linear):
+        raise ValueError(f"quantize_head: expected dense output embeddings, got {names[0]} in {head.format}")
+    if not is_linear(head):
+        raise ValueError(f"quantize_head: expected a torch.nn.Linear, got a {type(head).__name__} at {names[0]!r}")
+    if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in head.parameters()):
+        raise ValueError(f"quantize_head: expected a weight in the memory of one device, got {names[0]}, which is not")
+    recipe = head_recipe(recipe, format, head.in_features)
+    try:
+        recipe.check_k(head.in_features)
+    except ValueError as error:
+        raise ValueError(f"quantize_head: expected output embeddings that can be quantized, got {error}") from error
+    layer = Linear.from_weight(head.weight.detach().t(), head.bias, recipe).train(head.training)
+    layer.layer_name = names[0]
+    for name in names:
+        model.set_submodule(name, layer)
+    WeightOnlyQuantizer.adopt(model, recipe, set())
 
 
 def _with_heads(

@@ -37,11 +37,12 @@ class Fused:
         self._kept: tuple[Any, ...] | None = None
         # `register_forward_pre_hook` takes a number that is another one for each owner, and torch.compile then compiles
         # a function for each.
-        self._key: Any = ", ".join(names)
-        self._owner: Any = owner
-        self._owner._forward_pre_hooks[self._key] = self._open
-        self._owner._forward_hooks[self._key] = self._close
-        self._owner._forward_hooks_always_called[self._key] = True
+        self._key = ", ".join(names)
+        self._owner = owner
+        before: Any = owner._forward_pre_hooks
+        after: Any = owner._forward_hooks
+        always: Any = owner._forward_hooks_always_called
+        before[self._key], after[self._key], always[self._key] = self._open, self._close, True
         ends = torch.tensor([layer.out_features for layer in layers]).cumsum(0).tolist()
         for layer, end in zip(layers, ends, strict=True):
             layer._fused, layer._columns = self, (end - layer.out_features, end)
@@ -154,6 +155,7 @@ class Fused:
     def undo(self) -> None:
         """Gives every layer tensors of its own."""
         owner = self._owner
+        hooks: Any
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks, owner._forward_hooks_always_called):
             hooks.pop(self._key, None)
         for layer in self.layers:

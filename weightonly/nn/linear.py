@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -25,9 +25,6 @@ from ..update import checked
 from ..weight import QuantizedWeight, check_packed, weight_of
 from .base import PackedLayer, check_bias, codebook_bits, frozen, zero_weight
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from .fuse import Fused
 
 METADATA = "weightonly.packed"
 """Key of a state dict's metadata for each layer: the fields of its weight. Files of safetensors do not keep it."""
@@ -69,8 +66,8 @@ class Linear(PackedLayer):
         torch.Size([4, 768])
     """
 
-    _fused: Fused | None = None
-    """The layers that this one computes one product with."""
+    _fused: Any = None
+    """The layers that this one computes one product with, a `fuse.Fused`, or None."""
     _columns = (0, 0)
     """Its columns of that product."""
 
@@ -272,7 +269,7 @@ class Linear(PackedLayer):
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         if self._fused is not None and isinstance(x, torch.Tensor):
-            y = self._fused.product(self, x)
+            y: torch.Tensor | None = self._fused.product(self, x)
             if y is not None:
                 return y
         return self._product(x, self.bias, self.activation)
