@@ -57,7 +57,8 @@ def folder(tmp_path: Path) -> Path:
     """A packed folder that was saved without fusing, and the dense one that it is of, "dense"."""
     model = llama(bias=True)
     model.save_pretrained(tmp_path / "dense")
-    wo.nn.quantize_model(model, group_size=32).save_pretrained(tmp_path / "packed")
+    wo.nn.quantize_model(model, group_size=32)
+    model.save_pretrained(tmp_path / "packed")
     return tmp_path
 
 

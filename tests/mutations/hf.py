@@ -35,8 +35,8 @@ MUTATIONS = [
             (
                 "kept after an error",
                 "Fused.__init__",
-                "self._owner._forward_hooks_always_called[self._key] = True\n",
-                "",
+                "self._open, self._close, True",
+                "self._open, self._close, False",
             ),
             ("nobody looks at the tensors", "Fused._is_whole", " or part.data_ptr() != address", ""),
             ("copies share the product", "Fused.__getstate__", '"_operand": None, ', ""),

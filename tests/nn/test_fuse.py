@@ -47,7 +47,8 @@ class Writes(torch.nn.Module):
 
 def packed(make: Callable[[], torch.nn.Module], **options: Any) -> Any:
     torch.manual_seed(0)
-    return wo.nn.quantize_model(torch.nn.Sequential(make()), **({"format": "int4", "group_size": 32} | options))
+    given: dict[str, Any] = {"format": "int4", "group_size": 32} | options
+    return wo.nn.quantize_model(torch.nn.Sequential(make()), **given)
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -268,6 +269,16 @@ def test_one_function_is_compiled_for_all_owners() -> None:
 
 
 class Branches(torch.nn.Module):
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+    e: Any
+    f: Any
+    g: Any
+    h: Any
+    i: Any
+
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
         a = self.a(x)
         if other is None:
