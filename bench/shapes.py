@@ -38,6 +38,38 @@ LLAMAS: dict[str, LlamaSizes] = {
     "tiny": LlamaSizes(128, 256, layers=2, heads=4, kv_heads=2, vocabulary=512),  # for a CPU: a second or two
 }
 
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureModelSizes(LlamaSizes):
+    """The sizes of a language model with experts in each layer, `intermediate` being that of one of them.
+
+    kind: its model type in transformers. own_head_dim: where it is not hidden / heads.
+    """
+
+    kind: str
+    experts: int
+    top_k: int
+    own_head_dim: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.own_head_dim or super().head_dim
+
+
+MODELS: dict[str, LlamaSizes] = LLAMAS | {
+    "qwen3-30b-a3b": MixtureModelSizes(
+        2048, 768, 48, 32, 4, 151936, kind="qwen3_moe", experts=128, top_k=8, own_head_dim=128
+    ),
+    "gpt-oss-20b": MixtureModelSizes(
+        2880, 2880, 24, 64, 8, 201088, kind="gpt_oss", experts=32, top_k=4, own_head_dim=64
+    ),
+    "mixtral-8x7b": MixtureModelSizes(4096, 14336, 32, 32, 8, 32000, kind="mixtral", experts=8, top_k=2),
+    "tiny-qwen3-moe": MixtureModelSizes(128, 128, 2, 4, 4, 512, kind="qwen3_moe", experts=4, top_k=2),
+    "tiny-gpt-oss": MixtureModelSizes(128, 128, 2, 4, 4, 512, kind="gpt_oss", experts=4, top_k=2),
+    "tiny-mixtral": MixtureModelSizes(128, 128, 2, 4, 4, 512, kind="mixtral", experts=4, top_k=2),
+}
+"""What `bench model` makes: those of Llama's kind, and mixtures."""
+
 NAMED: dict[str, tuple[Shape, ...]] = {
     "llama3-8b": LLAMAS["llama3-8b"].linears,
     "llama3-70b": LLAMAS["llama3-70b"].linears,

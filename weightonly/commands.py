@@ -94,6 +94,7 @@ def _quantize(commands: Commands) -> None:
     parser.add_argument(
         "--activations", metavar="fp8", help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 alone"
     )
+    parser.add_argument("--head", metavar="FORMAT", help="quantize the output embeddings, too, such as in int8 or fp8")
     parser.add_argument("--revision", help="a branch, tag or commit of a model of the hub")
     parser.add_argument("--dtype", help="of scales and dense weights: float16, bfloat16 or float32; default: as it is")
     parser.add_argument("--device", default="cpu", help="where to quantize: cpu (default), cuda")
@@ -114,6 +115,7 @@ def _run_quantize(options: argparse.Namespace) -> None:
         layers={pattern: own for layer in options.layer for pattern, own in layer.items()},
         search="whole" if options.whole_zeros else not options.no_search,
         activations=options.activations,
+        quantize_head=options.head,
     )
     summary = quantize_folder(
         options.source,

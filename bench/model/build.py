@@ -19,7 +19,7 @@ from tqdm import tqdm
 from weightonly.nn.summary import module_bytes
 
 from ..kept import DoesNotFit
-from ..shapes import LlamaSizes
+from ..shapes import LlamaSizes, MixtureModelSizes
 from ..timing import wait
 from .providers import ModelProvider
 
@@ -42,8 +42,29 @@ class Built:
 
 
 def transformers_config(sizes: LlamaSizes, layers: int) -> Any:
-    """LlamaConfig of these sizes."""
-    from transformers import LlamaConfig
+    """The config of a model of these sizes: of Llama, or of a mixture, every layer of which attends to all tokens."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if isinstance(sizes, MixtureModelSizes):
+        experts = "num_experts" if sizes.kind == "qwen3_moe" else "num_local_experts"
+        return AutoConfig.for_model(
+            sizes.kind,
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            moe_intermediate_size=sizes.intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            num_experts_per_tok=sizes.top_k,
+            max_position_embeddings=_MAX_POSITIONS,
+            rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
+            layer_types=["full_attention"] * layers,
+            sliding_window=_MAX_POSITIONS if sizes.kind == "gpt_oss" else None,
+            attn_implementation="eager" if sizes.kind == "gpt_oss" else "sdpa",  # attention sinks
+            **{experts: sizes.experts},
+        )
 
     return LlamaConfig(
         vocab_size=sizes.vocabulary,
@@ -68,7 +89,7 @@ def build(
     cut: Callable[[torch.nn.Module], None] | None = None,
     progress: bool = False,
 ) -> Built:
-    """A LlamaForCausalLM in eval mode; `provider` has quantized its decoder layers.
+    """A model of transformers in eval mode; `provider` has quantized its decoder layers.
 
     cut: called with each of them then; what it leaves of the layer is kept.
 
@@ -76,13 +97,12 @@ def build(
     first layer, where all of them and the embeddings are larger than the free memory of the device. Raises what the
     provider raises.
     """
-    from transformers import LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers import AutoModelForCausalLM
 
     config = transformers_config(sizes, layers)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+        model: Any = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     free_bytes = free_memory(device)
     begin_bytes = _allocated_bytes(device)
     load_s = 0.0

@@ -48,6 +48,7 @@ class Decoder:
         config, weight = model.config, model.lm_head.weight
         self.model, self.batch, self.length, self.device = model, batch, length, weight.device
         self.compiled = compile
+        self._is_eager = config._attn_implementation == "eager"
         cache = StaticCache(config, max_cache_len=length)
         heads = config.num_key_value_heads if kv_heads is None else kv_heads
         cache.early_initialization(batch, heads, config.head_dim, weight.dtype, weight.device)
@@ -85,16 +86,25 @@ class Decoder:
         """The logits [batch, vocabulary] after a prompt [batch, T >= 2], which is put into an empty cache; eager."""
         torch._foreach_zero_(self._lengths)
         hidden = self.model.model.embed_tokens(tokens)  # [batch, T, hidden]
-        cos, sin = self.model.model.rotary_emb(hidden, self._places[None, : tokens.shape[1]])
+        places = self._places[: tokens.shape[1]]
+        cos, sin = self.model.model.rotary_emb(hidden, places[None])
+        mask = self._mask(places) if self._is_eager else None
         for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
-            hidden = _run_layer(layer, hidden, None, cos, sin, cache)
+            hidden = _run_layer(layer, hidden, mask, cos, sin, cache)
         return self._logits(hidden)
 
     def _embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(hidden [batch, 1, hidden], mask [1, 1, 1, length], cos, sin [1, 1, head_dim]) of one token each."""
         hidden = self.model.model.embed_tokens(tokens)
         cos, sin = self.model.model.rotary_emb(hidden, self.position.view(1, 1))
-        return hidden, (self._places <= self.position)[None, None, None], cos, sin
+        return hidden, self._mask(self.position.view(1)), cos, sin
+
+    def _mask(self, places: torch.Tensor) -> torch.Tensor:
+        """[1, 1, T, length] of T tokens: what each sees, as the attention of the model takes it."""
+        sees = (self._places <= places[:, None])[None, None]
+        if not self._is_eager:
+            return sees
+        return torch.zeros_like(sees, dtype=self.model.lm_head.weight.dtype).masked_fill(~sees, float("-inf"))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model.lm_head(self.model.model.norm(hidden[:, -1]))  # [batch, vocabulary]
@@ -106,24 +116,40 @@ class Decoder:
     # --- its parts -------------------------------------------------------------------------------------------------
 
     def linears(self) -> list[Any]:
-        """The linears of the decoder layers, in the order of the model."""
+        """The linears of the decoder layers, in the order of the model; of a mixture its attention's."""
         names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-        return [layer.get_submodule(name) for layer in self.model.model.layers for name in names]
+        found = []
+        for layer in self.model.model.layers:
+            own = dict(layer.named_modules())
+            found += [own[name] for name in names if name in own]
+        return found
+
+    def mixtures(self) -> list[Any]:
+        """The mixtures of the decoder layers: router and experts."""
+        return [layer.mlp for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
 
     def linear_shapes(self) -> list[Shape]:
-        """(K, N) of each."""
+        """(K, N) of each of `linears`."""
         return [(module.in_features, module.out_features) for module in self.linears()]
 
     def run_linears(self, rows: int) -> Call:
-        """A call of all of `linears`, one after another, each on random x [rows, K]."""
+        """A call of all of `linears`, and `mixtures`, one after another, each on random x [rows, K]; of layers that are
+        fused, of their product."""
         dtype = self.model.lm_head.weight.dtype
-        x = {k: torch.randn(rows, k, dtype=dtype, device=self.device) for k, _ in self.linear_shapes()}
-        operands = [(module, x[module.in_features]) for module in self.linears()]
+        calls: dict[Any, int] = {}
+        for module in self.linears():
+            group = getattr(module, "_fused", None)
+            calls[module if group is None else group.multiply] = module.in_features
+        x = {k: torch.randn(rows, k, dtype=dtype, device=self.device) for k in calls.values()}
+        operands = [(call, x[k]) for call, k in calls.items()]
+        if mixtures := self.mixtures():
+            hidden = torch.randn(rows, 1, self.model.config.hidden_size, dtype=dtype, device=self.device)
+            operands += [(mixture, hidden) for mixture in mixtures]
 
         @torch.no_grad()
         def run() -> None:
-            for module, of_module in operands:
-                module(of_module)
+            for call, of_call in operands:
+                call(of_call)
 
         return run
 

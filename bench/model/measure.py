@@ -12,7 +12,7 @@ from .. import command, runner
 from ..kept import require_packages
 from ..report.results import Results
 from ..roofline import Ceilings
-from ..shapes import LLAMAS
+from ..shapes import MODELS
 from ..weights import dtype_name
 from . import tables
 from .build import build
@@ -75,7 +75,7 @@ class ModelBench(runner.Bench):
     budget_ms: float = 300.0
 
     name = "model"
-    models = LLAMAS
+    models = MODELS
     registry = MODEL_PROVIDERS
     columns = COLUMNS
     positive = ("layers",)
@@ -112,7 +112,7 @@ class ModelBench(runner.Bench):
                 yield from (cell for cell in cells if cell not in steps)
 
     def _cells_of(self, model: str, label: str, provider: ModelProvider) -> Iterator[Cell]:
-        layers, dtype = self.layers or LLAMAS[model].layers, dtype_name(self.dtype)
+        layers, dtype = self.layers or MODELS[model].layers, dtype_name(self.dtype)
         compile = self.where.type == "cuda" if self.compile is None else self.compile
         lines, tokens = self.train
         decode = [(batch, self.context) for batch in self.batch]
@@ -130,7 +130,7 @@ class ModelBench(runner.Bench):
     def load(self, cells: Sequence[Cell], process: runner.Process, limits: Ceilings | None) -> runner.Measure:
         first, device = cells[0], process.device
         provider = self.by_label(device)[first.provider]
-        built = build(LLAMAS[first.model], first.layers, provider, self.dtype, device, progress=self.progress)
+        built = build(MODELS[first.model], first.layers, provider, self.dtype, device, progress=self.progress)
         model = ModelRows(built, device, limits, self.budget_ms)
         return lambda cells: [model.rows(cell) for cell in cells]
 
@@ -143,7 +143,7 @@ class ModelBench(runner.Bench):
 
 
 def _add_options(parser: command.Parser) -> None:
-    runner.add_options(parser, "models", list(LLAMAS), "llama3-8b")
+    runner.add_options(parser, "models", list(MODELS), "llama3-8b")
     command.add_providers(parser, "all", MODEL_PROVIDERS)
     command.add_batch(parser, ModelBench.batch)
     parser.add_argument("--layers", type=int, help="of each model (default: all that it has)")

@@ -33,20 +33,31 @@ class ModelProvider(LayerProvider):
 
 
 class Ours(ModelProvider):
-    """`wo.nn.quantize_model`: int4 in groups of 128, int8 per channel, NF4 in blocks of 64."""
+    """`wo.nn.quantize_model`: int4 in groups of 128, int8 per channel, NF4 in blocks of 64, MXFP4.
 
-    def __init__(self, format: str) -> None:
-        self.format = format
-        self.name = f"ours-{format}"
+    fuse: see `wo.nn.fuse_model`. head: the format of the output embeddings; None: they are dense.
+    """
+
+    def __init__(self, format: str, fuse: bool = False, head: str | None = None) -> None:
+        self.format, self.fuse, self.head = format, fuse, head
+        self.name = "-".join(self._words)
+
+    @property
+    def _words(self) -> list[str]:
+        more = ["fused"] if self.fuse else []
+        return ["ours", self.format, *more, *([] if self.head is None else ["head", self.head])]
 
     def label(self, device: torch.device, dtype: torch.dtype) -> str:
-        return f"ours {self.format}"
+        return " ".join(self._words)
 
     def quantize(self, layer: torch.nn.Module) -> None:
-        wo.nn.quantize_model(layer, format=self.format, group_size=GROUP_SIZES[self.format])
+        wo.nn.quantize_model(layer, format=self.format, group_size=GROUP_SIZES.get(self.format), fuse=self.fuse)
 
     def finish(self, model: Any) -> None:
         import weightonly.hf  # noqa: F401  (makes wo.nn.Linear known to PEFT)
+
+        if self.head is not None:
+            wo.nn.quantize_model(model, only=(), quantize_head=self.head)
 
 
 class DenseModel(ModelProvider):
@@ -108,5 +119,7 @@ MODEL_PROVIDERS: Registry[ModelProvider] = Registry()
 
 register = MODEL_PROVIDERS.register
 
-for _provider in (*map(Ours, GROUP_SIZES), DenseModel(), BitsAndBytesModel(), TorchAo()):
+_FUSED = (Ours("int4", fuse=True), Ours("int4", fuse=True, head="int8"), Ours("mxfp4"), Ours("mxfp4", fuse=True))
+
+for _provider in (*map(Ours, GROUP_SIZES), *_FUSED, DenseModel(), BitsAndBytesModel(), TorchAo()):
     register(_provider)

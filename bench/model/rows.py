@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightonly.nn.summary import module_bytes
+
 from ..chain import OVERLAPS
 from ..roofline import Ceilings, least_us
 from ..runner import free_unused
@@ -23,9 +25,12 @@ _ROOM = 64  # tokens of a cache beyond the context: what `greedy` writes has its
 _GREEDY_PROMPT, _GREEDY_TOKENS = 16, 32
 
 _METHOD = (
-    "transformers' LlamaForCausalLM with random weights, made layer by layer; embeddings and output embeddings stay "
-    "dense. Before its timing the logits of a prompt and of a decode step are compared with transformers' own "
-    "forward. decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
+    "a model of transformers' own class with random weights, made layer by layer; embeddings stay dense, and output "
+    "embeddings where the label names no head. Of mixtures every layer attends to the whole context; bitsandbytes and "
+    "torchao leave their experts dense. fused: q, k, v and gate, up are one product each. Before its timing the logits "
+    "of a prompt and of a decode step are compared with transformers' own forward. linears_ms of a mixture has its "
+    "routers and experts, too. "
+    "decode: a step of one token for each line of the batch, sampling greedily, on a static cache that holds "
     f"the context and room for {_ROOM} tokens more, all of which attention reads; its keys and values are random. "
     "prefill: one prompt into an empty static cache, logits of the last token, not compiled. linears_ms: the linears "
     "of all decoder layers, one after another on random x, timed alone in the same way; head_ms: the output "
@@ -140,4 +145,10 @@ class ModelRows:
         operations = 2 * rows * sum(k * n for k, n in decoder.linear_shapes())
         operations += 2 * decoder.batch * decoder.model.lm_head.weight.numel()
         moved = self.built.weight_bytes - decoder.model.model.embed_tokens.weight.nbytes + kv_bytes
+        for mixture in decoder.mixtures():
+            config = decoder.model.config
+            shape = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+            operations += 6 * rows * config.num_experts_per_tok * config.hidden_size * shape
+            read = min(1.0, rows * config.num_experts_per_tok / config.num_local_experts)  # none twice, at most
+            moved -= int((1 - read) * module_bytes(mixture.experts))
         return least_us(moved, operations, self.limits) / 1e3

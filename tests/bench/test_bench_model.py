@@ -25,7 +25,7 @@ from weightonly.bench.model.rows import ModelRows
 from weightonly.bench.model.tables import markdown, write
 from weightonly.bench.model.training import training_step
 from weightonly.bench.report.results import Results, read_rows
-from weightonly.bench.shapes import LLAMAS, NAMED
+from weightonly.bench.shapes import LLAMAS, MODELS, NAMED
 
 CPU = torch.device("cpu")
 TINY = LLAMAS["tiny"]
@@ -69,6 +69,40 @@ def test_a_provider_quantizes_the_layers_of_one_model(name: str) -> None:
     if name != "dense":
         assert made.weight_bytes < dense.weight_bytes
     Decoder(made.model, 2, 32, compile=False).check()
+
+
+@pytest.mark.parametrize(
+    ("model", "provider"),
+    [
+        ("tiny", "ours-int4-fused-head-int8"),
+        ("tiny-qwen3-moe", "dense"),
+        ("tiny-qwen3-moe", "ours-int4-fused"),
+        ("tiny-gpt-oss", "ours-mxfp4-fused"),
+        ("tiny-mixtral", "ours-int4"),
+    ],
+)
+def test_mixtures_and_fused_models_decode_as_their_own_forward(model: str, provider: str) -> None:
+    made = build(MODELS[model], 2, MODEL_PROVIDERS[provider], torch.float32, CPU).model
+    decoder = Decoder(made, 2, 32, compile=False)
+    decoder.check()
+    decoder.run_linears(2)()
+    decoder.run_head()()
+    layer = made.model.layers[0]
+    assert (getattr(layer.self_attn.k_proj, "_fused", None) is not None) == ("fused" in provider)
+    assert isinstance(made.lm_head, wo.nn.Linear) == ("head" in provider)
+    is_mixture = model != "tiny"
+    assert len(decoder.mixtures()) == 2 * is_mixture
+    if is_mixture and provider != "dense":
+        assert isinstance(layer.mlp.experts, wo.nn.Experts)
+
+
+def test_a_mixture_has_rows(tmp_path: Path) -> None:
+    line = "model --shapes tiny-qwen3-moe --providers ours-int4-fused,dense --batch 1 --context 20 --prompts 16"
+    measures = ["--measures", "decode,prefill", "--layers", "1", "--budget-ms", "1", "--quiet"]
+    assert main([*line.split(), *measures, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "results.csv", "models", COLUMNS).rows
+    assert set(rows["provider"]) == {"ours int4 fused", "torch bf16"} and set(rows["layers"]) == {1}
+    assert rows["note"].isna().all() and (rows["linears_ms"] > 0).all()
 
 
 def test_a_model_that_does_not_fit_is_given_up_after_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:

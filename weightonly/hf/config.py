@@ -22,6 +22,7 @@ from ..least_squares import SearchFor
 from ..nn.choice import check_own
 from ..nn.recipe import Recipe
 from ..packing import format_of, layout_for_arch, record_code_layout, target_name
+from ..require import require_bool
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointWeights
@@ -53,6 +54,10 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         search: as for `quantize`, of weights that are quantized; folders do not keep it.
         activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
             int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
+        fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
+            Folders do not keep it.
+        quantize_head: the format of the output embeddings, as for `quantize_model`, of a folder that has them dense,
+            too. None: they are left.
         **layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives
             them.
 
@@ -79,12 +84,15 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         layers: Mapping[str, Mapping[str, Any]] | None = None,
         search: SearchFor = True,
         activations: str | None = None,
+        *,
+        fuse: bool = False,
+        quantize_head: str | None = None,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
         arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
         arguments |= {"modules_to_not_convert": modules_to_not_convert, "layers": layers or None}
-        arguments |= {"activations": activations}
+        arguments |= {"activations": activations, "fuse": fuse or None, "quantize_head": quantize_head}
         self.given = {name: value for name, value in arguments.items() if value is not None}
         """The arguments of this call."""
         self.asked: dict[str, Any] = {}
@@ -98,6 +106,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         self.group_size = default_group_size(self.format) if group_size is None else group_size
         self.symmetric = True if symmetric is None else symmetric
         self.search = search
+        require_bool("fuse", fuse)
+        self.fuse = fuse
+        self.quantize_head = None if quantize_head is None else format_of(None, quantize_head)
         self.activations = activations_of(activations)
         self.arch = None if arch is None else target_name(arch)
         if isinstance(modules_to_not_convert, str):
@@ -169,7 +180,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of config.json."""
-        hidden = {"given", "asked", "search", "weights", "folder", "dense"}
+        hidden = {"given", "asked", "search", "fuse", "quantize_head", "weights", "folder", "dense"}
         hidden |= {name for name in ("source", "activations") if getattr(self, name) is None}
         return {name: value for name, value in vars(self).items() if name not in hidden}
 

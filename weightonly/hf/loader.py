@@ -21,12 +21,15 @@ from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG
 from ..heuristics.arch import Arch
 from ..hub import model_folder
-from ..packing import target_name
+from ..nn.fuse import fuse_model
+from ..packing import format_of, target_name
+from ..require import require_bool
 from ..shown import shown
 from .checkpoint import CheckpointWeights, PlainLazy
 from .config import WeightOnlyConfig, forget_quantizers
 from .files import PartsError, check_used
 from .names import Names
+from .quantizer import pack_head
 
 
 def load_model(
@@ -36,6 +39,9 @@ def load_model(
     arch: Arch | None = None,
     revision: str | None = None,
     activations: str | None = None,
+    *,
+    fuse: bool = False,
+    quantize_head: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A folder that `python -m weightonly inspect` knows, or one that is not quantized, as a running model.
@@ -54,6 +60,9 @@ def load_model(
         activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
             `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder
             has what it was written with; others "16bit", whatever their config asks for.
+        fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
+        quantize_head: the format of the output embeddings, such as "int8" or "fp8", where the folder has them dense:
+            they are quantized in memory, and an embedding that shares their weight stays as it is. None: they are left.
         **kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
             trust_remote_code is False unless you pass True: code of the folder then runs.
 
@@ -69,6 +78,7 @@ def load_model(
             layers that no kernel of `arch` computes, with what would help, layers that are none for activations "fp8",
             a layer of another shape than the model has, tensors of the model that the folder lacks, and a dtype or
             device without kernels.
+        TypeError: a `fuse` that is no bool.
         ImportError: a device_map without accelerate.
 
     Examples:
@@ -76,6 +86,25 @@ def load_model(
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 128])
     """
+    require_bool("fuse", fuse)
+    model = _load(folder, dtype, device_map, arch, revision, activations, **kwargs)
+    if quantize_head is not None:
+        pack_head(model, format_of(None, quantize_head), arch)
+    if fuse:
+        fuse_model(model)
+    return model
+
+
+def _load(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | str | None,
+    device_map: Any,
+    arch: Arch | None,
+    revision: str | None,
+    activations: str | None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`load_model`, whose arguments these are."""
     folder = model_folder(folder, revision)
     if device_map is not None:
         require_package("accelerate")

@@ -11,7 +11,7 @@ import copy
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ..formats.recognize import is_dense, quantization_config
 from ..formats.shards import CONFIG, Shards
 from ..hub import model_folder
 from ..nn.handlers import handler_of
+from ..nn.head import head_names
 from ..nn.summary import LayerSummary, describe_left, in_words, megabytes, module_bytes, some_of
 from ..require import require_int, require_path
 from ..shown import counted
@@ -48,6 +49,7 @@ from .dense_folder import DenseFolder
 from .loader import complete, entries, model_class, model_config
 from .memory import after_packing
 from .modules import Plan
+from .names import Names
 
 BATCH_BYTES = 1 << 25
 """Of tensors that are read for one call of transformers, which goes through all names of the model each time."""
@@ -150,6 +152,8 @@ def quantize_folder(
     dense = DenseFolder(shards, tuple(skip), None if only is None else tuple(only))
     of_others = of_activations(shards)
     names = [name for name in shards.tensors if name not in of_others]
+    if config.quantize_head is not None:
+        names += _untie_head(shards, names)
     model, unused = _on_meta(dense, names, config, dtype)
     plan = model.hf_quantizer.plan
     with new_folder(target, companions) as made:
@@ -157,6 +161,28 @@ def quantize_folder(
         _write_configs(model, made)
     before = sum(shards.tensors[name].bytes for name in names)
     return FolderSummary(target, _kinds(plan, dense), _left(model, plan), unused, before, after)
+
+
+def _untie_head(shards: Shards, names: Sequence[str]) -> list[str]:
+    """Lets the files have the output embeddings under a name of their own, where they have them as an embedding.
+
+    Returns that name, if it is new.
+    """
+    own = model_config(shards.folder)
+    with torch.device("meta"):
+        model = model_class(own, shards.folder / CONFIG)(own)
+    heads, known = head_names(model), Names(model)
+    embedding = model.get_input_embeddings()
+    sources = [name for name, module in model.named_modules() if module is embedding]
+    stored = {inside: name for name in names for inside in known.of_tensors(name)}
+    weights = [f"{name}.weight" for name in heads]
+    if not getattr(own, "tie_word_embeddings", False) or not stored.keys().isdisjoint(weights) or not sources:
+        return []
+    source = stored.get(f"{sources[0]}.weight")
+    if source is None:
+        return []
+    shards.tensors[weights[0]] = shards.tensors[source]
+    return weights[:1]
 
 
 def _check_dense(shards: Shards) -> None:

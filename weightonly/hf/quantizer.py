@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,9 +25,13 @@ from transformers.utils import logging
 from ..dense import WEIGHT_DTYPES
 from ..device import check_visible, device_arch
 from ..formats.packed_config import METHOD, VERSION, guard_of, unguarded
+from ..heuristics.arch import Arch
 from ..kernels import check_kernels
 from ..layout import CPU
 from ..nn.choice import recipe_of
+from ..nn.fuse import fuse_model, unfuse_model
+from ..nn.handlers import is_linear
+from ..nn.head import head_names, head_recipe
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..packing import resolve_layout
@@ -87,6 +92,8 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._beside: list[Any] = []
         """The conversions of the model while it is loaded."""
         self._is_parallel = False
+        self._is_fused = quantization_config.fuse or bool(quantization_config.asked.get("fuse"))
+        self._head: str | None = quantization_config.quantize_head or quantization_config.asked.get("quantize_head")
         self._reads_files = True
         """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
 
@@ -136,7 +143,18 @@ class WeightOnlyQuantizer(HfQuantizer):
             layers = quantizable(model)
             recipes = recipe_of(config.recipe(dtype), config.layers, names_of(layers))
             left = {} if config.dense is None else config.dense.left(layers)
+            if self._head is not None and config.dense is not None:
+                heads = head_names(model)
+                k = model.get_submodule(heads[0]).in_features
+                dense = [name for name in dense if name not in heads]
+                left = {name: reason for name, reason in left.items() if name not in heads}
+                recipes = _with_heads(recipes, heads, head_recipe(config.recipe(dtype), self._head, k))
             self.plan = plan_quantization(model, dense, recipes, self._layout, left)
+            if self._head is not None and config.dense is not None:
+                for name in heads:
+                    if name in self.plan.dense:
+                        problem = "expected output embeddings that can be quantized"
+                        raise ValueError(f"quantize_head: {problem}, got {name}: {self.plan.dense[name]}")
             if not stacks:
                 self.plan.leave_experts("tensor parallel")
             if config.dense is not None:
@@ -262,6 +280,10 @@ class WeightOnlyQuantizer(HfQuantizer):
         conversions = [c for c in conversions if not _is_of_packed(c)]
         model._weight_conversions = [*conversions, *self._split()]
         self.describe(model)
+        if self._head is not None and self.quantization_config.dense is None:
+            pack_head(model, self._head, self.quantization_config.arch)
+        if self._is_fused:
+            fuse_model(model)
         return model
 
     def _make_new(self, model: PreTrainedModel, name: str, layer: Linear) -> None:
@@ -359,6 +381,7 @@ class WeightOnlyQuantizer(HfQuantizer):
     @torch.no_grad()
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # `save_pretrained` leaves it in the config as text.
+        unfuse_model(model)  # the product would keep the packed weights in memory
         given: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, dense in dense_layers(model, self.conv1d, given):
             model.set_submodule(name, dense)
@@ -378,6 +401,38 @@ class WeightOnlyQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: torch.compile traces packed layers."""
         return True
+
+
+def pack_head(model: PreTrainedModel, format: str, arch: Arch | None) -> None:
+    """Quantizes the dense output embeddings of a model that is loaded; see `quantize_model`.
+
+    Raises ValueError for packed ones, those that are offloaded or no torch.nn.Linear, and a model cut among ranks.
+    """
+    recipe = Recipe.of(None, format, None, True, None, arch_or_visible(arch))
+    names = head_names(model)
+    head: Any = model.get_submodule(names[0])
+    if isinstance(head, Linear):
+        raise ValueError(f"quantize_head: expected dense output embeddings, got {names[0]} in {head.format}")
+    if not is_linear(head):
+        raise ValueError(f"quantize_head: expected a torch.nn.Linear, got a {type(head).__name__} at {names[0]!r}")
+    if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in head.parameters()):
+        raise ValueError(f"quantize_head: expected a weight in the memory of one device, got {names[0]}, which is not")
+    recipe = head_recipe(recipe, format, head.in_features)
+    try:
+        recipe.check_k(head.in_features)
+    except ValueError as error:
+        raise ValueError(f"quantize_head: expected output embeddings that can be quantized, got {error}") from error
+    layer = Linear.from_weight(head.weight.detach().t(), head.bias, recipe).train(head.training)
+    layer.layer_name = names[0]
+    for name in names:
+        model.set_submodule(name, layer)
+    WeightOnlyQuantizer.adopt(model, recipe, set())
+
+
+def _with_heads(
+    recipes: Callable[[Iterable[str]], Recipe], heads: Sequence[str], of_heads: Recipe
+) -> Callable[[Iterable[str]], Recipe]:
+    return lambda names: of_heads if not set(names).isdisjoint(heads) else recipes(names)
 
 
 def _is_of_packed(conversion: Any) -> bool:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from ..nn.linear import Linear
 from ..parallel import ParallelLinear
 
 
@@ -36,14 +37,18 @@ class CutPart(ConversionOps):
 
 
 def whole_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
-    """The state dict of a model with every tensor gathered; None where no layer is parallel. All ranks call it.
+    """The state dict of a model with every tensor gathered; None where none is parallel or fused. All ranks call it.
 
-    transformers would gather tied tensors one by one, and write them twice.
+    transformers would gather tied tensors one by one, and write them twice. It takes no views of columns.
     """
+    fused = {name for name, module in model.named_modules() if isinstance(module, Linear) and module._fused is not None}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
     if not layers:
-        return None
-    state: dict[str, torch.Tensor] = {}
+        if not fused:
+            return None
+        state = model.state_dict()
+        return {key: t.contiguous() if key.rpartition(".")[0] in fused else t for key, t in state.items()}
+    state = {}
     gathered: dict[int, torch.Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         owner = next((name for name in _owners(key) if name in layers), None)

@@ -182,6 +182,7 @@ class PackedLayer(torch.nn.Module):
         weight = repack(packed, layout=resolve_layout(self.format, arch, None, packed.device, self.activations))
         if weight is not self.packed:
             self._hold(weight)
+            self._forget()
         return self
 
     @torch.no_grad()
@@ -316,9 +317,13 @@ class PackedLayer(torch.nn.Module):
             raise ValueError(f"{self._title()}: {error}") from error
         super()._apply(fn, recurse)
         # Of the bytes from before: they would stay alive, and stay in use.
-        self._packed = self._operand = self._view = None
         self._scales_from = (self.scales, self.scales.dtype)
+        self._forget()
         return self
+
+    def _forget(self) -> None:
+        """What was made of tensors that are others now."""
+        self._packed = self._operand = self._view = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles hold the bytes once: as a Parameter.

@@ -66,6 +66,11 @@ class Linear(PackedLayer):
         torch.Size([4, 768])
     """
 
+    _fused: Any = None
+    """The layers that this one computes one product with, a `fuse.Fused`, or None."""
+    _columns = (0, 0)
+    """Its columns of that product."""
+
     def __init__(
         self,
         in_features: int,
@@ -257,17 +262,31 @@ class Linear(PackedLayer):
                 raise  # one with attributes of its own, such as that of a full memory
             raise type(error)(f"{self._title()}: {error}") from error
 
+    def _forget(self) -> None:
+        super()._forget()
+        if self._fused is not None:
+            self._fused.fit_again()
+
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fused is not None and isinstance(x, torch.Tensor):
+            y: torch.Tensor | None = self._fused.product(self, x)
+            if y is not None:
+                return y
         return self._product(x, self.bias, self.activation)
+
+    def _multiply(
+        self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None = None
+    ) -> torch.Tensor:
+        product = gemm if self.activations is None else gemm_in_fp8
+        return product(x, w, bias=bias, activation=activation)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
         w, dtype = self.operand, self.compute_dtype
-        product = gemm if self.activations is None else gemm_in_fp8
         if dtype == w.dtype or not isinstance(x, torch.Tensor):
-            return product(x, w, bias=bias, activation=activation)
+            return self._multiply(x, w, bias, activation)
         # PEFT's prepare_model_for_kbit_training makes each 16-bit Parameter fp32, which kernels do not take.
         bias = None if bias is None else bias.to(dtype)
-        return product(x.to(dtype), w.with_dtype(dtype), bias=bias, activation=activation).to(x.dtype)
+        return self._multiply(x.to(dtype), w.with_dtype(dtype), bias, activation).to(x.dtype)
 
     def _title(self) -> str:
         name = "without a name" if self.layer_name is None else repr(self.layer_name)
@@ -304,7 +323,7 @@ class Linear(PackedLayer):
         else:
             self._check_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._packed = self._operand = self._view = None
+        self._forget()
 
     def _adopt_layout(self, fields: Mapping[str, Any], state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Takes over the layout of the bytes that are being loaded. Returns the state with bytes as a matrix.

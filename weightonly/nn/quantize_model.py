@@ -11,10 +11,13 @@ import torch
 
 from ..heuristics.arch import Arch
 from ..least_squares import SearchFor
+from ..require import require_bool
 from .base import PackedLayer
 from .choice import check_own, named, recipe_of
 from .experts import Experts
+from .fuse import fuse_model
 from .handlers import PACKED, Handler, handler_of
+from .head import head_names, head_recipe
 from .kept import kept_in_fp32
 from .linear import Linear
 from .recipe import Recipe
@@ -42,6 +45,8 @@ def quantize_model(
     search: SearchFor = True,
     layers: Mapping[str, Mapping[str, Any]] | None = None,
     activations: str | None = None,
+    fuse: bool = False,
+    quantize_head: str | None = None,
 ) -> torch.nn.Module:
     """Replace the linear layers inside `module` by `Linear`s, in place, and return `module`.
 
@@ -86,12 +91,16 @@ def quantize_model(
         activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply
             (see `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is;
             so do layers that `layers` gives "16bit". None: x stays as it is.
+        fuse: whether layers that read the same x compute one product, such as q, k, v: see `fuse_model`.
+        quantize_head: the format of the output embeddings, such as "int8" or "fp8", in groups of its usual size (of all
+            of K where that does not divide it), whatever `skip`, `only` and `layers` say of them. Where they share the
+            weight of an embedding, they get a packed copy, and the embedding stays as it is. None: they are left.
 
     Raises:
         TypeError: a `module` that is no torch.nn.Module and a `skip` or `only` that is a str.
-        ValueError: before any layer is replaced, for a pattern that matches no layer, for a layer of `only` that cannot
-            be quantized, for adapters of PEFT, and where nothing would be quantized, unless `skip`, `only` or an
-            earlier call with the same format is why.
+        ValueError: before any layer is replaced, for output embeddings that cannot be quantized, for a pattern that
+            matches no layer, for a layer of `only` that cannot be quantized, for adapters of PEFT, and where
+            nothing would be quantized, unless `skip`, `only` or an earlier call with the same format is why.
         TypeError | ValueError: naming the layer, for a weight that `quantize` or `preprocess` refuses; the layers
             before it are replaced by then.
 
@@ -104,7 +113,9 @@ def quantize_model(
     given: object = module
     if not isinstance(given, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(given).__name__}")
+    require_bool("fuse", fuse)
     recipe = Recipe.of(bits, format, group_size, symmetric, dtype, arch, search, activations)
+    heads = [] if quantize_head is None else head_names(module)
     layers = {} if layers is None else layers
     check_own(layers, recipe)
     _check_no_adapters(module)
@@ -121,6 +132,13 @@ def quantize_model(
         key: recipes_of(shared) if handlers[key].takes_fp8 else recipes_of(shared).of_experts
         for key, shared in names_of.items()
     }
+    for name in heads:
+        head = module.get_submodule(name)
+        if name not in names:
+            raise ValueError(f"quantize_head: expected a torch.nn.Linear, got a {type(head).__name__} at {name!r}")
+        k, _ = handlers[id(head)].shape(head)
+        assert quantize_head is not None
+        recipes[id(head)] = head_recipe(recipe, quantize_head, k)
     is_skipped = _predicate("skip", skip, names)
     is_named = None if only is None else _predicate("only", only, names)
     by_default = {
@@ -133,7 +151,11 @@ def quantize_model(
     for key, shared in names_of.items():
         child, handler = module.get_submodule(shared[0]), handlers[key]
         reason = handler.why_left(child, recipes[key])
-        if any(is_skipped(name, child) for name in shared):
+        if not set(heads).isdisjoint(shared):
+            if reason is not None:
+                raise ValueError(f"quantize_head: expected output embeddings that can be quantized, got {reason}")
+            reasons[key] = None
+        elif any(is_skipped(name, child) for name in shared):
             reasons[key] = _SKIP
         elif is_named is not None and not any(is_named(name, child) for name in shared):
             reasons[key] = _NOT_IN_ONLY
@@ -183,6 +205,8 @@ def quantize_model(
     if None in reasons.values():
         conv1d = {name for layer in summary.quantized if layer.kind == "Conv1D" for name in layer.names}
         describe_model(module, recipe, conv1d)
+    if fuse:
+        fuse_model(module)
     return module
 
 

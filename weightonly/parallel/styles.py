@@ -134,6 +134,8 @@ def _prepare(layer: Linear, mesh: DeviceMesh, src_data_rank: int | None) -> None
     """The same tensors on each rank. Raises ValueError for a layer that is cut already and a mesh of several dims."""
     if isinstance(layer, ParallelLinear):
         raise ValueError(f"module: expected a layer that is not cut yet, got a {type(layer).__name__}")
+    if layer._fused is not None:
+        layer._fused.undo()  # the parts of it are views
     same_on_all(layer, mesh, src_data_rank)
 
 
