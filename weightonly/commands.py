@@ -92,7 +92,9 @@ def _quantize(commands: Commands) -> None:
         help="another format for some layers, such as down_proj=int8; the last one that matches counts",
     )
     parser.add_argument(
-        "--activations", metavar="fp8", help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 alone"
+        "--activations",
+        metavar="fp8",
+        help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 and mxfp4",
     )
     parser.add_argument("--revision", help="a branch, tag or commit of a model of the hub")
     parser.add_argument("--dtype", help="of scales and dense weights: float16, bfloat16 or float32; default: as it is")

@@ -52,7 +52,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             config.
         search: as for `quantize`, of weights that are quantized; folders do not keep it.
         activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
-            int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
+            int4 or mxfp4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
         **layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives
             them.
 
