@@ -195,9 +195,9 @@ def test_a_mixture_packed_for_hopper(format: str, tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path / "converted")), expected)
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
+def test_gpt_oss(tmp_path: Path, generator: torch.Generator) -> None:
     """Its experts are MXFP4; all else is dense."""
-    gpt_oss_models.write(tmp_path / "gpt-oss")
+    gpt_oss_models.write(tmp_path / "gpt-oss", generator)
     tokens = gpt_oss_models.TOKENS
     other = logits(load_model(tmp_path / "gpt-oss", arch="sm90"), tokens)
     for arch in ("sm90", "cpu"):
@@ -245,7 +245,7 @@ def test_a_folder_that_asks_for_it(tmp_path: Path) -> None:
 
 
 @needs_checkpoints
-@pytest.mark.parametrize("name", ["gptq4", "ct_w4a16", "ct_moe"])
+@pytest.mark.parametrize("name", ["gptq4", "ct_w4a16", "ct_moe", "ct_mxfp4"])
 def test_folders_of_other_quantizers(name: str, tmp_path: Path) -> None:
     """Act-order among them."""
     model = load_model(CHECKPOINTS / name, activations="fp8")
