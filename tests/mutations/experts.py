@@ -236,6 +236,53 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/fp8_product.py",
+        "fp8_experts",
+        [
+            ("rows of experts in another dtype", "_compute_grouped", "!= args", "== args"),
+            ("no bias of experts", "_compute_grouped", "args.bias", "None"),
+            ("rows of no expert are refused", "_compute_grouped", "args.has_rest", "False"),
+            ("a gradient that is lost", "RoundingProduct.__call__", "if needs_dispatch(args) else", "if False else"),
+        ],
+    ),
+    *of(
+        "weightonly/experts.py",
+        "fp8_experts",
+        [
+            ("a gradient that is asked for", "run_experts", "not _asks_gradient(x, a, b)", "True"),
+            ("columns of x that are cut", "run_experts", "x.shape[1:] == (a.operand.k,) and ", ""),
+            ("x of another dtype than scales", "run_experts", " and x.dtype == a.operand.dtype == b.operand.dtype", ""),
+            ("scales of other rows", "_in_fp8", "row_scales[places.long()] = ", "row_scales[:] = "),
+        ],
+    ),
+    *of(
+        "weightonly/nn/grouped.py",
+        "fp8_experts",
+        [
+            ("x as it is", "GroupedLinear._product", "self.activations is None", "True"),
+            ("what a layout says", "GroupedLinear.from_quantized", "FP8 if w.packed.layout == TILED_FP8 else ", ""),
+            (
+                "a layout of x in 16 bits",
+                "GroupedLinear._adopt",
+                '        check_layer_layout("weight", w.packed.layout, activations)\n',
+                "",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/hf/checkpoint.py",
+        "fp8_activations",
+        [
+            (
+                "experts of folders stay in 16 bits",
+                "CheckpointWeights.plan",
+                "asked.pop() if len(asked) == 1 else None",
+                "None",
+            ),
+            ("experts are read for 16 bits", "CheckpointWeights._stack", "stack.shape.activations", "None"),
+        ],
+    ),
+    *of(
         "weightonly/nn/experts.py",
         "nn_gates nn_experts",
         [
