@@ -183,7 +183,8 @@ def test_a_mixture_packed_for_hopper(format: str, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     quantize_folder(dense, packed, WeightOnlyConfig(**given), progress=False)
     assert (options(packed)["layout"], options(packed)["layers"]) == ("tiled_fp8", {})
-    from_pretrained = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
+    again = WeightOnlyConfig(**given)
+    from_pretrained = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16, quantization_config=again)
     for loaded in (load_model(packed), load_model(packed, arch="cpu"), from_pretrained):
         assert of_experts(loaded) == {"fp8"} and torch.equal(logits(loaded), expected)
     other = load_model(packed, arch="sm80", activations="16bit")

@@ -146,7 +146,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             }
             if shape.layout is not None and "arch" in asked:
                 find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
-                if find(asked["arch"]) != shape.layout:
+                if find(asked["arch"], activations=shape.activations) != shape.layout:
                     raise ValueError(
                         f"arch: expected one whose layout is {shape.layout!r}, as {name} of {folder} is packed, got "
                         f"{asked['arch']!r}; load_model(folder, arch=...) packs it anew"
