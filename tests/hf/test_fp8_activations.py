@@ -54,7 +54,8 @@ def explicit(model: Any, without: Collection[str] = ()) -> torch.Tensor:
     def experts(layer: Any, inputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
         x8, x_scales = wo.quantize_activations(inputs[0])
         w13, w2 = ((product.operand, product.bias) for product in (layer.gate_up_proj, layer.down_proj))
-        return wo.fused_experts(x8, w13, w2, *inputs[1:], layer.between.gate, x_scales=x_scales)
+        _, ids, weights = inputs
+        return wo.fused_experts(x8, w13, w2, ids, weights, layer.between.gate, x_scales=x_scales)
 
     layers = packed_layers(model)
     hooks = [layers[name].register_forward_hook(product) for name in layers.keys() - without]

@@ -161,7 +161,7 @@ MUTATIONS = [
             ("K of the first product", "_check_weights", "k !=", "k >"),
             ("columns of the first product", "_check_weights", "!= 2", "< 2"),
             ("a gate where there is none", "fused_experts", "first.operand.n != second.operand.k", "True"),
-            ("a layer like one that was checked", "fused_experts", ".shape[1], x", ""),
+            ("a layer like one that was checked", "_check_once", ".shape[1], x", ""),
             ("columns of the second product", "_check_weights", "n !=", "n >"),
             ("experts of the second product", "_check_weights", " or experts != w2.experts", ""),
             ("the scales are checked by the products", "_check_weights", ".check()", ""),
@@ -222,7 +222,7 @@ MUTATIONS = [
             ("the rows of x", "LayerPlan.run", "x.stride(0) if self.tokens > 1 else ", ""),
             ("act-order", "_make", ".operand.perm is None and p", ""),
             ("the end of rows", "LayerPlan.run", "-1:", ":1"),
-            ("scales of another dtype", "_make", "p.operand.dtype == x.dtype and ", ""),
+            ("scales of another dtype", "_make", "p.operand.dtype == dtype and ", ""),
         ],
     ),
     *of(

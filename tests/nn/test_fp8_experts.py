@@ -147,7 +147,7 @@ def test_gradients_are_those_of_products_without_rounding() -> None:
 def test_gradients_of_the_routers_weights_alone() -> None:
     experts = experts_of("mixtral", torch.float32, arch="cpu")
     x, ids, weights = choices(experts, torch.float32)
-    grads = []
+    grads: list[Any] = []
     for asks in (False, True):
         asked = weights.clone().requires_grad_()
         experts(x.clone().requires_grad_(asks), ids, asked).square().sum().backward()
@@ -166,7 +166,7 @@ def test_torch_compile(backend: str) -> None:
         torch.testing.assert_close(
             compiled(x, ids, weights), expected, rtol=2**-6, atol=1e-2 * float(expected.abs().max())
         )
-    grads = []
+    grads: list[Any] = []
     for call in (experts, compiled):
         z = x.clone().requires_grad_()
         call(z, ids, weights).float().square().sum().backward()

@@ -83,9 +83,9 @@ def test_experts_that_ask_for_it(arch: str, generator: torch.Generator, monkeypa
         moe.load(runner, experts.tensors(METHOD))
         y = moe.forward(runner, x, logits)
     weights, ids = moe.route(x, logits, moe.TOP_K, True)
-    stacks = [(wo.repack(w, layout="tiled_fp8"), scales) for w, scales, _, _ in experts.stacks("cpu")]
+    w13, w2 = [(wo.repack(w, layout="tiled_fp8"), scales) for w, scales, _, _ in experts.stacks("cpu")]
     x8, x_scales = wo.quantize_activations(x)
-    assert torch.equal(y, wo.fused_experts(x8, *stacks, ids, weights, x_scales=x_scales))
+    assert torch.equal(y, wo.fused_experts(x8, w13, w2, ids, weights, x_scales=x_scales))
 
 
 def test_what_the_kernel_is_not_for() -> None:
