@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .heuristics.legal import check_kernel_group_size
-from .heuristics.problem import FP8_LAYOUT
+from .heuristics.problem import FP8_FORMATS, FP8_LAYOUT
 from .layout import CPU
 
 FP8 = "fp8"
@@ -28,9 +28,10 @@ def activations_of(value: object) -> str | None:
 
 def check_fp8_format(format: str, symmetric: bool) -> None:
     """Raises ValueError for weights that x in E4M3 does not meet on any GPU."""
-    if format != "int4" or not symmetric:
+    if format not in FP8_FORMATS or not symmetric:
         got = format if symmetric else f"{format} with zero points"
-        raise ValueError(f"activations: expected None for {got}, got {FP8!r}, which is for symmetric int4 alone")
+        known = " and ".join(FP8_FORMATS)
+        raise ValueError(f"activations: expected None for {got}, got {FP8!r}, which is for symmetric {known} alone")
 
 
 def check_fp8_groups(rows: int, k: int) -> None:

@@ -92,7 +92,9 @@ def _quantize(commands: Commands) -> None:
         help="another format for some layers, such as down_proj=int8; the last one that matches counts",
     )
     parser.add_argument(
-        "--activations", metavar="fp8", help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 alone"
+        "--activations",
+        metavar="fp8",
+        help="fp8: layers round x to E4M3, for Hopper's FP8 tensor cores; int4 and mxfp4",
     )
     parser.add_argument("--head", metavar="FORMAT", help="quantize the output embeddings, too, such as in int8 or fp8")
     parser.add_argument("--revision", help="a branch, tag or commit of a model of the hub")

@@ -9,6 +9,7 @@ import torch
 
 from .args import CPU_DTYPES, GroupedArgs
 from .fp8_args import Fp8GroupedArgs
+from .fp8_product import RoundingProduct
 from .gate import Gate
 from .gemm import autocast
 from .grouped import Product, grouped_fp8
@@ -77,10 +78,11 @@ def fused_experts(
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
     first, second = _product("w13", w13), _product("w2", w2)
-    if x_scales is not None:
-        return _in_fp8(x, x_scales, topk_ids, topk_weights, first, activation, second)
-    x = autocast(x, first.operand.scales)
     gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
+    if x_scales is not None:
+        _check_once(x, first, gate, second, x_scales)
+        return _in_fp8(x, x_scales, topk_ids, topk_weights, first, gate, second)
+    x = autocast(x, first.operand.scales)
     _check_once(x, first, gate, second)
     return run_experts(x, topk_ids, topk_weights, first.operand.experts or 0, first, gate, second)
 
@@ -91,17 +93,15 @@ def _in_fp8(
     ids: torch.Tensor,
     weights: torch.Tensor,
     first: Product,
-    activation: str | Gate | None,
+    between: Callable[[torch.Tensor], torch.Tensor],
     second: Product,
 ) -> torch.Tensor:
-    """`fused_experts` of x in E4M3."""
-    gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
-    _check_once(x, first, gate, second, x_scales)
+    """`run_experts` of x in E4M3."""
     _check_choice(x, ids, weights)
     experts, top_k = first.operand.experts or 0, ids.shape[1]
     pairs = in_pairs(x)
-    if _runs(pairs, ids, weights, first, second, x_scales):
-        result = layer(pairs, ids, weights, first, gate, second, x_scales)
+    if isinstance(between, Gate) and _runs(pairs, ids, weights, first, second, x_scales):
+        result = layer(pairs, ids, weights, first, between, second, x_scales)
         if result is not None:
             return result
     pairs, offs, places = sort_by_expert(pairs, ids, experts)
@@ -112,8 +112,7 @@ def _in_fp8(
     def product(of: Product, rows: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
         return grouped_fp8(Fp8GroupedArgs(rows, of.operand, row_scales, offs, of.bias, has_rest=True))
 
-    between = gate(product(first, rows, row_scales))  # (T, I)
-    y = product(second, *quantize_activations(between))
+    y = product(second, *quantize_activations(between(product(first, rows, row_scales))))  # (T, H)
     return combine(y, weights, ids, offs, places, y.dtype)
 
 
@@ -141,6 +140,11 @@ def _runs(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *others: Pr
         of = (other.operand._scales, other.bias) if isinstance(other, Product) else (other,)
         tensors += [t for t in of if t is not None]
     return runs(*tensors)
+
+
+def _asks_gradient(x: torch.Tensor, *products: Product) -> bool:
+    tensors = [x, *(t for p in products for t in (p.operand.scales, p.bias) if t is not None)]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _check_weights(
@@ -181,6 +185,11 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
+    if isinstance(first, RoundingProduct) and isinstance(second, RoundingProduct):
+        a, b = first.product, second.product
+        fits = x.shape[1:] == (a.operand.k,) and x.dtype == a.operand.dtype == b.operand.dtype  # else errors say it
+        if fits and not _asks_gradient(x, a, b):  # each row of x is rounded once, before it is there top_k times
+            return _in_fp8(*quantize_activations(x), ids, weights, a, between, b)
     if (
         isinstance(first, Product)
         and isinstance(second, Product)

@@ -213,8 +213,6 @@ def explain(
         activations = activations_of(activations)
         if activations is not None:
             check_fp8_format(name, not zeros)
-            if experts is not None:
-                raise ValueError(f"activations: expected None for experts, got {activations!r}")
         kind = Kind(k, n, name, size, bool(zeros), experts, None, dtype or torch.float16, activations)
         counts = Counter([(kind, None)])
     else:
@@ -340,6 +338,9 @@ def _explain(
     return Explanation(f"sm{number}, {sms} SMs ({is_here}); times by the cost model", tuple(found))
 
 
+_ROUNDED = "quantize_activations(x) before it"
+
+
 def _products(kind: Kind, other: tuple[Kind, bool] | None) -> list[Kind]:
     return [kind] if other is None else [kind, other[0]]
 
@@ -385,7 +386,7 @@ def _on_gpu(
         if kind.experts is None:
             return [_of_gemm(kind, count, problems[0], index)]
         layer = None
-        if other is not None and m <= MAX_CHOICES:
+        if other is not None and m <= MAX_CHOICES and kind.activations == other[0].activations:
             layer = select_layer(problems[0], problems[1], kind.experts, other[1])
         chosen = [select_grouped(p, one.experts or 0) for one, p in zip(kinds, problems, strict=True)]
         if layer is not None:
@@ -433,7 +434,7 @@ def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Cho
     ):
         reasons.append("this build lacks it")
     if kind.activations is not None:
-        reasons.append("quantize_activations(x) before it")
+        reasons.append(_ROUNDED)
     if kind.layout not in (None, problem.layout):
         reasons.append(f"packed as {problem.layout}")
     return Choice(
@@ -453,11 +454,12 @@ def _cost(config: KernelConfig, problem: Problem) -> tuple[float | None, str | N
 
 
 def _of_experts(kind: Kind, count: int, problem: Problem, config: KernelConfig | None, in_layer: bool) -> Choice:
+    rounded = "" if kind.activations is None else f"; {_ROUNDED}"
     if config is None:
         of_one = replace(problem, m=max(1, problem.m // (kind.experts or 1)))
         one = _of_gemm(replace(kind, experts=None), count, of_one, None)
-        why = f"a gemm for each expert that has rows, such as {one.kernel} for {counted(one.m, 'row')}"
+        why = f"a gemm for each expert that has rows, such as {one.kernel} for {counted(one.m, 'row')}{rounded}"
         return Choice(kind, count, problem.m, "gemm for each expert", one.family, why)
     us = config.rules.grouped_us(config, problem, kind.experts or 0)
     why = "chosen for the layer as a whole" if in_layer else "one launch for all experts"
-    return Choice(kind, count, problem.m, config.name, config.family, why, us, config=config)
+    return Choice(kind, count, problem.m, config.name, config.family, why + rounded, us, config=config)

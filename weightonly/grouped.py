@@ -193,10 +193,11 @@ class ExpertsPlan(Plan):
         return args.out
 
 
-_OP_SCHEMA = OP_SCHEMA.replace(") ->", ", int experts, Tensor offs, bool has_rest) ->")
+GROUPED_OP_SCHEMA = OP_SCHEMA.replace(") ->", ", int experts, Tensor offs, bool has_rest) ->")
+"""See `GroupedArgs.to_op`."""
 
 
-@torch.library.custom_op("weightonly::grouped_gemm", mutates_args=(), schema=_OP_SCHEMA)
+@torch.library.custom_op("weightonly::grouped_gemm", mutates_args=(), schema=GROUPED_OP_SCHEMA)
 def _grouped_op(*operands: Any) -> torch.Tensor:
     return _compute(GroupedArgs.from_op(*operands))
 
@@ -210,7 +211,7 @@ _grouped_op.register_autograd(autograd.backward, setup_context=autograd.setup_co
 
 
 @torch.library.custom_op(
-    "weightonly::grouped_gemm_fp8", mutates_args=(), schema=_OP_SCHEMA.replace(") ->", ", Tensor x_scales) ->")
+    "weightonly::grouped_gemm_fp8", mutates_args=(), schema=GROUPED_OP_SCHEMA.replace(") ->", ", Tensor x_scales) ->")
 )
 def _fp8_op(*operands: Any) -> torch.Tensor:
     return _compute(Fp8GroupedArgs.from_op(*operands))

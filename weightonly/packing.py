@@ -267,17 +267,19 @@ def resolve_layout(
         archs = " or ".join(f"sm{a}" for a in ARCHS if layout_for_arch(a) in CODE_LAYOUTS)
         raise ValueError(f"arch: expected {archs} for {format}, which has no layout for other GPUs, got {arch!r}")
     if layout is None:
-        return record_code_layout(arch, device) if is_code else default_layout(device, arch, activations)
+        return (record_code_layout if is_code else default_layout)(device=device, arch=arch, activations=activations)
     check_format_layout(format, layout)
     if arch is not None and layout_for_arch(arch) != layout:
         raise ValueError(f"layout: expected {layout_for_arch(arch)!r} for arch {arch!r}, got {layout!r}")
     return layout
 
 
-def record_code_layout(arch: Arch | None, device: torch.device | str | int | None = None) -> str:
+def record_code_layout(
+    arch: Arch | None, device: torch.device | str | int | None = None, activations: str | None = None
+) -> str:
     """The layout of codes of a checkpoint, for every GPU: "tiled" where its own has no codes, to `dequantize` them."""
-    layout = default_layout(device, arch)
-    return layout if layout in CODE_LAYOUTS else TILED
+    layout = default_layout(device, arch, activations)
+    return layout if activations is not None or layout in CODE_LAYOUTS else TILED
 
 
 def default_layout(

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.hf import gpt_oss_models
 from tests.hf.test_hf_load_model import CHECKPOINTS, needs_checkpoints
-from tests.hf_models import TOKENS, llama, logits, packed_layers, quantized, saved, seeded
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from tests.hf_models import SIZES, TOKENS, llama, logits, packed_layers, quantized, saved, seeded
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 import weightonly as wo
 from weightonly.__main__ import main
@@ -22,6 +29,7 @@ from weightonly.formats.convert import convert
 from weightonly.formats.describe import describe
 from weightonly.hf import WeightOnlyConfig, load_model
 from weightonly.hf.quantize_folder import quantize_folder
+from weightonly.nn import Experts, GroupedLinear
 
 
 def activations(model: Any) -> set[str | None]:
@@ -32,15 +40,26 @@ def options(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
+def of_experts(model: Any) -> set[str | None]:
+    return {layer.activations for layer in model.modules() if isinstance(layer, GroupedLinear)}
+
+
 def explicit(model: Any, without: Collection[str] = ()) -> torch.Tensor:
-    """The logits, each packed layer being `gemm` of `quantize_activations`, but those `without`."""
+    """The logits, each packed layer being `gemm` of `quantize_activations`, but those `without`; so are experts."""
 
     def product(layer: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
         x8, x_scales = wo.quantize_activations(inputs[0])
         return wo.gemm(x8, layer.operand, x_scales=x_scales, bias=layer.bias)
 
+    def experts(layer: Any, inputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
+        x8, x_scales = wo.quantize_activations(inputs[0])
+        w13, w2 = ((product.operand, product.bias) for product in (layer.gate_up_proj, layer.down_proj))
+        _, ids, weights = inputs
+        return wo.fused_experts(x8, w13, w2, ids, weights, layer.between.gate, x_scales=x_scales)
+
     layers = packed_layers(model)
     hooks = [layers[name].register_forward_hook(product) for name in layers.keys() - without]
+    hooks += [layer.register_forward_hook(experts) for layer in model.modules() if isinstance(layer, Experts)]
     found = logits(model)
     for hook in hooks:
         hook.remove()
@@ -132,13 +151,67 @@ def test_a_mixture(tmp_path: Path) -> None:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    model = quantized(saved(tmp_path / "dense", lambda: Qwen2MoeForCausalLM(config)), activations="fp8", arch="cpu")
-    mlp: Any = model.model.layers[0].mlp
-    assert mlp.shared_expert.up_proj.activations == "fp8" and mlp.experts.gate_up_proj.activations is None
+    dense = saved(tmp_path / "dense", lambda: Qwen2MoeForCausalLM(config))
+    model = quantized(dense, activations="fp8", arch="cpu")
+    assert activations(model) == of_experts(model) == {"fp8"}
+    expected = logits(model)
+    assert torch.equal(explicit(model), expected)
     model.save_pretrained(tmp_path / "packed")
+    assert options(tmp_path / "packed")["activations"] == "fp8" and options(tmp_path / "packed")["layers"] == {}
     for asked in (None, "fp8"):
         loaded = load_model(tmp_path / "packed", activations=asked, arch="cpu")
-        assert activations(loaded) == {"fp8"} and torch.equal(logits(loaded), logits(model))
+        assert activations(loaded) == of_experts(loaded) == {"fp8"} and torch.equal(logits(loaded), expected)
+    in_16_bits = load_model(tmp_path / "packed", activations="16bit", arch="cpu")
+    assert of_experts(in_16_bits) == {None} and not torch.equal(logits(in_16_bits), expected)
+    own = quantized(dense, activations="fp8", arch="cpu", layers={"experts": {"activations": "16bit"}})
+    assert (activations(own), of_experts(own)) == ({"fp8"}, {None})
+    own.save_pretrained(tmp_path / "own")
+    loaded = load_model(tmp_path / "own")
+    assert (activations(loaded), of_experts(loaded)) == ({"fp8"}, {None})
+    assert torch.equal(logits(loaded), logits(own))
+    assert torch.equal(logits(load_model(tmp_path / "own", activations="fp8", arch="cpu")), expected)
+
+
+@pytest.mark.parametrize("format", ["int4", "mxfp4"])
+def test_a_mixture_packed_for_hopper(format: str, tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    dense = saved(tmp_path / "dense", lambda: MixtralForCausalLM(config), torch.bfloat16)
+    given: dict[str, Any] = {"format": format, "group_size": 32, "activations": "fp8", "arch": "sm90"}
+    model = quantized(dense, torch.bfloat16, **given)
+    assert {layer.layout for layer in packed_layers(model).values()} == {"tiled_fp8"}
+    assert {layer.layout for layer in model.modules() if isinstance(layer, GroupedLinear)} == {"tiled_fp8"}
+    expected = logits(model)
+    packed = tmp_path / "packed"
+    quantize_folder(dense, packed, WeightOnlyConfig(**given), progress=False)
+    assert (options(packed)["layout"], options(packed)["layers"]) == ("tiled_fp8", {})
+    again = WeightOnlyConfig(**given)
+    from_pretrained = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16, quantization_config=again)
+    for loaded in (load_model(packed), load_model(packed, arch="cpu"), from_pretrained):
+        assert of_experts(loaded) == {"fp8"} and torch.equal(logits(loaded), expected)
+    other = load_model(packed, arch="sm80", activations="16bit")
+    assert of_experts(other) == {None} and not torch.equal(logits(other), expected)
+    with pytest.raises(ValueError, match=r"experts\S+: activations: expected None for sm80, as sm90 or cpu alone"):
+        load_model(packed, arch="sm80")
+    convert(packed, tmp_path / "converted", "cpu", progress=False)
+    assert (options(tmp_path / "converted")["layout"], options(tmp_path / "converted")["activations"]) == ("cpu", "fp8")
+    assert torch.equal(logits(load_model(tmp_path / "converted")), expected)
+
+
+def test_gpt_oss(tmp_path: Path, generator: torch.Generator) -> None:
+    """Its experts are MXFP4; all else is dense."""
+    gpt_oss_models.write(tmp_path / "gpt-oss", generator)
+    tokens = gpt_oss_models.TOKENS
+    other = logits(load_model(tmp_path / "gpt-oss", arch="sm90"), tokens)
+    for arch in ("sm90", "cpu"):
+        model = load_model(tmp_path / "gpt-oss", activations="fp8", arch=arch)
+        assert of_experts(model) == {"fp8"}
+        expected = logits(model, tokens)
+        assert 0 < (expected - other).norm() < 0.2 * other.norm()
+        model.save_pretrained(tmp_path / arch)
+        assert torch.equal(logits(load_model(tmp_path / arch), tokens), expected)
+    given = WeightOnlyConfig(activations="fp8", arch="sm90")
+    asked = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt-oss", quantization_config=given, dtype="auto")
+    assert of_experts(asked) == {"fp8"} and torch.equal(logits(asked, tokens), expected)
 
 
 def asking(folder: Path) -> Path:
@@ -174,11 +247,11 @@ def test_a_folder_that_asks_for_it(tmp_path: Path) -> None:
 
 
 @needs_checkpoints
-@pytest.mark.parametrize("name", ["gptq4", "ct_w4a16", "ct_moe"])
+@pytest.mark.parametrize("name", ["gptq4", "ct_w4a16", "ct_moe", "ct_mxfp4"])
 def test_folders_of_other_quantizers(name: str, tmp_path: Path) -> None:
     """Act-order among them."""
     model = load_model(CHECKPOINTS / name, activations="fp8")
-    assert activations(model) == {"fp8"} and torch.equal(explicit(model), logits(model))
+    assert activations(model) | of_experts(model) == {"fp8"} and torch.equal(explicit(model), logits(model))
     model.save_pretrained(tmp_path / "packed")
     assert torch.equal(logits(load_model(tmp_path / "packed")), logits(model))
 
@@ -252,6 +325,21 @@ def test_adapters_are_trained_beside_it() -> None:
     merged = model.merge_and_unload()
     assert activations(merged) == {"fp8"}
     assert (logits(merged) - before).norm() < 0.2 * before.norm()
+
+
+def test_adapters_beside_experts() -> None:
+    """Of attention they are trained, through experts; experts have none."""
+    mixture = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    packed = wo.nn.quantize_model(mixture, group_size=32, activations="fp8", arch="cpu")
+    for product in ("gate_up_proj", "down_proj"):
+        with pytest.raises(
+            ValueError, match=f"target_parameters: expected experts that take x in 16 bits, got {product}"
+        ):
+            get_peft_model(packed, LoraConfig(target_parameters=[f"experts.{product}"], r=4))
+    model: Any = get_peft_model(packed, LoraConfig(target_modules=["v_proj"], r=4, task_type="CAUSAL_LM"))
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    first = model.base_model.model.model.layers[0].self_attn.v_proj.lora_B.default.weight
+    assert bool(first.grad.any())
 
 
 def test_compiled_and_generating(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ MUTATIONS = [
             ("K of the first product", "_check_weights", "k !=", "k >"),
             ("columns of the first product", "_check_weights", "!= 2", "< 2"),
             ("a gate where there is none", "fused_experts", "first.operand.n != second.operand.k", "True"),
-            ("a layer like one that was checked", "fused_experts", ".shape[1], x", ""),
+            ("a layer like one that was checked", "_check_once", ".shape[1], x", ""),
             ("columns of the second product", "_check_weights", "n !=", "n >"),
             ("experts of the second product", "_check_weights", " or experts != w2.experts", ""),
             ("the scales are checked by the products", "_check_weights", ".check()", ""),
@@ -222,7 +222,7 @@ MUTATIONS = [
             ("the rows of x", "LayerPlan.run", "x.stride(0) if self.tokens > 1 else ", ""),
             ("act-order", "_make", ".operand.perm is None and p", ""),
             ("the end of rows", "LayerPlan.run", "-1:", ":1"),
-            ("scales of another dtype", "_make", "p.operand.dtype == x.dtype and ", ""),
+            ("scales of another dtype", "_make", "p.operand.dtype == dtype and ", ""),
         ],
     ),
     *of(
@@ -233,6 +233,53 @@ MUTATIONS = [
             ("the square of a mean", "tiles_along_m", "**2 -", " -"),
             ("tiles weigh the same", "tiles_along_m", "2 * j", "j"),
             ("rows beyond a tile", "tiles_along_m", " - rows_up_to", ""),
+        ],
+    ),
+    *of(
+        "weightonly/fp8_product.py",
+        "fp8_experts",
+        [
+            ("rows of experts in another dtype", "_compute_grouped", "!= args", "== args"),
+            ("no bias of experts", "_compute_grouped", "args.bias", "None"),
+            ("rows of no expert are refused", "_compute_grouped", "args.has_rest", "False"),
+            ("a gradient that is lost", "RoundingProduct.__call__", "if needs_dispatch(args) else", "if False else"),
+        ],
+    ),
+    *of(
+        "weightonly/experts.py",
+        "fp8_experts",
+        [
+            ("a gradient that is asked for", "run_experts", "not _asks_gradient(x, a, b)", "True"),
+            ("columns of x that are cut", "run_experts", "x.shape[1:] == (a.operand.k,) and ", ""),
+            ("x of another dtype than scales", "run_experts", " and x.dtype == a.operand.dtype == b.operand.dtype", ""),
+            ("scales of other rows", "_in_fp8", "row_scales[places.long()] = ", "row_scales[:] = "),
+        ],
+    ),
+    *of(
+        "weightonly/nn/grouped.py",
+        "fp8_experts",
+        [
+            ("x as it is", "GroupedLinear._product", "self.activations is None", "True"),
+            ("what a layout says", "GroupedLinear.from_quantized", "FP8 if w.packed.layout == TILED_FP8 else ", ""),
+            (
+                "a layout of x in 16 bits",
+                "GroupedLinear._adopt",
+                '        check_layer_layout("weight", w.packed.layout, activations)\n',
+                "",
+            ),
+        ],
+    ),
+    *of(
+        "weightonly/hf/checkpoint.py",
+        "fp8_activations",
+        [
+            (
+                "experts of folders stay in 16 bits",
+                "CheckpointWeights.plan",
+                "asked.pop() if len(asked) == 1 else None",
+                "None",
+            ),
+            ("experts are read for 16 bits", "CheckpointWeights._stack", "stack.shape.activations", "None"),
         ],
     ),
     *of(

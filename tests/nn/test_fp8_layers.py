@@ -175,7 +175,10 @@ def test_a_model_on_meta() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another word": ({"activations": "int8"}, "activations: expected None, '16bit' or 'fp8', got 'int8'"),
-    "a format": ({"format": "nf4"}, "activations: expected None for nf4, got 'fp8', which is for symmetric int4 alone"),
+    "a format": (
+        {"format": "nf4"},
+        "activations: expected None for nf4, got 'fp8', which is for symmetric int4 and mxfp4 alone",
+    ),
     "8 bits": ({"bits": 8}, "activations: expected None for int8, got 'fp8'"),
     "zero points": ({"symmetric": False}, "activations: expected None for int4 with zero points, got 'fp8'"),
     "a group size": ({"group_size": 16}, "activations 'fp8': group_size must be -1 (per channel), 32, a multiple"),
@@ -186,7 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "some layers": (
         {"layers": {"0": {"format": "int8"}}},
-        "layers['0']: activations: expected None for int8, got 'fp8', which is for symmetric int4 alone; "
+        "layers['0']: activations: expected None for int8, got 'fp8', which is for symmetric int4 and mxfp4 alone; "
         "'activations': '16bit' leaves x of these layers as it is",
     ),
 }
@@ -231,27 +234,6 @@ def test_weights_and_states_that_do_not_go_with_it() -> None:
     again = layer_of()
     again.load_state_dict(dict(layer.state_dict()))
     assert torch.equal(again.dequantize(), layer.dequantize())
-
-
-def test_experts_keep_x_as_it_is() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model: Any = quantize_model(transformers.Qwen2MoeForCausalLM(config), group_size=64, activations="fp8", arch="cpu")
-    mlp = model.model.layers[0].mlp
-    assert mlp.shared_expert.down_proj.activations == "fp8" and mlp.experts.down_proj.activations is None
-    assert "\n  x as it is, not in fp8: model.layers.0.mlp.experts" in str(model.weightonly_summary)
-    assert model(torch.arange(8)[None]).logits.isfinite().all()
 
 
 def test_explain_says_which_kernel(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:

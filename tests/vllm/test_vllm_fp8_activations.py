@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.vllm import vllm_cases as cases
+from tests.vllm import vllm_experts as moe
 from tests.vllm.test_vllm_folders import integers, write
 from tests.vllm.vllm_models import load
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
@@ -19,6 +20,7 @@ from vllm.scalar_type import scalar_types
 
 import weightonly as wo
 from weightonly.vllm import linear_method
+from weightonly.vllm.experts import WeightOnlyExpertsMethod
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
 METHOD = "compressed-tensors"
@@ -66,6 +68,24 @@ def test_layer_of_vllms_scheme(
         compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
         assert torch.equal(compiled(x), y)
     assert y.dtype == dtype and torch.equal(y, product(w, x, bias))
+
+
+@pytest.mark.parametrize("arch", ["sm90", "cpu"])
+def test_experts_that_ask_for_it(arch: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what `fused_experts` gives for x that is rounded."""
+    moe.take_ours(monkeypatch, arch)
+    experts = moe.random_experts(generator, moe.HIDDEN, moe.INNER, group=64, dtype=torch.bfloat16)
+    x = torch.randn(7, moe.HIDDEN, generator=generator).bfloat16()
+    logits = torch.randn(7, moe.E, generator=generator).bfloat16()
+    with cases.serving(torch.bfloat16):
+        runner = moe.build(METHOD, config(64), moe.HIDDEN, moe.INNER)
+        assert type(runner.routed_experts.quant_method) is WeightOnlyExpertsMethod
+        moe.load(runner, experts.tensors(METHOD))
+        y = moe.forward(runner, x, logits)
+    weights, ids = moe.route(x, logits, moe.TOP_K, True)
+    w13, w2 = [(wo.repack(w, layout="tiled_fp8"), scales) for w, scales, _, _ in experts.stacks("cpu")]
+    x8, x_scales = wo.quantize_activations(x)
+    assert torch.equal(y, wo.fused_experts(x8, w13, w2, ids, weights, x_scales=x_scales))
 
 
 def test_what_the_kernel_is_not_for() -> None:

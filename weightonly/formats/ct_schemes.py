@@ -180,13 +180,14 @@ def _scheme(group: Mapping[str, Any], weights: Mapping[str, Any], bits: int, for
     symmetric = option(weights, "symmetric", bool)
     scale_dtype = None if form == PACK_QUANTIZED else option(weights, "scale_dtype", str)
     block = _block(weights) if form == FLOAT_QUANTIZED else None
-    activations = _activations(option(group, "input_activations", dict, {}))
+    activations = activations_asked(option(group, "input_activations", dict, {}))
     return Scheme(
         frozenset(names), tuple(patterns), bits, symmetric, rows, act_order, form, scale_dtype, block, activations
     )
 
 
-def _activations(inputs: Mapping[str, Any]) -> str | None:
+def activations_asked(inputs: Mapping[str, Any]) -> str | None:
+    """ "fp8" for `input_activations` that say a scale for each token, made when it comes; None for others."""
     asked = [inputs.get(name) for name in ("num_bits", "type", "strategy", "dynamic")]
     return FP8 if asked == [8, "float", "token", True] else None
 

@@ -140,7 +140,7 @@ def pack(
         code = weight.table if weight.format == "code4" else None
         packed = preprocess(
             weight.codes,
-            layout=packing.record_code_layout(arch),
+            layout=packing.record_code_layout(arch, activations=activations),
             format=weight.format,
             code=code,
             group_size=weight.codes.shape[-2] // weight.scales.shape[-2],
@@ -165,4 +165,4 @@ def repack(weight: PackedWeight, arch: Arch | None, activations: str | None = No
         return weight
     if not weight.is_code:
         return packing.repack(weight, layout=packing.layout_for_arch(arch, activations))
-    return packing.relayout(weight, packing.record_code_layout(arch))
+    return packing.relayout(weight, packing.record_code_layout(arch, activations=activations))

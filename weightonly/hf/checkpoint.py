@@ -42,8 +42,8 @@ class CheckpointWeights:
 
     tensors: empty until `plan` is called; then name in the model -> a tensor that is read when it is indexed.
 
-    activations: "fp8" or "16bit" of all linear layers, but "16bit" of output embeddings; None: of those of a packed
-        folder what they have, else "16bit".
+    activations: "fp8" or "16bit" of all layers, but "16bit" of output embeddings; None: of those of a packed folder
+        what they have, else "16bit".
 
     Raises ValueError for layers that no kernel of `arch` computes.
     """
@@ -106,7 +106,9 @@ class CheckpointWeights:
         self._model = model
         experts = plan_experts(names, self.checkpoint, self.shapes, plan, stacks)
         for name, stack in plan.stacks.items():
-            self._stacks[name] = stack
+            asked = {self._activations[layer] for layers in stack.parts for layer in layers}
+            shape = self._with_activations(name, stack.shape, asked.pop() if len(asked) == 1 else None)
+            plan.stacks[name] = self._stacks[name] = stack = dataclasses.replace(stack, shape=shape)
             self._add(name, name, stack.shape, bool(names.experts[name.rpartition(".")[0]].has_bias))
         alone = {tensor for layer in experts for tensor in tensors_inside(self.checkpoint, layer).values()}
         plain = [tensor for tensor in self.plain if tensor not in alone]
@@ -227,8 +229,10 @@ class CheckpointWeights:
         assert self.dtype is not None
         in_turns = self._model is not None and in_turns_in_files(self._model, name) and len(stack.parts[0]) == 1
         read = functools.partial(read_gates_first, self.checkpoint) if in_turns else self.checkpoint.record_of
+        arch, of_file = self.pack_arch, self.checkpoint.shards.read
         records = [
-            tuple(read(layer, self.pack_arch, self.checkpoint.shards.read) for layer in parts) for parts in stack.parts
+            tuple(read(layer, arch, of_file, activations=stack.shape.activations) for layer in parts)
+            for parts in stack.parts
         ]
         has_bias = f"{name}.bias" in self.tensors
         return dict(stacked(name, stack, records, self.dtype, has_bias).state_dict())
@@ -246,8 +250,12 @@ class CheckpointWeights:
 
         Raises ValueError, naming the layer, for one that takes no x in E4M3.
         """
-        shape, activations = self.shapes[layer], self._activations[layer]
-        if self.pack_arch is None or activations is None or (is_head and self._is_asked):
+        activations = None if is_head and self._is_asked else self._activations[layer]
+        return self._with_activations(layer, self.shapes[layer], activations)
+
+    def _with_activations(self, layer: str, shape: LayerShape, activations: str | None) -> LayerShape:
+        """`shape`, packed for x in E4M3 where a layer's activations are "fp8" and layouts are not kept."""
+        if self.pack_arch is None or activations is None:
             return shape
         try:
             check_fp8_format(shape.format, shape.symmetric is not False)

@@ -53,7 +53,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             config.
         search: as for `quantize`, of weights that are quantized; folders do not keep it.
         activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
-            int4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
+            int4 or mxfp4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
             Folders do not keep it.
         quantize_head: the format of the output embeddings, as for `quantize_model`, of a folder that has them dense,
@@ -157,7 +157,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             }
             if shape.layout is not None and "arch" in asked:
                 find = record_code_layout if shape.format in CODE_FORMATS else layout_for_arch
-                if find(asked["arch"]) != shape.layout:
+                if find(asked["arch"], activations=shape.activations) != shape.layout:
                     raise ValueError(
                         f"arch: expected one whose layout is {shape.layout!r}, as {name} of {folder} is packed, got "
                         f"{asked['arch']!r}; load_model(folder, arch=...) packs it anew"

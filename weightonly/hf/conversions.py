@@ -369,10 +369,10 @@ class Read(ConversionOps):
         is_stack = name in plan.stacks
         in_turns = is_stack and in_turns_in_files(model, name) and len(sources[0]) == 1
         read = read_gates_first if in_turns else Checkpoint.record_of
-        activations: dict[str, Any] = {} if is_stack else {"activations": plan.layers[name].activations}
+        activations = (plan.stacks[name].shape if is_stack else plan.layers[name]).activations
         records = [
             tuple(
-                read(self.checkpoint, layer, self.arch, self._taken(layer, places, given), **activations)
+                read(self.checkpoint, layer, self.arch, self._taken(layer, places, given), activations=activations)
                 for layer in parts
             )
             for parts in sources

@@ -231,7 +231,7 @@ def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, .
         shape = shapes[layer]
         if shape.format == "code4":
             return "each expert has a codebook of its own"
-        if (shape.format, shape.group_size, shape.layout) != (first.format, first.group_size, first.layout):
+        if _kind(shape) != _kind(first):
             return f"{layer} has another format or group size than {everyone[0]}"
     return LayerShape(
         first.format,
@@ -241,7 +241,12 @@ def _common_shape(shapes: Mapping[str, LayerShape], parts: Sequence[tuple[str, .
         all(shapes[layer].symmetric is not False for layer in everyone),
         any(shapes[layer].act_order for layer in everyone),
         first.layout,
+        activations=first.activations,
     )
+
+
+def _kind(shape: LayerShape) -> tuple[object, ...]:
+    return shape.format, shape.group_size, shape.layout, shape.activations
 
 
 def in_turns_in_files(model: torch.nn.Module, name: str) -> bool:
@@ -254,14 +259,18 @@ def in_turns_in_files(model: torch.nn.Module, name: str) -> bool:
 
 
 def read_gates_first(
-    checkpoint: Checkpoint, layer: str, arch: Arch | None, read: Callable[[str], torch.Tensor]
+    checkpoint: Checkpoint,
+    layer: str,
+    arch: Arch | None,
+    read: Callable[[str], torch.Tensor],
+    activations: str | None = None,
 ) -> QuantizedLayer:
     """`checkpoint.record_of(layer, arch, read)` of columns that are in turns in the file: its gates come first."""
     if (
         checkpoint.layers[layer].format.name == GPT_OSS
     ):  # of its tensors, none of which is packed, N is the second dimension
-        return checkpoint.record_of(layer, arch, lambda tensor: gates_first(read(tensor), 1))
-    record = checkpoint.record_of(layer, arch, read)
+        return checkpoint.record_of(layer, arch, lambda tensor: gates_first(read(tensor), 1), activations=activations)
+    record = checkpoint.record_of(layer, arch, read, activations=activations)
     return QuantizedLayer.of(layer, in_order(record, gates_first))
 
 

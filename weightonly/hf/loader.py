@@ -57,9 +57,9 @@ def load_model(
         device_map: as for `from_pretrained`: None for the CPU, "auto", a device, or module -> device; CPU and disk too.
         arch: the GPU to pack for, or "cpu"; None: the visible GPU, else the CPU; a packed folder keeps its layout.
         revision: a branch, tag or commit of a model of the hub; None: the newest files.
-        activations: "fp8": linear layers but output embeddings round x to E4M3, each row by its own scale (see
-            `weightonly.nn.Linear`); they have to be symmetric int4. "16bit": x stays as it is. None: a packed folder
-            has what it was written with; others "16bit", whatever their config asks for.
+        activations: "fp8": layers but output embeddings round x to E4M3, each row by its own scale (see
+            `weightonly.nn.Linear`); they have to be symmetric int4 or mxfp4. "16bit": x stays as it is. None: a packed
+            folder has what it was written with; others "16bit", whatever their config asks for.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
         quantize_head: the format of the output embeddings, such as "int8" or "fp8", where the folder has them dense:
             they are quantized in memory, and an embedding that shares their weight stays as it is. None: they are left.

@@ -48,6 +48,11 @@ class LoraExperts(lora_layer.ParamWrapper):
     ) -> None:
         if isinstance(_inside(base_layer), ParallelExperts):
             raise ValueError("base_layer: expected whole experts, got ParallelExperts, which are cut among ranks")
+        if getattr(_inside(base_layer), parameter_name).activations is not None:
+            raise ValueError(
+                f"target_parameters: expected experts that take x in 16 bits, got {parameter_name} with activations "
+                "'fp8', which have no adapters; layers={'experts': {'activations': '16bit'}} leaves their x as it is"
+            )
         check_config(config, "weightonly.nn.Experts")
         super().__init__(base_layer, adapter_name, parameter_name, config=config, **kwargs)
         self._unmerged: dict[str, torch.Tensor] = {}  # the state of the product from before a merge

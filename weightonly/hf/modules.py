@@ -122,7 +122,6 @@ def plan_quantization(
     for name, shapes in quantizable(model).items():
         module = model.get_submodule(name)
         recipes = {inside: recipe_of((inside, name)) for inside in shapes}
-        recipes = {inside: recipe if inside == name else recipe.of_experts for inside, recipe in recipes.items()}
         if not shapes:
             reason = why_not_experts(module)
             plan.dense[name] = (
@@ -249,8 +248,7 @@ def replace_layers(model: PreTrainedModel, plan: Plan, dtype: torch.dtype) -> se
     conv1d = set()
     for name, shape in plan.layers.items():
         old = model.get_submodule(name)
-        arguments = _arguments(shape, dtype) | {"activations": shape.activations}
-        layer = Linear(shape.k, shape.n, bias=old.bias is not None, **arguments)
+        layer = Linear(shape.k, shape.n, bias=old.bias is not None, **_arguments(shape, dtype))
         layer.is_conv1d = isinstance(old, Conv1D)
         if layer.is_conv1d:
             conv1d.add(name)
@@ -303,6 +301,7 @@ def _arguments(shape: LayerShape, dtype: torch.dtype) -> dict[str, Any]:
         "device": "meta",
         "arch": _arch_of(shape.layout),
         "act_order": shape.act_order,
+        "activations": shape.activations,
     }
 
 

@@ -39,6 +39,9 @@ class Experts(torch.nn.Module):
         down_proj: GroupedLinear [E, I, H].
         between: what is between the two products, (T, 2 I) -> (T, I): a `Gate`, or that of the module it was made from.
 
+    With activations "fp8" of both layers it computes `fused_experts` of what `quantize_activations(x)` returns.
+    Gradients are those of products without rounding, as `Linear` has them.
+
     Examples:
         >>> products = wo.nn.GroupedLinear(4, 256, 1024), wo.nn.GroupedLinear(4, 512, 256)
         >>> experts = wo.nn.Experts(*products, wo.Gate("silu"))
@@ -109,6 +112,7 @@ class Experts(torch.nn.Module):
         *,
         module: torch.nn.Module | None = None,
         dtype: torch.dtype | None = None,
+        activations: str | None = None,
     ) -> Experts:
         """From the layers of each expert, such as records of a checkpoint (`weightonly.formats.QuantizedLayer`).
 
@@ -120,6 +124,7 @@ class Experts(torch.nn.Module):
             module: dense experts, which may be on meta: what is between the products is theirs, and `activation`
                 unused.
             dtype: of scales, zeros and bias; None: that of the scales.
+            activations: "fp8" is that of weights in layout "tiled_fp8" in any case; see `Linear`.
 
         Raises:
             ValueError: naming the expert, for layers that do not fit each other: other shapes, formats, layouts or
@@ -139,7 +144,8 @@ class Experts(torch.nn.Module):
                 gate_up = [p if isinstance(p, tuple) else in_order(p, gates_first) for p in gate_up]  # type: ignore[assignment]
         else:
             between = activation if isinstance(activation, Gate) else Gate.of(activation)
-        return cls(stack_parts("gate_up", gate_up, dtype), stack_parts("down", down, dtype), between)
+        first = stack_parts("gate_up", gate_up, dtype, activations)
+        return cls(first, stack_parts("down", down, dtype, activations), between)
 
     def forward(
         self,
@@ -415,6 +421,7 @@ def _quantized(module: Any, name: str, recipe: Recipe) -> GroupedLinear:
             dtype=dtype,
             device="meta",
             arch=recipe.arch,
+            activations=recipe.activations,
         )
     return quantize_stack(weights, recipe, name, bias if bias is None or columns is None else columns(bias), columns)
 
@@ -438,11 +445,14 @@ def quantize_stack(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}, expert {expert}: {error}") from error
         parts.append(Product(operand, None if bias is None else bias[expert]))
-    return GroupedLinear.from_parts(parts, dtype)
+    return GroupedLinear.from_parts(parts, dtype, recipe.activations)
 
 
 def stack_parts(
-    argument: str, parts: Sequence[OneLayer] | Sequence[tuple[OneLayer, ...]], dtype: torch.dtype | None
+    argument: str,
+    parts: Sequence[OneLayer] | Sequence[tuple[OneLayer, ...]],
+    dtype: torch.dtype | None,
+    activations: str | None = None,
 ) -> GroupedLinear:
     """The layers of all experts, stacked; of a tuple of two, such as gate and up, their columns side by side.
 
@@ -456,7 +466,7 @@ def stack_parts(
         else:
             whole.append(cast(OneLayer, part))
     try:
-        return GroupedLinear.from_parts(whole, dtype)
+        return GroupedLinear.from_parts(whole, dtype, activations)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {error}") from error
 

@@ -7,9 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..activation_dtype import FP8, activations_of, check_fp8_format, check_fp8_groups, check_layer_layout
 from ..experts import Multiply
+from ..fp8_product import RoundingProduct
 from ..grouped import Product
 from ..heuristics.arch import Arch
+from ..layout import TILED_FP8
 from ..packed import PackedWeight
 from ..packing import format_of
 from ..quantize_codes import check_scales_as
@@ -31,8 +34,9 @@ class GroupedLinear(PackedLayer):
     """`y[t] = x[t, perm[e]] @ w[e] + bias[e]`, e being the expert of row t: see `weightonly.grouped_gemm`.
 
     All Parameters are frozen. Plain attributes are num_experts, in_features (K), out_features (N), format, layout,
-    group_size (-1: all of K) and symmetric. The state dict holds the tensors alone and loads into a layer that was made
-    with the same arguments, for a GPU of the same layout. Conversions of dtype and moves are those of `Linear`.
+    group_size (-1: all of K), symmetric and activations. The state dict holds the tensors alone and loads into a layer
+    that was made with the same arguments, for a GPU of the same layout. Conversions of dtype, moves and activations
+    "fp8" are those of `Linear`.
 
     Attributes:
         qweight: Parameter, uint8 [E, ...], the bytes of each expert as a matrix, which is that of `Linear.qweight`.
@@ -62,6 +66,7 @@ class GroupedLinear(PackedLayer):
         device: torch.device | str | None = None,
         arch: Arch | None = None,
         act_order: bool = False,
+        activations: str | None = None,
     ) -> None:
         """A layer of zeros, to load a state dict into.
 
@@ -79,7 +84,11 @@ class GroupedLinear(PackedLayer):
             device: as for `Linear`.
             arch: as for `Linear`.
             act_order: as for `Linear`.
+            activations: as for `Linear`.
         """
+        activations = activations_of(activations)
+        if activations is not None:
+            check_fp8_format(format_of(None, format), symmetric)
         w = zero_weight(
             format_of(None, format),
             in_features,
@@ -91,11 +100,18 @@ class GroupedLinear(PackedLayer):
             arch,
             act_order,
             num_experts,
+            activations,
         )
-        self._adopt(w, torch.zeros(num_experts, out_features, dtype=dtype, device=device) if bias else None)
+        bias_zeros = torch.zeros(num_experts, out_features, dtype=dtype, device=device) if bias else None
+        self._adopt(w, bias_zeros, activations)
 
-    def _adopt(self, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    def _adopt(self, w: QuantizedWeight, bias: torch.Tensor | None, activations: str | None) -> None:
         super().__init__()
+        if activations is not None:
+            check_fp8_format(w.format, w.zeros is None)
+            check_fp8_groups(w.group_rows, w.k)
+        check_layer_layout("weight", w.packed.layout, activations)
+        self.activations = activations
         self.num_experts = w.experts or 0
         self._set_operand(w, bias)
 
@@ -111,11 +127,13 @@ class GroupedLinear(PackedLayer):
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
+        activations: str | None = None,
     ) -> GroupedLinear:
         """A layer on tensors that exist already, as `grouped_gemm` takes them. They are used without a copy.
 
-        Raises what `grouped_gemm` raises for them.
+        Raises what `grouped_gemm` raises for them. activations: as for `Linear.from_quantized`.
         """
+        activations = activations_of(activations)
         w = weight_of(weight, scales, zeros, perm)
         check_packed("weight", w.packed)
         if w.experts is None:
@@ -123,11 +141,13 @@ class GroupedLinear(PackedLayer):
         w.check("weight")
         check_bias(bias, w)
         layer = cls.__new__(cls)
-        layer._adopt(w, bias)
+        layer._adopt(w, bias, FP8 if w.packed.layout == TILED_FP8 else activations)
         return layer
 
     @classmethod
-    def from_parts(cls, parts: Sequence[OneLayer], dtype: torch.dtype | None = None) -> GroupedLinear:
+    def from_parts(
+        cls, parts: Sequence[OneLayer], dtype: torch.dtype | None = None, activations: str | None = None
+    ) -> GroupedLinear:
         """The layers of all experts, one after another, stacked: a copy.
 
         Raises what `from_quantized` raises.
@@ -135,6 +155,7 @@ class GroupedLinear(PackedLayer):
         Args:
             parts: one `QuantizedLayer` for each expert.
             dtype: of scales, zeros and bias; None: that of the scales.
+            activations: as for `from_quantized`.
 
         Raises:
             ValueError: naming the expert, unless all are of one shape, format, layout and group size, with the same of
@@ -157,7 +178,8 @@ class GroupedLinear(PackedLayer):
         stacked = LooseWeight(packed, torch.stack([w.scales for w in operands]), zeros, perm)
         check_scales_as(stacked.scales, dtype, first.format)
         bias = _stack([part.bias for part in parts])
-        return cls.from_quantized(stacked.with_dtype(dtype), bias=None if bias is None else bias.to(dtype))
+        bias = None if bias is None else bias.to(dtype)
+        return cls.from_quantized(stacked.with_dtype(dtype), bias=bias, activations=activations)
 
     @property
     def multiply(self) -> Multiply:
@@ -169,11 +191,12 @@ class GroupedLinear(PackedLayer):
         return self._product
 
     @property
-    def _product(self) -> Product:
+    def _product(self) -> Product | RoundingProduct:
         w, dtype, bias = self.operand, self.compute_dtype, self.bias
-        if dtype == w.dtype:
-            return Product(w, bias)
-        return Product(w.with_dtype(dtype), None if bias is None else bias.to(dtype))
+        if dtype != w.dtype:
+            w = w.with_dtype(dtype)
+        product = Product(w, None if bias is None else bias.to(dtype))
+        return product if self.activations is None else RoundingProduct(product)
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """x [T, K] sorted by expert, offs int32 [E] -> y [T, N]. Rows after those of the last expert give zeros.

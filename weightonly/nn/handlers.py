@@ -16,8 +16,6 @@ class Handler(Protocol):
     """One kind of module. `HANDLERS` has them all; the first that owns a module decides."""
 
     kind: str
-    takes_fp8: bool
-    """Whether it can multiply x in E4M3; others are quantized without `activations`."""
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether the module is of this kind."""
@@ -51,7 +49,6 @@ class DenseHandler:
     """Layers with one weight, which is a matrix."""
 
     kind = "Linear"
-    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return is_linear(module)
@@ -129,7 +126,6 @@ class ExpertsHandler:
     """Experts of a mixture, stacked in 3-D Parameters: quantized where they are in transformers' interface."""
 
     kind = "experts"
-    takes_fp8 = False
 
     def owns(self, module: torch.nn.Module) -> bool:
         return any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
@@ -144,6 +140,7 @@ class ExpertsHandler:
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 3:
                     recipe.check_k(expert_weights(module, name).shape[1], parameter.is_cuda)
+                    recipe.check_dtype(parameter.dtype, parameter.is_cuda)
         except ValueError as error:
             return str(error)
         return None
@@ -156,7 +153,6 @@ class PackedHandler:
     """Layers of this library: they stay as they are."""
 
     kind = "packed layer"
-    takes_fp8 = True
 
     def owns(self, module: torch.nn.Module) -> bool:
         return isinstance(module, PackedLayer)
@@ -176,12 +172,11 @@ class PackedHandler:
         """Whether it is what the recipe would make of it."""
         assert isinstance(module, PackedLayer)
         rows, asked = (module.in_features if size == -1 else size for size in (module.group_size, recipe.group_size))
-        activations = None if module._experts is not None else recipe.activations
         return (module.format, module.symmetric, rows, module.activations) == (
             recipe.format,
             recipe.symmetric,
             asked,
-            activations,
+            recipe.activations,
         )
 
     def quantize(self, module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

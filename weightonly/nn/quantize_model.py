@@ -89,8 +89,8 @@ def quantize_model(
             activations; of several that match, the last is taken. Where one of both formats is a codebook, the group
             size is the usual one of the layer's format.
         activations: "fp8": layers round x to E4M3, each row by its own scale, and Hopper's FP8 tensor cores multiply
-            (see `Linear`). For symmetric int4 in groups of 32, a multiple of 64, or all of K. Experts take x as it is;
-            so do layers that `layers` gives "16bit". None: x stays as it is.
+            (see `Linear`). For mxfp4 and symmetric int4 in groups of 32, a multiple of 64, or all of K. Layers that
+            `layers` gives "16bit" take x as it is. None: x stays as it is.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `fuse_model`.
         quantize_head: the format of the output embeddings, such as "int8" or "fp8", in groups of its usual size (of all
             of K where that does not divide it), whatever `skip`, `only` and `layers` say of them. Where they share the
@@ -128,10 +128,7 @@ def quantize_model(
             handlers[id(child)] = handler
     names = [name for shared in names_of.values() for name in shared]
     recipes_of = recipe_of(recipe, layers, names)
-    recipes = {
-        key: recipes_of(shared) if handlers[key].takes_fp8 else recipes_of(shared).of_experts
-        for key, shared in names_of.items()
-    }
+    recipes = {key: recipes_of(shared) for key, shared in names_of.items()}
     for name in heads:
         head = module.get_submodule(name)
         if name not in names:

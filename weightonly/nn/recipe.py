@@ -95,11 +95,6 @@ class Recipe:
         return replace(self, format=format, group_size=group_size, symmetric=symmetric, activations=activations)
 
     @property
-    def of_experts(self) -> Recipe:
-        """The same for the experts of a mixture, whose x stays as it is."""
-        return replace(self, activations=None)
-
-    @property
     def is_code(self) -> bool:
         return self.format in CODE_FORMATS
 

@@ -38,8 +38,7 @@ class LayerSummary:
 class Summary:
     """What became of a model: `print` shows it.
 
-    format, group_size, activations: of the layers that were quantized, but for those that `layers` names, and experts,
-    which take no x in E4M3.
+    format, group_size, activations: of the layers that were quantized, but for those that `layers` names.
     layers: each layer that could have been quantized, in the order of the model.
     bytes_before, bytes_after: of the whole model, shared tensors once.
     """

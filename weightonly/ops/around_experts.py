@@ -46,7 +46,12 @@ def runs(*tensors: torch.Tensor) -> bool:
 
 
 def in_pairs(x8: torch.Tensor) -> torch.Tensor:
-    """Rows of 8 bits [M, H] as what moves them has them: [M, (H + 1) / 2] of 16 bits, where they are or in a copy."""
+    """Rows of 8 bits [M, H] as what moves them has them: [M, (H + 1) / 2] of 16 bits, where they are or in a copy.
+
+    Where kernels are not seen bytes: they have no address yet.
+    """
+    if is_watched():
+        return x8.view(torch.uint8)
     if x8.shape[1] % 2:
         x8 = torch.nn.functional.pad(x8.view(torch.uint8), (0, 1))
     return aligned(x8, 2).view(torch.float16)

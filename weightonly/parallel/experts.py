@@ -166,7 +166,7 @@ class ExpertParallel(ParallelStyle):
                 setattr(experts, name, None)
                 continue
             part = cut[name]
-            new = GroupedLinear.from_quantized(part.operand, bias=part.bias)
+            new = GroupedLinear.from_quantized(part.operand, bias=part.bias, activations=layers[name].activations)
             setattr(experts, name, new.train(module.training))
         experts.num_experts = 0 if cut is None else experts.down_proj.num_experts
         return module

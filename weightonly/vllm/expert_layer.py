@@ -47,9 +47,10 @@ def why_no_experts(layer: Any, tensors: ExpertTensors) -> str | None:
             return f"{stem}: {error}"
         has_zeros = tensors.zeros is not None
         product = k, n, tensors.format, shard.group_size, has_zeros, moe.in_dtype
-        reason = why_not(*product)
+        reason = why_not(*product, tensors.activations)
         if reason is None and not is_asked_for():
-            reason = why_many_launches(*product, int(layer.local_num_experts), int(layer.top_k))
+            counts = int(layer.local_num_experts), int(layer.top_k)
+            reason = why_many_launches(*product, *counts, tensors.activations)
         if reason is not None:
             return f"{stem}: {reason}"
     return None

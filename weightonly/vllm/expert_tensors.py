@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 
 from ..formats.awq import unpack_awq
 from ..formats.ct_fp4 import E8M0_DTYPES
+from ..formats.ct_schemes import activations_asked
 from ..formats.e2m1 import e8m0_scales
 from ..formats.expect import expect
 from ..formats.words import to_signed, unpack_words
@@ -40,6 +41,7 @@ class ExpertTensors:
     scales_dtype: in which scales [E, N, groups] are loaded; None: that of x.
     scales_of: (scales as loaded, factors [E, N, 1] or None) -> scales, exactly.
     alternates: the tensors are those of all experts, and columns of gate and up alternate in them, as gpt-oss has it.
+    activations: "fp8": x is rounded to E4M3, and so is what is between the products.
     """
 
     format: str
@@ -54,6 +56,7 @@ class ExpertTensors:
     scales_dtype: torch.dtype | None = None
     scales_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = lambda scales, _: scales
     alternates: bool = False
+    activations: str | None = None
 
     def inner(self, moe: Any) -> int:
         """Rows of the second product on this rank. gpt-oss's loader cuts between groups, and the last rank has fewer.
@@ -64,13 +67,25 @@ class ExpertTensors:
         return -(-inner // group) * group if self.alternates else inner
 
 
-def of_rows(format: str, first_group: int, down_group: int, has_zeros: bool) -> ExpertTensors:
+def of_rows(
+    format: str, first_group: int, down_group: int, has_zeros: bool, activations: str | None = None
+) -> ExpertTensors:
     """As our own loader brings them (see folders.py)."""
     names = ("scales", "zeros") if has_zeros else ("scales",)
     read = dict[str, Read]({"qweight": expect_bytes}) | {name: lambda t: t for name in names}
     zeros = "zeros" if has_zeros else None
     exact = EXACT_SCALES.get(format)
-    return ExpertTensors(format, first_group, down_group, "qweight", "scales", zeros, read, scales_dtype=exact)
+    return ExpertTensors(
+        format,
+        first_group,
+        down_group,
+        "qweight",
+        "scales",
+        zeros,
+        read,
+        scales_dtype=exact,
+        activations=activations,
+    )
 
 
 def _gptq(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | None:
@@ -119,6 +134,8 @@ def _compressed_tensors(config: Any, layer: Any, prefix: str) -> ExpertTensors |
         if (weights.strategy, weights.group_size) == ("group", FORMAT_GROUPS["mxfp4"]):
             eight_bits = inputs is not None and inputs.num_bits == 8
             return "activations of 8 bits" if eight_bits else _mxfp4("weight_packed")
+    activations = None if inputs is None else activations_asked(inputs.model_dump(mode="json"))
+    inputs = inputs if activations is None else None
     if scheme.get("format") != "pack-quantized" or not config._is_wNa16_group_channel(weights, inputs):
         return f"the format {scheme.get('format')}"
     if weights.num_bits not in (4, 8) or weights.actorder == "group":
@@ -133,7 +150,8 @@ def _compressed_tensors(config: Any, layer: Any, prefix: str) -> ExpertTensors |
     group = weights.group_size or -1
     zeros = None if weights.symmetric else "weight_zero_point"
     unread = ("weight_shape", "weight_g_idx")
-    return ExpertTensors(f"int{bits}", group, group, "weight_packed", "weight_scale", zeros, read, unread)
+    names = "weight_packed", "weight_scale", zeros
+    return ExpertTensors(f"int{bits}", group, group, *names, read, unread, activations=activations)
 
 
 def _modelopt(config: Any, layer: Any, prefix: str) -> ExpertTensors | str | None:

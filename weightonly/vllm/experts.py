@@ -20,8 +20,9 @@ from vllm.model_executor.layers.quantization.utils import replace_parameter
 from ..experts import fused_experts
 from ..heuristics.arch import Arch
 from ..heuristics.problem import FORMATS
+from ..ops.quantize_activations import quantize_activations
 from ..packed import PackedWeight
-from ..packing import preprocess
+from ..packing import preprocess, resolve_layout
 from ..quantize_codes import check_scales_as
 from ..weight import QuantizedWeight
 from .expert_layer import Shard, gate_of, why_no_experts
@@ -262,12 +263,13 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
 
     def _pack(self, layer: Any, name: str, stem: str) -> None:
         """One expert at a time, so that no more than one is unpacked."""
-        format = self.tensors.format
+        format, activations = self.tensors.format, self.tensors.activations
         rows = getattr(layer, name).data  # (E, N, K * bits / 8)
         stacked = torch.empty(0, dtype=torch.uint8)
         for expert, matrix in enumerate(rows):
             q = unpack_rows(matrix, format)  # (K, N)
-            packed = preprocess(q, FORMATS[format], self.arch, format=format)
+            layout = resolve_layout(format, self.arch, None, q.device, activations)
+            packed = preprocess(q, FORMATS[format], layout=layout, format=format)
             if expert == 0:
                 self.layouts[stem] = packed.layout
                 stacked = packed.data.new_empty(len(rows), packed.data.numel())
@@ -295,7 +297,10 @@ class WeightOnlyExpertsMethod(FusedMoEMethodBase):
             x = x * topk_weights.to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
         first, second = self._weights(layer)
-        return fused_experts(x, first, second, topk_ids, topk_weights, self.gate)
+        x_scales = None
+        if self.tensors.activations is not None:
+            x, x_scales = quantize_activations(x)
+        return fused_experts(x, first, second, topk_ids, topk_weights, self.gate, x_scales=x_scales)
 
     def _weights(self, layer: Any) -> tuple[Any, ...]:
         """w13 and w2, made when they are asked for first, and again where a reload brought others."""

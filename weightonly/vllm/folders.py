@@ -152,6 +152,7 @@ class WeightOnlyConfig(QuantizationConfig):
             )
         if not experts_wanted():
             raise ValueError(f"{prefix}: has quantized experts, which {VARIABLE}=off leaves to vLLM")
+        from .expert_layer import why_no_experts
         from .expert_tensors import of_rows
         from .experts import WeightOnlyExpertsMethod
 
@@ -168,15 +169,17 @@ class WeightOnlyConfig(QuantizationConfig):
             )
             for names in (projections[:2], projections[2:])
         )
-        if (first.format, first.symmetric is True) != (down.format, down.symmetric is True):
+        kinds = {(shape.format, shape.symmetric is True, shape.activations) for shape in (first, down)}
+        if len(kinds) > 1:
             raise ValueError(f"{prefix}: expected its products to be quantized alike, got {first} and {down}")
         if first.format not in LOADED_FORMATS or first.act_order or down.act_order:
             expected = f"one of {', '.join(LOADED_FORMATS)} without act-order"
             raise ValueError(f"{prefix}: expected {expected}, got {first} and {down}")
         has_zeros = first.symmetric is not True and first.format not in CODE_FORMATS
-        return WeightOnlyExpertsMethod(
-            prefix, layer, of_rows(first.format, first.group_size, down.group_size, has_zeros)
-        )
+        tensors = of_rows(first.format, first.group_size, down.group_size, has_zeros, first.activations)
+        if first.activations is not None and why_no_experts(layer, tensors) is not None:  # as linear layers do
+            tensors = dataclasses.replace(tensors, activations=None)
+        return WeightOnlyExpertsMethod(prefix, layer, tensors)
 
 
 def _one_kind(prefix: str, shapes: dict[str, LayerShape | None]) -> LayerShape:

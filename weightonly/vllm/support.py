@@ -107,12 +107,20 @@ def why_not(
 
 
 def why_many_launches(
-    k: int, n: int, format: str, group_size: int, has_zeros: bool, dtype: torch.dtype, experts: int, top_k: int
+    k: int,
+    n: int,
+    format: str,
+    group_size: int,
+    has_zeros: bool,
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    activations: str | None = None,
 ) -> str | None:
     """Why the product of `experts` weights, which `gemm` computes, is more than one launch; None: it is not."""
     if not torch.cuda.is_available():
         return None
-    for problem, types in _problems(k, n, format, group_size, has_zeros, dtype, top_k):
+    for problem, types in _problems(k, n, format, group_size, has_zeros, dtype, top_k, activations):
         config = select_grouped(problem, experts)
         if config is None or not runs_on(config, problem.arch) or not is_compiled(config, types):
             return f"no kernel has all experts in one launch; {VARIABLE}=on takes them, without CUDA graphs"
