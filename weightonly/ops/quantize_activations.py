@@ -51,7 +51,7 @@ def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_rows(x: torch.Tensor, rows_end: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_activations` of what that checks. rows_end: int32, the first row that may hold, and get, any numbers."""
+    """`quantize_activations` of what that checks. rows_end: int32 [1], from which row on numbers are of no account."""
     if not x.is_cuda or not are_plain(x):
         return _by_operators(x)
     k = x.shape[-1]
