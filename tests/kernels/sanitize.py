@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.fp8_cases import random_e4m3
 
 import weightonly as wo
 from weightonly.codebooks import codebook
@@ -28,10 +29,11 @@ from weightonly.experts import Product
 from weightonly.gate import Gate
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
+from weightonly.heuristics.families import FAMILIES
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
-from weightonly.heuristics.problem import CODE_FORMATS
+from weightonly.heuristics.problem import CODE_FORMATS, FLOAT_FORMATS
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, sort_by_expert
 from weightonly.plan import cache
@@ -105,6 +107,9 @@ def weights_of(
     types: TypeConfig, layout: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> tuple[wo.PackedWeight, torch.Tensor]:
     """Random weights [K, N] or [E, K, N] on the GPU, and their numbers."""
+    if types.format in FLOAT_FORMATS:
+        floats = random_e4m3(shape, generator, exact=True)
+        return wo.preprocess(floats, format=types.format, layout=layout).to("cuda"), floats.float()
     limit = 128 if types.format == "int8" else 8
     q = torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8)
     is_code = types.format in CODE_FORMATS
@@ -250,6 +255,8 @@ def main() -> int:
     options = parser.parse_args()
     families, (part, parts) = set(options.families), options.part
     started = time.monotonic()
+    for family in FAMILIES.values():
+        family.floats_verified = True  # type: ignore[misc]  # layers of experts run them, then, where they are built
     generator = torch.Generator().manual_seed(part)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS' sums, too, are to be exact
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
