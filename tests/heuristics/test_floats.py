@@ -82,8 +82,8 @@ def test_groups_of_16_have_none(floats: None) -> None:
         select(1, 64, 128, "fp8", 16, 90, 132)
 
 
-def test_volta_has_none(floats: None) -> None:
-    assert not has_kernels("fp8", 128, 70, "interleaved")
+def test_other_gpus_and_layouts_have_none(floats: None) -> None:
+    assert not has_kernels("fp8", 128, 70, "interleaved") and not has_kernels("fp8", 128, 80, "tiled")
     with pytest.raises(ValueError, match=r"layout must be .* for fp8, got 'row_major'"):
         Problem(1, 64, 128, "fp8", 128, 70, 80)
 
