@@ -4,6 +4,7 @@
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize decode_sm90 gemm_sm90        (these families)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize conversions        (AWQ words, 4-bit blocks)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize grouped        (products and layers of experts)
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --format fp8        (this format, of all families)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --part 1/3 --seconds 200    (the first third)
 
 Results are checked too, so that a run that computed nothing does not pass for a clean one. A run that --seconds ends
@@ -250,6 +251,7 @@ def part_of(text: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", help=f"of kernels, {CONVERSIONS} or {GROUPED}; default: all")
+    parser.add_argument("--format", help="launches of this format alone, such as fp8")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="1/3: every third launch, from the first on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="launch nothing more after so long")
     options = parser.parse_args()
@@ -265,7 +267,7 @@ def main() -> int:
     todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
     if not families or GROUPED in families:
         todo += grouped_launches()
-    todo = todo[part - 1 :: parts]
+    todo = [one for one in todo if options.format in (None, one.types.format)][part - 1 :: parts]
     launched = 0
     for one in todo:
         if time.monotonic() - started > options.seconds:
