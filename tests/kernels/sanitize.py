@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize decode_sm90 gemm_sm90        (these families)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize conversions        (AWQ words, 4-bit blocks)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize grouped        (products and layers of experts)
-    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --format fp8        (this format, of all families)
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --format fp8        (this format alone)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --part 1/3 --seconds 200    (the first third)
 
 Results are checked too, so that a run that computed nothing does not pass for a clean one. A run that --seconds ends
