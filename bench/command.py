@@ -17,6 +17,7 @@ from weightonly.codebooks import CODEBOOKS
 from weightonly.console import guarded
 from weightonly.dense import default_group_size
 from weightonly.extras import describe_missing
+from weightonly.heuristics.problem import FLOAT_FORMATS
 
 from .devices import NoGpu, require_gpu
 from .providers import PROVIDERS
@@ -147,7 +148,11 @@ def add_batch(parser: Parser, default: Sequence[int], what: str = "rows of x") -
 def add_weights(parser: Parser, *, format: bool = True) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     if format:
-        parser.add_argument("--format", choices=tuple(CODEBOOKS), help="codes of a codebook instead of integers")
+        parser.add_argument(
+            "--format",
+            choices=(*CODEBOOKS, *FLOAT_FORMATS),
+            help="codes of a codebook instead of integers; fp8, with --bits 8: floats",
+        )
     parser.add_argument(
         "--group-size", type=int, help="rows of w per scale; -1: all (default 128; nf4 and fp4 64, mxfp4 32, nvfp4 16)"
     )

@@ -8,7 +8,7 @@ import torch
 
 import weightonly as wo
 from weightonly.codebooks import CODEBOOKS, codebook
-from weightonly.heuristics.problem import FORMAT_GROUPS
+from weightonly.heuristics.problem import FLOAT_FORMATS, FORMAT_GROUPS
 from weightonly.packing import format_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -30,9 +30,9 @@ class Weights:
 
     k: int
     n: int
-    format: str  # "int4", "int8", or a codebook's, "nf4" or "fp4"
+    format: str  # "int4", "int8", a codebook's, "nf4" or "fp4", or "fp8"
     group_size: int  # -1: per channel
-    q: torch.Tensor  # [k, n] int8
+    q: torch.Tensor  # [k, n] int8, of "fp8" the numbers
     scales: torch.Tensor  # [k/g, n]
     zeros: torch.Tensor | None  # [k/g, n]
     dense: torch.Tensor  # [k, n], dtype of scales: the values that q stands for
@@ -56,7 +56,7 @@ class Weights:
         w = torch.randn(k, n, generator=generator, device=device).mul_(k**-0.5).to(dtype)  # [k, n]
         name = format_of(bits, format)
         zeros = None
-        if name in FORMAT_GROUPS:
+        if name in FORMAT_GROUPS or name in FLOAT_FORMATS:
             q, scales, _ = wo.quantize(w, format=name, group_size=group_size)
         elif name in CODEBOOKS:
             q, scales = _quantize_to_codes(w, k if group_size == -1 else group_size, name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .families import FAMILIES, KernelConfig
-from .problem import INTEGER_FORMATS
+from .problem import CODE_LAYOUTS, FLOAT_FORMATS, INTEGER_FORMATS
 
 
 def _configs(grouped: bool, x_bytes: int = 2) -> tuple[KernelConfig, ...]:
     families = (f for f in FAMILIES.values() if f.grouped == grouped and f.x_bytes == x_bytes)
-    return tuple(config for family in families for config in family.configs())
+    configs = [config for family in families for config in family.configs()]
+    of_floats = (config for c in configs if c.layout in CODE_LAYOUTS for config in c.for_floats())
+    return *configs, *of_floats
 
 
 CONFIGS = _configs(grouped=False)
@@ -18,8 +20,8 @@ CONFIGS = _configs(grouped=False)
 FP8_CONFIGS = _configs(grouped=False, x_bytes=1)
 """Configurations that take x in E4M3 with a scale for each row, and nothing else."""
 
-FITTED_CONFIGS = tuple(c for c in (*CONFIGS, *FP8_CONFIGS) if c.is_verified and not c.groups_of_16)
-"""Configurations that measurements are fitted for. Those of groups of 16 borrow constants: `KernelConfig.measured`."""
+FITTED_CONFIGS = tuple(c for c in (*CONFIGS, *FP8_CONFIGS) if c.is_verified and c == c.measured)
+"""Configurations that measurements are fitted for. The others borrow constants: `KernelConfig.measured`."""
 
 GROUPED_CONFIGS = _configs(grouped=True)
 """Configurations of grouped products, which compute nothing else."""
@@ -52,6 +54,12 @@ TYPES: tuple[TypeConfig, ...] = tuple(
     for format in INTEGER_FORMATS
     for mode in ("channel", "group", "group_zeros")
 ) + tuple(TypeConfig(dtype, format, "group") for format in ("code4", "mxfp4") for dtype in ("f16", "bf16"))
+TYPES += tuple(
+    TypeConfig(dtype, format, mode)
+    for dtype in ("f16", "bf16")
+    for format in FLOAT_FORMATS
+    for mode in ("channel", "group")
+)
 
 
 def kernel_types(config: KernelConfig) -> list[TypeConfig]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .arch import Arch, parse_arch
 from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .launches import first_columns, has_tail, launches
-from .problem import Problem, check_group_size
+from .problem import FLOAT_FORMATS, Problem, check_group_size
 
 
 def why_not(config: KernelConfig, problem: Problem, dtype: str | None = None) -> str | None:
@@ -78,6 +78,21 @@ def computes_groups_of_16(arch: int | None = None, layout: str | None = None) ->
         c.unfused and c.groups_of_16 and c.is_verified
         for c in CONFIGS
         if layout in (None, c.layout) and (arch is None or c.rules.first_arch <= arch <= c.rules.last_arch)
+    )
+
+
+def has_kernels(format: str, group_size: int, arch: int, layout: str) -> bool:
+    """Whether kernels that a GPU has run compute a format, for every M, on `arch`; else slices are dequantized.
+
+    group_size: rows that share a scale; -1: per channel. layout: of the weight.
+    """
+    return format not in FLOAT_FORMATS or (
+        (group_size == -1 or group_size % 32 == 0)
+        and any(
+            c.unfused and format in c.formats and c.is_verified and c.layout == layout
+            for c in CONFIGS
+            if c.rules.first_arch <= arch <= c.rules.last_arch
+        )
     )
 
 

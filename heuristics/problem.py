@@ -14,13 +14,14 @@ class WeightFormat(NamedTuple):
     bits         of a weight
     is_code      whether weights are codes of numbers, in a codebook or as floats: there are no zero points
     group_size   rows that share a scale, where the format says so
-    has_kernels  whether kernels of GPUs multiply by it; else slices are dequantized
+    measured_as  the format whose kernels lend theirs their constants, as its bytes are as many: they are not measured.
+                 Else their own
     """
 
     bits: int
     is_code: bool = False
     group_size: int | None = None
-    has_kernels: bool = True
+    measured_as: str | None = None
 
 
 _FORMATS = {
@@ -31,22 +32,29 @@ _FORMATS = {
     "mxfp4": WeightFormat(4, is_code=True, group_size=32),
     "nvfp4": WeightFormat(4, is_code=True, group_size=16),
     "code4": WeightFormat(4, is_code=True),
-    "fp8": WeightFormat(8, is_code=True, has_kernels=False),
+    "fp8": WeightFormat(8, is_code=True, measured_as="int8"),
 }
 
 FORMATS: dict[str, int] = {name: format.bits for name, format in _FORMATS.items()}
 """Weight formats and their bits."""
 
 CODE_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if format.is_code)
-"""Formats of codes. A kernel is given the codebook: all that have kernels are "code4" to it."""
+"""Formats of codes."""
 
-DEQUANTIZED_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if not format.has_kernels)
-"""Formats that no kernel of a GPU multiplies by."""
+MEASURED_AS: dict[str, str] = {name: format.measured_as or name for name, format in _FORMATS.items()}
+"""Format -> the one whose kernels lend their constants."""
+
+FLOAT_FORMATS: tuple[str, ...] = tuple(name for name, format in _FORMATS.items() if format.measured_as)
+"""Formats of codes that are floats. Their kernels are those of the format that lends its constants, with another
+converter, in units of their own."""
+
+CODEBOOK_FORMATS: tuple[str, ...] = tuple(name for name in CODE_FORMATS if name not in FLOAT_FORMATS)
+"""The others. A kernel is given the codebook: all of them are "code4" to it."""
 
 INTEGER_FORMATS: tuple[str, ...] = tuple(name for name in FORMATS if name not in CODE_FORMATS)
 
 KERNEL_FORMATS: tuple[str, ...] = (*INTEGER_FORMATS, "code4")
-"""Formats as kernels have them."""
+"""Formats as kernels have them, without those of floats."""
 
 FORMATS_BY_BITS: tuple[tuple[str, ...], ...] = tuple(
     tuple(name for name in KERNEL_FORMATS if FORMATS[name] == bits) for bits in sorted({*FORMATS.values()})
@@ -97,7 +105,7 @@ class Problem:
         m: rows of x.
         n: columns of w.
         k: rows of w.
-        format: one of FORMATS; but in FP8_LAYOUT CODE_FORMATS become "code4".
+        format: one of FORMATS; but in FP8_LAYOUT CODEBOOK_FORMATS become "code4".
         group_size: rows of w that share a scale; -1: per channel.
         arch: one of arch.ARCHS, in any spelling that `parse_arch` knows; it is kept as an integer.
         sm_count: multiprocessors of the GPU.
@@ -105,9 +113,9 @@ class Problem:
         zeros: whether there are zero points.
 
     Raises:
-        ValueError: naming the field, a size below 1, an unknown format, one without kernels, an unknown arch or layout,
-            a group size that K is no multiple of, that `gemm` takes nowhere or that is not the format's, and codes in a
-            layout that has none or with zeros.
+        ValueError: naming the field, a size below 1, an unknown format, arch or layout, a group size that K is no
+            multiple of, that `gemm` takes nowhere or that is not the format's, and codes in a layout that has none or
+            with zeros.
         TypeError: a size that is no int.
 
     Examples:
@@ -134,8 +142,6 @@ class Problem:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not isinstance(self.format, str) or self.format not in FORMATS:
             raise ValueError(f"format must be one of {sorted(FORMATS)}, got {self.format!r}")
-        if self.format in DEQUANTIZED_FORMATS:
-            raise ValueError(f"format must be one that kernels multiply by, got {self.format!r}, which is dequantized")
         object.__setattr__(self, "arch", parse_arch(self.arch))
         is_code = self.format in CODE_FORMATS
         if not self.layout:
@@ -155,7 +161,7 @@ class Problem:
             check_format_groups(self.format, self.group_size, self.k)
             if self.layout == FP8_LAYOUT:
                 object.__setattr__(self, "group_size", FORMAT_GROUPS[self.format])
-            else:
+            elif self.format in CODEBOOK_FORMATS:
                 object.__setattr__(self, "format", "code4")
         if self.format == "code4" and self.group_size in (-1, self.k, self.k_padded):
             object.__setattr__(self, "group_size", self.k_padded)  # one group: codes have no kernels per channel
@@ -173,7 +179,7 @@ class Problem:
 
     @property
     def per_channel(self) -> bool:
-        return self.format not in CODE_FORMATS and self.group_size in (-1, self.k)
+        return self.format not in CODEBOOK_FORMATS and self.group_size in (-1, self.k)
 
     @property
     def k_padded(self) -> int:

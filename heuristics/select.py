@@ -19,7 +19,7 @@ from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .cost import column_bytes, moved_bytes, problem_bytes, total_us
 from .families.base import Launch
 from .launches import first_columns
-from .legal import candidates, check_kernel_group_size, considered, ever_legal
+from .legal import candidates, check_kernel_group_size, considered, ever_legal, has_kernels
 from .problem import FP8_LAYOUT, K_ALIGNMENT, Problem, is_read, layouts_of
 from .slices import longest_k
 
@@ -217,6 +217,11 @@ def _last_resort(problem: Problem) -> KernelConfig:
     p = problem
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused
+    if not has_kernels(p.format, p.group_size, p.arch, p.layout):
+        raise ValueError(
+            f"format: no kernel that a GPU has run multiplies by {p.format} in groups of {p.group_size} in layout "
+            f"{p.layout!r} on sm{p.arch}; slices of it are dequantized"
+        )
     check_kernel_group_size(p.group_size, p.k, p.arch, p.layout)
     if p.layout == FP8_LAYOUT and not ever_legal(p):
         raise ValueError(f"layout: no kernel that a GPU has run reads {p.layout!r}; config= runs one of fp8_kernels()")

@@ -85,20 +85,32 @@ def forgetful() -> Iterator[None]:
 @pytest.fixture
 def groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
     """Every kernel for groups of 16 counts as verified."""
-    _set_groups_of_16(monkeypatch, True)
+    _set_verified(monkeypatch, "groups_of_16_verified", True)
 
 
 @pytest.fixture
 def no_groups_of_16(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
     """No kernel for groups of 16 counts as verified."""
-    _set_groups_of_16(monkeypatch, False)
+    _set_verified(monkeypatch, "groups_of_16_verified", False)
 
 
-def _set_groups_of_16(monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
+@pytest.fixture
+def floats(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """Every kernel for floats of 8 bits counts as verified."""
+    _set_verified(monkeypatch, "floats_verified", True)
+
+
+@pytest.fixture
+def no_floats(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """No kernel for floats of 8 bits counts as verified."""
+    _set_verified(monkeypatch, "floats_verified", False)
+
+
+def _set_verified(monkeypatch: pytest.MonkeyPatch, name: str, verified: bool) -> None:
     from weightonly.heuristics.families import FAMILIES
 
     for family in FAMILIES.values():
-        monkeypatch.setattr(family, "groups_of_16_verified", verified)
+        monkeypatch.setattr(family, name, verified)
 
 
 @pytest.fixture

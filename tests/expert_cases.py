@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.code_cases import own, random_codes
+from tests.fp8_cases import random_e4m3
 from tests.packed_cases import random_q
 
 import weightonly as wo
+from weightonly.heuristics.problem import FLOAT_FORMATS
 
 KINDS = [(f"int{bits}", layout) for bits in (4, 8) for layout in ("row_major", "interleaved", "tiled", "cpu")]
 KINDS += [(format, layout) for format in ("nf4", "fp4", "code4") for layout in ("tiled", "cpu")]
@@ -18,7 +20,9 @@ kinds = pytest.mark.parametrize(("format", "layout"), KINDS, ids=lambda value: v
 
 
 def random_stack(experts: int, k: int, n: int, format: str, generator: torch.Generator) -> torch.Tensor:
-    """Integers or codes of every value that `format` has, [experts, k, n]."""
+    """Integers, codes or floats that `format` has, [experts, k, n]."""
+    if format in FLOAT_FORMATS:
+        return random_e4m3((experts, k, n), generator, exact=True)
     if not format.startswith("int"):
         return random_codes(experts * k, n, generator).view(experts, k, n).view(torch.int8)
     return random_q(experts * k, n, int(format[3:]), generator).view(experts, k, n)

@@ -28,6 +28,20 @@ def quantize(w: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, tor
     return q.contiguous().to(torch.float8_e4m3fn), scale
 
 
+def random_e4m3(shape: tuple[int, ...], generator: torch.Generator, *, exact: bool) -> torch.Tensor:
+    """float8_e4m3fn [..., K, N], any bytes but NaN; exact: a column has integers up to 15 times a power of two.
+
+    The powers are 2^-9, where numbers are subnormal, to 2^2. So sums along K are exact in fp32, and far from the limits
+    of fp16.
+    """
+    if exact:
+        integers = torch.randint(-15, 16, shape, generator=generator).float()
+        powers = torch.randint(-9, 3, (*shape[:-2], 1, shape[-1]), generator=generator)
+        return (integers * torch.exp2(powers)).to(torch.float8_e4m3fn)
+    codes = torch.randint(0, 254, shape, generator=generator)
+    return (codes + (codes > 126)).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """fp64 [N, K]: each number times the scale of its block."""
     n, k = weight.shape

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.fp8_cases import random_e4m3
 
 import weightonly as wo
 from weightonly.codebooks import codebook
@@ -13,7 +14,7 @@ from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import Problem, select
 from weightonly.heuristics.configs import KernelConfig, TypeConfig
 from weightonly.heuristics.legal import why_not
-from weightonly.heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
+from weightonly.heuristics.problem import CODE_LAYOUTS, CODEBOOK_FORMATS, FLOAT_FORMATS, layouts_of
 from weightonly.kernels import is_compiled, runs_on
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -40,7 +41,7 @@ class Case:
     def mode(self) -> str:
         if self.zeros:
             return "group_zeros"
-        return "channel" if self.group_size == -1 and self.format not in CODE_FORMATS else "group"
+        return "channel" if self.group_size == -1 and self.format not in CODEBOOK_FORMATS else "group"
 
     @property
     def groups(self) -> int:
@@ -62,6 +63,9 @@ def make(case: Case, g: torch.Generator, layout: str, *, exact: bool) -> Operand
     limit = 128 if case.format == "int8" else 8
     q = torch.randint(-limit, limit, (case.k, case.n), generator=g, dtype=torch.int8)
     values, table, dtype = q.double(), None, DTYPES[case.dtype]
+    if case.format in FLOAT_FORMATS:
+        q = random_e4m3((case.k, case.n), g, exact=exact)
+        values = q.double()
     if case.format == "mxfp4":
         q = q + 8
         values = codebook("mxfp4").double()[q.int()]

@@ -20,7 +20,8 @@ from .heuristics.arch import Arch
 from .heuristics.configs import TypeConfig
 from .heuristics.grouped import select_grouped, select_layer
 from .heuristics.launches import estimate_us, is_calibrated, launches
-from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, DEQUANTIZED_FORMATS, layouts_of
+from .heuristics.legal import has_kernels
+from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
 from .kernels import is_compiled, runs_on
 from .layout import CPU, TILED_FP8
 from .nn.base import PackedLayer
@@ -405,7 +406,7 @@ def _problem(kind: Kind, m: int, arch: int, sms: int) -> Problem:
         layout = layout_for_arch(arch, kind.activations)
     if kind.format in CODE_FORMATS and layouts_of(arch)[0] not in CODE_LAYOUTS:
         raise ValueError(f"sm{arch} has no kernels for codes; it dequantizes them")
-    if kind.format in DEQUANTIZED_FORMATS:
+    if not has_kernels(kind.format, kind.group_size, arch, layout or layouts_of(arch)[0]):
         raise ValueError(f"{kind.format} is dequantized, slice after slice, and cuBLAS multiplies")
     return Problem(m, kind.n, kind.k, kind.format, kind.group_size, arch, sms, layout, kind.zeros)
 

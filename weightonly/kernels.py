@@ -130,11 +130,18 @@ def dequantizes_groups_of_16() -> bool:
     return _C is not None and _C.dequantizes_groups_of_16()
 
 
+@functools.cache
+def dequantizes_fp8() -> bool:
+    """Whether the build has that kernel for floats of 8 bits."""
+    return _C is not None and _C.dequantizes_fp8()
+
+
 def is_compiled(config: KernelConfig, types: TypeConfig | None = None) -> bool:
     """Whether the build has a configuration, for these types or for any."""
     if config.unfused:
         has_groups = not config.groups_of_16 or dequantizes_groups_of_16()
-        return has_groups and any(config.rules.compiled_for(a) for a in built_archs())
+        has_floats = not config.has_floats or dequantizes_fp8()
+        return has_groups and has_floats and any(config.rules.compiled_for(a) for a in built_archs())
     numbers = grouped_kernel_numbers() if config.rules.grouped else kernel_numbers()
     return any(f"{config.kernel}_{t.name}" in numbers for t in ([types] if types else kernel_types(config)))
 

@@ -16,15 +16,23 @@
 namespace weightonly {
 
 /// The bits of a word that its weights occupy. Weights above the 24 low bits are reached by one shift of the word.
+/// e4m3_weight.h has those of floats.
 template <class Weight>
 struct WordPositions {
   using Layout = InterleavedLayout<Weight>;
   static constexpr int kCount = Layout::kWordElements;
+  static constexpr int kUnitExponent = 149;  // weight() is u * 2^(bit - kUnitExponent)
   static constexpr int kDirect = Layout::kBits == 4 ? 6 : 3;  // those within bits 0-23
   static constexpr int kShift = 24;  // the rest, moved to bit 0
 
   CUTLASS_DEVICE static constexpr int bit(int position) {
     return (position < kDirect ? position : position - kDirect) * Layout::kBits;
+  }
+
+  CUTLASS_DEVICE static float weight(uint32_t word, int position) {
+    uint32_t const source = position < kDirect ? word : word >> kShift;
+    uint32_t const mask = ((1u << Layout::kBits) - 1) << bit(position);
+    return __uint_as_float(source & mask);  // a denormal
   }
 };
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..arch import target_number
 from ..cost import Work, problem_bytes
 from ..machine import machine
-from ..problem import INTEGER_FORMATS, Problem
+from ..problem import FLOAT_FORMATS, INTEGER_FORMATS, MEASURED_AS, Problem
 
 NEWEST = 1 << 30
 """`Family.last_arch` of a family that no newer one replaces."""
@@ -67,6 +67,8 @@ class KernelConfig:
     def kernel(self) -> str:
         """Name of the compiled kernel, less its types: everything but split_k, which is a launch parameter."""
         name = self.rules.kernel_name(self)
+        if self.has_floats:
+            return f"{name}_{self.formats[0]}"
         return f"{name}_g16" if self.groups_of_16 else name
 
     @property
@@ -74,10 +76,18 @@ class KernelConfig:
         """k of the smallest groups of scales that it computes."""
         return self.rules.least_group(self)
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether its weights are one of FLOAT_FORMATS: it computes no other format."""
+        return self.formats[0] in FLOAT_FORMATS
+
     @functools.cached_property
     def measured(self) -> KernelConfig:
-        """The configuration that lends the cost model its constants: for groups of 16 the one for all others."""
-        return replace(self, groups_of_16=False)
+        """The configuration that lends the cost model its constants.
+
+        For groups of 16 that is the one for all others, for floats the one for the format that they are MEASURED_AS.
+        """
+        return replace(self, groups_of_16=False, formats=tuple(MEASURED_AS[format] for format in self.formats))
 
     def kernels(self) -> set[str]:
         """Names of the compiled kernels that it runs."""
@@ -115,7 +125,8 @@ class KernelConfig:
     def is_verified(self) -> bool:
         family = self.rules
         of_groups = family.groups_of_16_verified or not self.groups_of_16
-        return self.verified and family.verified and of_groups
+        of_floats = family.floats_verified or not self.has_floats
+        return self.verified and family.verified and of_groups and of_floats
 
     @functools.cached_property
     def max_split_k(self) -> int:
@@ -143,9 +154,21 @@ class KernelConfig:
         """The same for groups of 16, with other changes."""
         return replace(self, groups_of_16=True, **changes)
 
+    def for_floats(self) -> tuple[KernelConfig, ...]:
+        """The same for each of FLOAT_FORMATS that is MEASURED_AS one of its formats."""
+        if self.groups_of_16:
+            return ()
+        formats = (format for format in FLOAT_FORMATS if MEASURED_AS[format] in self.formats)
+        return tuple(replace(self, formats=(format,)) for format in formats)
+
     def with_tail(self, tail: KernelConfig | None) -> KernelConfig:
         """The same for full waves, `tail` for the columns that are left. Raises TypeError for anything but these."""
         return replace(self, tail=tail)
+
+
+def measured(config: KernelConfig, format: str) -> tuple[str, str]:
+    """The kernel and the format whose constants a configuration has for a format."""
+    return config.measured.kernel, MEASURED_AS[format]
 
 
 class Launch:
@@ -187,6 +210,7 @@ class Family:
     smem_grows             with M, N or K
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     groups_of_16_verified  the same of its kernels for groups of 16
+    floats_verified        the same of its kernels for FLOAT_FORMATS
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
@@ -209,6 +233,7 @@ class Family:
     smem_grows: ClassVar[bool] = False
     verified: ClassVar[bool] = True
     groups_of_16_verified: ClassVar[bool] = True
+    floats_verified: ClassVar[bool] = False
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False

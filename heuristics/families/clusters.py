@@ -8,7 +8,7 @@ from typing import Any
 from ..constants import DecodeSm90Constants, GemmSm90Constants, TileTimes
 from ..cost import Work, problem_bytes
 from ..problem import Problem
-from .base import Family, KernelConfig, Launch
+from .base import Family, KernelConfig, Launch, measured
 
 PANEL_COLUMNS = 64
 """Columns of layout "tiled" that are padded together: a column panel (weightonly/layout/shapes.py)."""
@@ -23,7 +23,7 @@ class ClusterLaunch(Launch):
     __slots__ = ("_family", "_times")
 
     def __init__(self, family: ClusterFamily, config: KernelConfig, problem: Problem) -> None:
-        self._family, self._times = family, family.constants.kernels[config.measured.kernel, problem.format]
+        self._family, self._times = family, family.constants.kernels[measured(config, problem.format)]
         super().__init__(config, self._times.k_tile_us / (config.block_k * problem.sm_count))
 
     def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
@@ -54,7 +54,7 @@ class ClusterFamily(Family):
         raise NotImplementedError
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (config.measured.kernel, format) in self.constants.kernels
+        return measured(config, format) in self.constants.kernels
 
     def splits(self, config: KernelConfig) -> Iterable[int]:
         return (s for s in CLUSTERS if s <= config.max_split_k)

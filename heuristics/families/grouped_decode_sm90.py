@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..machine import HOPPER_SMEM_BYTES
 from ..problem import FORMATS_BY_BITS, Problem
-from .base import KernelConfig
+from .base import KernelConfig, measured
 from .decode_sm90 import DecodeSm90, k_of_tile
 from .grouped_sm90 import MAX_EXPERTS
 from .hopper_grouped import GROUPED, expected_tiles, grouped_us
@@ -75,7 +75,7 @@ class GroupedDecodeSm90(DecodeSm90):
         return 128 + _ROWS_BYTES + self._pipeline_bytes(config, problem) + x_bytes + partials_bytes
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (config.measured.kernel, format) in GROUPED.kernels
+        return measured(config, format) in GROUPED.kernels
 
     def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         # A CTA computes gates, then what they are multiplied with.

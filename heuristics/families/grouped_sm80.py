@@ -37,7 +37,7 @@ class GroupedSm80(GemmSm80):
 
     def calibrated_as(self, config: KernelConfig, format: str) -> str:
         """The dense kernel with the same main loop."""
-        return config.kernel.replace(self.name, GemmSm80.name)
+        return config.measured.kernel.replace(self.name, GemmSm80.name)
 
     def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         """Time of all waves of CTAs. problem.m: the rows of all experts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..problem import Problem
-from .base import KernelConfig
+from .base import KernelConfig, measured
 from .clusters import codebook_bytes
 from .gemm_sm90 import BARRIERS_BYTES, GemmSm90
 from .hopper_grouped import GROUPED, expected_tiles, grouped_us
@@ -56,7 +56,7 @@ class GroupedSm90(GemmSm90):
         return BARRIERS_BYTES + pipeline_bytes + epilogue_bytes + (c.stages + 2) * _RECORD_BYTES + 2 * 4 * MAX_EXPERTS
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (config.measured.kernel, format) in GROUPED.kernels
+        return measured(config, format) in GROUPED.kernels
 
     def grouped_us(self, config: KernelConfig, problem: Problem, experts: int, is_gated: bool = False) -> float:
         return grouped_us(config, problem, expected_tiles(config, problem, experts))

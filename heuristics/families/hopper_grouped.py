@@ -8,7 +8,7 @@ from ..constants import GroupedTimes
 from ..h200 import GROUPED
 from ..problem import Problem
 from ..routing import tiles_along_m, with_rows
-from .base import KernelConfig
+from .base import KernelConfig, measured
 
 _FEW_WAVES = 3
 """Waves up to which the last one counts as a whole. With more, CTAs go on at times of their own."""
@@ -30,7 +30,7 @@ def grouped_us(
     """
     p, (row_tiles, variance, active) = problem, tiles
     if times is None:
-        times = GROUPED.kernels[config.measured.kernel, p.format]
+        times = GROUPED.kernels[measured(config, p.format)]
     ctas = config.rules.ctas(config)
     of_wave = p.sm_count * ctas * in_a_row / -(-p.n // config.block_n)  # tiles along M
     waves = row_tiles / of_wave

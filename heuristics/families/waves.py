@@ -14,7 +14,7 @@ from ..constants import WaveConstants, WaveTimes
 from ..cost import Work
 from ..h200 import WAVES
 from ..machine import machine
-from ..problem import Problem, padded_k
+from ..problem import MEASURED_AS, Problem, padded_k
 from .base import Family, KernelConfig, Launch
 
 MAX_SPLIT_K = 7
@@ -104,11 +104,12 @@ class WaveFamily(Family):
         return config.measured.kernel
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
-        return (self.calibrated_as(config, format), format) in WAVES.kernels
+        return (self.calibrated_as(config, format), MEASURED_AS[format]) in WAVES.kernels
 
     def times(self, config: KernelConfig, format: str, arch: int) -> WaveTimes:
         """Of a kernel on an architecture. Raises KeyError for one that is not calibrated."""
-        registers, k_tile_us, latency_us, fixed_us = WAVES.kernels[self.calibrated_as(config, format), format]
+        of_kernel = WAVES.kernels[self.calibrated_as(config, format), MEASURED_AS[format]]
+        registers, k_tile_us, latency_us, fixed_us = of_kernel
         speed = machine(arch).speed
         return WaveTimes(registers, k_tile_us / speed, latency_us / speed, fixed_us / speed)
 

@@ -227,7 +227,7 @@ void quantize_activations(int device, int type, int m, int k, uintptr_t x, int64
 
 void dequantize(int device, int bits, int type, int layout, int k, int k_padded, int n_begin, int n_end, int n_padded,
                 int group_size, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t codebook, uintptr_t w,
-                int64_t ld_scales, int64_t ldw, uintptr_t stream) {
+                int64_t ld_scales, int64_t ldw, uintptr_t stream, bool is_float) {
   weightonly::DequantizeParams params = {};
   params.weight = reinterpret_cast<void const*>(weight);
   params.scales = reinterpret_cast<void const*>(scales);
@@ -245,6 +245,7 @@ void dequantize(int device, int bits, int type, int layout, int k, int k_padded,
   params.bits = bits;
   params.type = type;
   params.layout = layout;
+  params.is_float = is_float;
   Failure message;
   throw_if(wo_dequantize(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
@@ -355,11 +356,13 @@ PYBIND11_MODULE(_C, module) {
              py::arg("layout"), py::arg("k"), py::arg("k_padded"), py::arg("n_begin"), py::arg("n_end"),
              py::arg("n_padded"), py::arg("group_size"), py::arg("weight"), py::arg("scales"), py::arg("zeros"),
              py::arg("codebook"), py::arg("w"), py::arg("ld_scales"), py::arg("ldw"), py::arg("stream"),
+             py::arg("is_float") = false,
              "Enqueues the conversion of some columns of a packed weight: struct DequantizeParams of dequantize.h.");
   module.def("quantize_activations", &quantize_activations, py::arg("device"), py::arg("type"), py::arg("m"),
              py::arg("k"), py::arg("x"), py::arg("ldx"), py::arg("x8"), py::arg("x_scales"), py::arg("rows_end"),
              py::arg("stream"), "Enqueues kernels/convert/quantize_activations.cu.");
   module.def("dequantizes_groups_of_16", [] { return wo_dequantizes_groups_of_16() != 0; });
+  module.def("dequantizes_fp8", [] { return wo_dequantizes_fp8() != 0; });
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");
   module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");

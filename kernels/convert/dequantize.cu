@@ -22,6 +22,9 @@
 
 #include "cutlass/arch/memory.h"
 #include "cutlass_ext/fragment/weight_format.h"
+#if defined(WEIGHTONLY_FP8)
+#include "cutlass_ext/fragment/e4m3_weight.h"
+#endif
 #include "cutlass_ext/layout/interleaved.h"
 #include "cutlass_ext/convert/numeric_conversion.h"
 #include "cutlass_ext/layout/tiled.h"
@@ -326,6 +329,13 @@ cudaError_t launch_for_groups(DequantizeParams const& p, cudaStream_t stream) {
 
 template <class Element>
 cudaError_t launch_as(DequantizeParams const& p, cudaStream_t stream) {
+#if defined(WEIGHTONLY_FP8)
+  if (p.is_float) {
+    return p.layout == int(PackedLayout::kTiled)
+               ? launch<Element, TiledReader<Fp8, 32>, Values::kIntegers>(p, stream)
+               : launch<Element, InterleavedReader<Fp8, 32>, Values::kIntegers>(p, stream);
+  }
+#endif
 #if defined(WEIGHTONLY_GROUPS_OF_16)
   if (p.group_size == 16) return launch_for_groups<Element, 16>(p, stream);
 #endif
@@ -348,6 +358,8 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
   if (wrong(p.w, 2)) return fail("w", "an even address", (long long)p.w);
   if (p.layout < 0 || p.layout > int(PackedLayout::kTiled)) return fail("layout", "0 or 1", p.layout);
   if (p.bits != 4 && p.bits != 8) return fail("bits", "4 or 8", p.bits);
+  if (p.is_float != 0 && (p.is_float != 1 || p.bits != 8 || p.zeros != nullptr || !wo_dequantizes_fp8()))
+    return fail("is_float", "0, or 1 for a weight of 8 bits without zeros in a build that has fp8", p.is_float);
   if (p.type != int(FloatType::kF16) && p.type != int(FloatType::kBf16)) return fail("type", "0 or 1", p.type);
   if (p.codebook != nullptr && (wrong(p.codebook, 4) || p.bits != 4 || p.zeros != nullptr))
     return fail("codebook", "null, or 4-byte aligned for a weight of 4 bits without zeros", (long long)p.codebook);
@@ -362,9 +374,9 @@ bool check(DequantizeParams const& p, char* message, int message_bytes) {
   if (p.ldw < p.n_end - p.n_begin) return fail("ldw", "at least the number of columns", p.ldw);
   if (p.ld_scales < p.n_padded || p.ld_scales % 8 != 0)
     return fail("ld_scales", "a multiple of 8 from n_padded on", p.ld_scales);
-  bool const has_small_groups = p.group_size == 32 || (p.group_size == 16 && wo_dequantizes_groups_of_16());
+  bool const of_16 = wo_dequantizes_groups_of_16() && !p.is_float;
+  bool const has_small_groups = p.group_size == 32 || (p.group_size == 16 && of_16);
   if (!has_small_groups && (p.group_size < 64 || p.group_size % 64 != 0)) {
-    bool const of_16 = wo_dequantizes_groups_of_16();
     return fail("group_size", of_16 ? "16, 32 or a multiple of 64" : "32 or a multiple of 64", p.group_size);
   }
   return true;
@@ -377,6 +389,14 @@ using namespace weightonly;
 
 int wo_dequantizes_groups_of_16() {
 #if defined(WEIGHTONLY_GROUPS_OF_16)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int wo_dequantizes_fp8() {
+#if defined(WEIGHTONLY_FP8)
   return 1;
 #else
   return 0;

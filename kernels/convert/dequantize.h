@@ -28,12 +28,16 @@ struct DequantizeParams {
   int32_t bits;  // 4 or 8
   int32_t type;  // enum FloatType of T: kF16 or kBf16
   int32_t layout;  // enum PackedLayout
+  int32_t is_float;  // 1: q are floats, E4M3, of 8 bits (see wo_dequantizes_fp8); 0: integers, or codes
 };
 
 }  // namespace weightonly
 
 /// Whether the library was built with the kernels for groups of 16 (WEIGHTONLY_GROUPS_OF_16, see kernels/generate.py).
 WEIGHTONLY_API int wo_dequantizes_groups_of_16();
+
+/// The same of floats, E4M3 (WEIGHTONLY_FP8).
+WEIGHTONLY_API int wo_dequantizes_fp8();
 
 /// Enqueues one kernel on a stream of a device, as wo_gemm does. Returns 0, or nonzero with the reason in message.
 WEIGHTONLY_API int wo_dequantize(weightonly::DequantizeParams const* params, int device, void* stream, char* message,

@@ -100,22 +100,42 @@ inline Floats lookup(Words w, Table t) {
 inline Words upper_half(Words w) {
   return {_mm512_srli_epi32(w.v, 16)};
 }
-/// The E4M3 numbers in the bytes from bit kShift on. Exponent 0 means m / 8 * 2^-6, here 2 * (1 + m / 8) * 2^-7 - 2^-6:
-/// nothing on the way is a subnormal number, which a process may have flushed.
-template <int kShift>
-inline Floats floats_of_bytes(Words w) {
-  __m512i const top = _mm512_slli_epi32(w.v, 24 - kShift), sign = _mm512_set1_epi32(int(0x80000000));
-  __m512i const size = _mm512_and_si512(_mm512_srli_epi32(top, 4), _mm512_set1_epi32(0x07f00000));
-  __m512 const normal = _mm512_castsi512_ps(_mm512_add_epi32(size, _mm512_set1_epi32(120 << 23)));
-  __mmask16 const is_small = _mm512_testn_epi32_mask(size, _mm512_set1_epi32(0x07800000));
-  __m512 const a = _mm512_mask_fmsub_ps(normal, is_small, _mm512_set1_ps(2.f), _mm512_set1_ps(0x1p-6f));
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(top, sign, _mm512_castps_si512(a), 0xea))};  // top & sign | a
-}
 /// 2^23 + (w & kMask)
 template <int kMask>
 inline Floats as_mantissa(Words w) {
   __m512i const mask = _mm512_set1_epi32(kMask), exponent = _mm512_set1_epi32(0x4b000000);
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(w.v, mask, exponent, 0xea))};  // w & mask | exponent
+}
+/// Of E4M3 numbers, for each sign and exponent: what `as_mantissa` of the mantissa in place is to be multiplied with, and
+/// what to be added. Exponent 0 has the steps of exponent 1, and no 8 of them more.
+template <int kShift>
+struct StepsOfE4m3 {
+  float step[32] = {}, offset[32] = {};
+
+  constexpr StepsOfE4m3() {
+    for (int i = 0; i < 32; ++i) {
+      int const exponent = i % 16;
+      float const one = (i < 16 ? 0x1p-9f : -0x1p-9f) * float(1 << (exponent == 0 ? 0 : exponent - 1));
+      step[i] = one / float(1 << kShift);
+      offset[i] = one * ((exponent == 0 ? 0.f : 8.f) - float(1 << (23 - kShift)));
+    }
+  }
+};
+template <int kShift>
+inline constexpr StepsOfE4m3<kShift> kStepsOfE4m3;
+/// The E4M3 numbers in the bytes from bit kShift on, -0 as 0. Nothing on the way is rounded, or a subnormal number, which
+/// a process may have flushed.
+template <int kShift>
+inline Floats floats_of_bytes(Words w) {
+  if constexpr (kShift >= 16) {
+    return floats_of_bytes<kShift - 16>(upper_half(w));
+  } else {
+    auto const& of = kStepsOfE4m3<kShift>;
+    __m512i const index = _mm512_srli_epi32(w.v, kShift + 3);  // its five low bits choose
+    __m512 const step = _mm512_permutex2var_ps(_mm512_loadu_ps(of.step), index, _mm512_loadu_ps(of.step + 16));
+    __m512 const offset = _mm512_permutex2var_ps(_mm512_loadu_ps(of.offset), index, _mm512_loadu_ps(of.offset + 16));
+    return {_mm512_fmadd_ps(as_mantissa<7 << kShift>(w).v, step, offset)};
+  }
 }
 
 inline Floats load16(uint16_t const* p, int type) {

@@ -37,6 +37,7 @@ struct Gemv {
 
   static constexpr bool kHasScales = Config::kScaleMode != ScaleMode::kChannel;
   static constexpr bool kHasZeros = Config::kScaleMode == ScaleMode::kGroupZeros;
+  static constexpr bool kCorrects = kHasZeros || Layout::kBias != 0;  // whether sum_k x is needed
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBatchLines = kLines < 4 ? kLines : 4;  // lines whose weights are used, and refilled, together
   static constexpr int kBatches = kLines / kBatchLines;
@@ -139,9 +140,7 @@ struct Gemv {
           CUTLASS_PRAGMA_UNROLL
           for (int e = 0; e < 4; ++e) {
             int const position = 4 * quad + e;
-            uint32_t const source = position < Positions::kDirect ? word : word >> Positions::kShift;
-            uint32_t const mask = ((1u << Layout::kBits) - 1) << Positions::bit(position);
-            float const weight = __uint_as_float(source & mask);  // a denormal: u * 2^bit * 2^-149
+            float const weight = Positions::weight(word, position);
             CUTLASS_PRAGMA_UNROLL
             for (int token = 0; token < kTokens; ++token) {
               float const value = reinterpret_cast<float const*>(&x[token])[e];
@@ -157,7 +156,7 @@ struct Gemv {
       }
     }
 
-    constexpr float kUnscale = float(uint64_t(1) << (149 - Stage::kScaleExponent));
+    constexpr float kUnscale = float(uint64_t(1) << (Positions::kUnitExponent - Stage::kScaleExponent));
     CUTLASS_PRAGMA_UNROLL
     for (int of_group = 0; of_group < kGroups * kTokens; ++of_group) {
       int const group = of_group / kTokens, token = of_group % kTokens;
@@ -171,7 +170,7 @@ struct Gemv {
         if constexpr (kHasZeros) offset += float(packed.zero[group][i]);
         // bf16 has two factors. Their product may be outside of the range of fp32, and so may the sum times the second.
         float const product = Stage::kDynamicScale ? products[group][i][token] * kUnscale : products[group][i][token];
-        float const value = fmaf(product, unscale, -offset * sum_x);
+        float const value = kCorrects ? fmaf(product, unscale, -offset * sum_x) : product * unscale;
         accumulators[i][token] = kHasScales ? fmaf(float(packed.scale[group][i]), value, accumulators[i][token])
                                             : accumulators[i][token] + value;
       }

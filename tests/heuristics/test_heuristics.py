@@ -104,7 +104,7 @@ def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
 
 
 def test_the_types_of_a_kernel() -> None:
-    assert len(TYPES) == 16
+    assert len(TYPES) == 20
     for config in CONFIGS:
         dtypes = {t.dtype for t in kernel_types(config)}
         assert dtypes == ({"f16"} if config.family in ("gemm_sm70", "gemm_sm75") else {"f16", "bf16"})

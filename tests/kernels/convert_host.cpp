@@ -2,6 +2,7 @@
 // kernels.
 #include <cstring>
 
+#include "cutlass_ext/convert/e4m3_conversion.h"
 #include "cutlass_ext/convert/numeric_conversion.h"
 
 namespace {
@@ -30,4 +31,18 @@ extern "C" int wo_convert_host(int bits, int bf16, unsigned const* packed, int w
   if (bits == 8)
     return bf16 ? convert<bfloat16_t, uint8_t>(packed, words, out) : convert<half_t, uint8_t>(packed, words, out);
   return 1;
+}
+
+/// The same of E4M3. factored: without the last multiplication.
+extern "C" void wo_convert_e4m3_host(int bf16, int factored, unsigned const* packed, int words, unsigned* out) {
+  using namespace weightonly::detail;
+  using cutlass::bfloat16_t;
+  using cutlass::half_t;
+  for (int i = 0; i < words; ++i) {
+    if (factored)
+      (bf16 ? shift_e4m3<bfloat16_t> : shift_e4m3<half_t>)(packed[i], out + 2 * i);
+    else
+      (bf16 ? ConvertWord<bfloat16_t, weightonly::Fp8>::apply : ConvertWord<half_t, weightonly::Fp8>::apply)(
+          packed[i], out + 2 * i);
+  }
 }

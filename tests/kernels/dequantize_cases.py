@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tests.fp8_cases import random_e4m3
 
 import weightonly as wo
+from weightonly.heuristics.problem import FLOAT_FORMATS
 
 
 @dataclass
@@ -42,6 +44,9 @@ def random_weight(
         q = torch.randint(-limit, limit, (k, n), dtype=torch.int8, generator=g)
         z = (torch.rand(groups, n, generator=g) * 2 * limit - limit).to(dtype) if zeros else None
         return Weight(wo.preprocess(q, bits=bits, layout=layout), scales, z)
+    if format in FLOAT_FORMATS:
+        floats = random_e4m3((k, n), g, exact=False)
+        return Weight(wo.preprocess(floats, format=format, layout=layout), scales, None)
     codes = torch.randint(0, 16, (k, n), dtype=torch.int8, generator=g)
     table = torch.randn(16, generator=g) if format == "code4" else None
     return Weight(wo.preprocess(codes, format=format, code=table, layout=layout), scales, None)

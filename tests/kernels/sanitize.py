@@ -4,6 +4,7 @@
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize decode_sm90 gemm_sm90        (these families)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize conversions        (AWQ words, 4-bit blocks)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize grouped        (products and layers of experts)
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --format fp8        (this format alone)
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --part 1/3 --seconds 200    (the first third)
 
 Results are checked too, so that a run that computed nothing does not pass for a clean one. A run that --seconds ends
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.fp8_cases import random_e4m3
 
 import weightonly as wo
 from weightonly.codebooks import codebook
@@ -28,10 +30,11 @@ from weightonly.experts import Product
 from weightonly.gate import Gate
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
+from weightonly.heuristics.families import FAMILIES
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
-from weightonly.heuristics.problem import CODE_FORMATS
+from weightonly.heuristics.problem import CODE_FORMATS, FLOAT_FORMATS
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, in_pairs, sort_by_expert
 from weightonly.plan import cache
@@ -105,6 +108,9 @@ def weights_of(
     types: TypeConfig, layout: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> tuple[wo.PackedWeight, torch.Tensor]:
     """Random weights [K, N] or [E, K, N] on the GPU, and their numbers."""
+    if types.format in FLOAT_FORMATS:
+        floats = random_e4m3(shape, generator, exact=True)
+        return wo.preprocess(floats, format=types.format, layout=layout).to("cuda"), floats.float()
     limit = 128 if types.format == "int8" else 8
     q = torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8)
     is_code = types.format in CODE_FORMATS
@@ -252,11 +258,14 @@ def part_of(text: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", help=f"of kernels, {CONVERSIONS} or {GROUPED}; default: all")
+    parser.add_argument("--format", help="launches of this format alone, such as fp8")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="1/3: every third launch, from the first on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="launch nothing more after so long")
     options = parser.parse_args()
     families, (part, parts) = set(options.families), options.part
     started = time.monotonic()
+    for family in FAMILIES.values():
+        family.floats_verified = True  # type: ignore[misc]  # layers of experts run them, then, where they are built
     generator = torch.Generator().manual_seed(part)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS' sums, too, are to be exact
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -264,8 +273,9 @@ def main() -> int:
     chosen = [c for c in (*wo.kernels(), *wo.fp8_kernels()) if not families or c.family in families]
     todo: list[Launch | GroupedLaunch] = [*launches(chosen, device_arch(device), sm_count(device))]
     todo += [one for one in grouped_launches() if not families or families & {GROUPED, one.config.family}]
+    todo = [one for one in todo if options.format in (None, one.types.format)]
     if not todo and CONVERSIONS not in families:
-        parser.error(f"families: this build and GPU have no kernel of {' or '.join(sorted(families))}")
+        parser.error("families, --format: this build and GPU have no such kernels")
     todo = todo[part - 1 :: parts]
     launched = 0
     for one in todo:

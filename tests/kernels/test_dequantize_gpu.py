@@ -11,13 +11,15 @@ from tests.kernels.dequantize_cases import random_weight
 
 import weightonly as wo
 from weightonly import reference
-from weightonly.kernels import dequantizes_groups_of_16
+from weightonly.kernels import dequantizes_fp8, dequantizes_groups_of_16
 from weightonly.plain import aligned_rows
 
 pytestmark = pytest.mark.gpu
 
 DEQUANTIZE = sys.modules["weightonly.ops.dequantize"]
 LAYOUTS = ["tiled", "interleaved"]
+needs_fp8 = pytest.mark.skipif(not dequantizes_fp8(), reason="the kernel for floats is not built")
+FP8 = pytest.param("fp8", marks=needs_fp8)
 FORMATS = ["int4", "int8", "nf4", "fp4", "code4", "nvfp4"]
 SHAPES = [
     # K, N, group size
@@ -47,7 +49,7 @@ SHAPES_OF_16 = [
 
 
 def skip_unless_read(format: str, layout: str, zeros: bool) -> None:
-    if format in ("nf4", "fp4", "code4", "nvfp4") and (layout == "row_major" or zeros):
+    if format in ("nf4", "fp4", "code4", "nvfp4", "fp8") and (layout == "row_major" or zeros):
         pytest.skip("codes are interleaved or tiled, without zeros")
 
 
@@ -67,9 +69,15 @@ def kernel_only(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> t
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, FP8])
 def test_dequantize_equals_the_cpu(
-    kernel_only: torch.device, generator: torch.Generator, format: str, layout: str, dtype: str, zeros: bool
+    kernel_only: torch.device,
+    floats: None,
+    generator: torch.Generator,
+    format: str,
+    layout: str,
+    dtype: str,
+    zeros: bool,
 ) -> None:
     skip_unless_read(format, layout, zeros)
     if format == "nvfp4":
@@ -153,7 +161,7 @@ def check_scales_around(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, FP8])
 @pytest.mark.parametrize("shift", [0, 8, 3], ids="{}in".format)
 def test_columns_go_where_they_belong(
     kernel_only: torch.device, generator: torch.Generator, format: str, layout: str, shift: int

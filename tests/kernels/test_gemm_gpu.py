@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.fp8_cases import random_e4m3
 from tests.gemm_cases import (
     ACTIVATIONS,
     DTYPES,
@@ -25,9 +26,11 @@ from tests.gemm_cases import (
 
 import weightonly as wo
 from weightonly.device import sm_count
+from weightonly.heuristics import select
 from weightonly.heuristics.configs import CONFIGS, FAMILIES, KernelConfig
 from weightonly.heuristics.machine import resident_clusters
-from weightonly.heuristics.problem import CODE_LAYOUTS, layouts_of
+from weightonly.heuristics.problem import CODE_LAYOUTS, INTEGER_FORMATS, layouts_of
+from weightonly.kernels import is_compiled
 from weightonly.plan import cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
@@ -40,7 +43,8 @@ KERNELS = [
     for format in config.formats
     if format != "code4" or not config.unfused  # test_unfused_gpu.py
     for dtype in FAMILIES[config.family].dtypes
-    for mode in (MODES_OF_16 if config.groups_of_16 else MODES)
+    for mode, (_, zeros) in (MODES_OF_16 if config.groups_of_16 else MODES).items()
+    if not (zeros and config.has_floats)
 ]
 
 
@@ -76,7 +80,7 @@ def test_every_kernel_is_as_accurate_as_cublas(
         check_random(m, case, split, generator, "silu")
 
 
-@pytest.mark.parametrize("format", ["int4", "int8", "code4"])
+@pytest.mark.parametrize("format", ["int4", "int8", "code4", "fp8"])
 def test_clusters_that_go_through_many_tiles(
     cuda_device: torch.device, generator: torch.Generator, format: str
 ) -> None:
@@ -117,7 +121,7 @@ def test_ctas_that_go_through_many_tiles(
         if config.rules.loops(config):
             columns = -(-(2 * sm_count(torch.cuda.current_device()) + 7) // 3) // 2 * 2 + (tiles == "odd")
             for format in config.formats:
-                zeros = k == 448 and format != "code4"
+                zeros = k == 448 and format in INTEGER_FORMATS
                 case = Case(k, columns * config.block_n - 24, format, "f16", 64, zeros)
                 check_exact(3 * config.block_m - 3, case, config, generator)
                 check_random(3 * config.block_m - 3, case, config, generator, "gelu")
@@ -207,8 +211,8 @@ def test_group_sizes(cuda_device: torch.device, generator: torch.Generator, grou
         if config.layout != "row_major" and config.groups_of_16 == (group_size == 16):
             formats = config.formats if config.shares_cluster else {config.formats[0], config.formats[-1]}
             for format in formats:
-                if zeros and format == "code4":
-                    continue  # codebooks have none
+                if zeros and format not in INTEGER_FORMATS:
+                    continue  # codes have none
                 case = Case(k, 100, format, "f16", group_size, zeros)
                 require(config, case)
                 check_exact(min(config.max_m, 20), case, config, generator)
@@ -236,15 +240,16 @@ def test_activations(cuda_device: torch.device, generator: torch.Generator, acti
 
 def test_huge_and_tiny_bf16(cuda_device: torch.device, generator: torch.Generator) -> None:
     """bf16 spans fp32's exponents; kernels that work on bit patterns must not overflow or flush."""
-    for layout, group_size in itertools.product(layouts_of(this_gpu()), (128, 16)):
-        o = make(Case(512, 64, "int4", "bf16", group_size), generator, layout, exact=True)
+    kinds = (("int4", 128), ("int4", 16), ("fp8", 128))
+    for layout, (format, group_size) in itertools.product(layouts_of(this_gpu()), kinds):
+        o = make(Case(512, 64, format, "bf16", group_size), generator, layout, exact=True)
         for exponent in (-110, -60, 0, 60, 110):
             x = (torch.randn(1, 512, generator=generator).double() * 2.0**exponent).bfloat16().cuda()
             expected = x.double() @ o.w64
             for config in wo.kernels():
                 can_bf16 = "bf16" in FAMILIES[config.family].dtypes
                 has_groups = config.groups_of_16 == (group_size == 16)
-                if config.layout == layout and "int4" in config.formats and can_bf16 and has_groups:
+                if config.layout == layout and format in config.formats and can_bf16 and has_groups:
                     y = wo.gemm(x, o.qweight, o.scales, config=config)
                     assert ((y.double() - expected).norm() / expected.norm()) < 0.01, (config, exponent)
 
@@ -389,3 +394,38 @@ def test_preprocess_on_the_gpu_equals_the_cpu(cuda_device: torch.device, generat
             on_gpu = wo.preprocess(q.cuda(), bits=bits, layout=layout)
             assert torch.equal(on_gpu.data.cpu(), wo.preprocess(q, bits=bits, layout=layout).data)
             assert torch.equal(wo.unpack(on_gpu).cpu(), q)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "blocks", "powers"])
+def test_fp8_as_checkpoints_have_it(
+    cuda_device: torch.device, floats: None, generator: torch.Generator, scales: str
+) -> None:
+    """One scale, or those of 128 x 128 or, powers of two, of 32 x 32, repeated along N: by what `gemm` chooses."""
+    k, n, block = 1024, 640, {"tensor": 1024, "blocks": 128, "powers": 32}[scales]
+    q = random_e4m3((k, n), generator, exact=False)
+    blocks = torch.exp2(torch.randint(-9, -5, (k // block, -(-n // block)), generator=generator).float())
+    if scales == "blocks":
+        blocks = (torch.rand(blocks.shape, generator=generator) * 0.02 + 0.001).half().float()
+    spread = blocks.repeat_interleave(block, 1)[:, :n]
+    w64 = (q.double() * spread.double().repeat_interleave(block, 0)).cuda()
+    qweight = wo.preprocess(q, format="fp8", layout=own_layout()).to("cuda")
+    given = spread.half().cuda()
+    if not is_compiled(select(1, n, k, "fp8", -1 if block == k else block, this_gpu(), 132, own_layout())):
+        pytest.skip("the kernels of fp8 are not built")
+    for m in (1, 8, 40, 300):
+        x = torch.randn(m, k, generator=generator).half().cuda()
+        y, peer = wo.gemm(x, qweight, given), (x @ w64.half()).double()
+        expected = x.double() @ w64
+        assert (y.double() - expected).norm() <= 2 * (peer - expected).norm() + 1e-6 * expected.norm()
+
+
+def test_gradients_of_fp8(cuda_device: torch.device, floats: None, generator: torch.Generator) -> None:
+    o = make(Case(512, 264, "fp8", "bf16"), generator, own_layout(), exact=False)
+    if not is_compiled(select(16, 264, 512, "fp8", 128, this_gpu(), 132, own_layout())):
+        pytest.skip("the kernels of fp8 are not built")
+    x = torch.randn(16, 512, generator=generator).bfloat16().cuda().requires_grad_()
+    weights = torch.randn(16, 264, generator=generator).bfloat16().cuda()
+    wo.gemm(x, o.qweight, o.scales).backward(weights)
+    assert x.grad is not None
+    expected = weights.double() @ o.w64.t()
+    assert (x.grad.double() - expected).norm() <= 0.01 * expected.norm()

@@ -28,7 +28,7 @@ from weightonly.plan import cache
 from weightonly.plan import experts as layer_plans
 from weightonly.plan import grouped as grouped_plans
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device", "floats")]
 
 KERNELS = [(c, t) for c in GROUPED_CONFIGS for t in kernel_types(c)]
 LAYOUTS = list(dict.fromkeys(c.layout for c in GROUPED_CONFIGS))
@@ -84,8 +84,7 @@ def weights(
     given = zeros.cuda() if types.scale_mode == "group_zeros" else None
     offset = 0 if given is None else given.double()[:, :, None]
     w64 = (values.view(experts, groups, k // groups, n) - offset) * scales.cuda().double()[:, :, None]
-    bits = 8 if types.format == "int8" else 4
-    packed = wo.preprocess(q, bits, layout=layout, format=types.format, code=code)
+    packed = wo.preprocess(q, layout=layout, format=types.format, code=code)
     qweight = wo.PackedWeight(packed.data.cuda(), **packed.fields)
     return Weights(qweight, scales.cuda(), given, w64.view(experts, k, n))
 

@@ -32,6 +32,7 @@ HEAD = """\
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
 #include "kernels/gemm/sm90_fp8/grouped.cuh"
+#include "cutlass_ext/fragment/e4m3_weight.h"
 namespace weightonly {
 constexpr GemmParams gemm(int m, int n_padded, int k_padded, int group_size, int split_k, int clusters) {
   GemmParams p{};

@@ -17,9 +17,9 @@ from weightonly.heuristics.problem import layouts_of
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp32_sums")]
 
 
-def unfused_configs(groups_of_16: bool = False) -> list[KernelConfig]:
-    """Those of this GPU, for groups of 16 or for all others."""
-    of_groups = (c for c in CONFIGS if c.unfused and c.groups_of_16 == groups_of_16)
+def unfused_configs(groups_of_16: bool = False, format: str = "int4") -> list[KernelConfig]:
+    """Those of this GPU that have a format, for groups of 16 or for all others."""
+    of_groups = (c for c in CONFIGS if c.unfused and format in c.formats and c.groups_of_16 == groups_of_16)
     return [c for c in of_groups if c.layout in layouts_of(this_gpu())]
 
 
@@ -40,6 +40,18 @@ def test_many_slices(
             Case(1000, 257, "int8", dtype, -1),
             Case(960, 65, "int4", dtype, 32),
         ):
+            require(config, case)
+            check_exact(m, case, config, generator)
+            check_random(m, case, config, generator, "gelu")
+
+
+@pytest.mark.parametrize("m", [1, 7, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_slices_of_floats(
+    cuda_device: torch.device, small_slices: None, generator: torch.Generator, dtype: str, m: int
+) -> None:
+    for config in unfused_configs(format="fp8"):
+        for case in (Case(1024, 1000, "fp8", dtype, 128), Case(1000, 257, "fp8", dtype, -1)):
             require(config, case)
             check_exact(m, case, config, generator)
             check_random(m, case, config, generator, "gelu")

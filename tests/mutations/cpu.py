@@ -247,6 +247,11 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "kernels/cpu/vec.h",
+        "cpu_fp8",
+        [("subnormal numbers of E4M3 are normal", "StepsOfE4m3", "exponent == 0 ? 0.f : 8.f", "8.f")],
+    ),
+    *of(
         "kernels/cpu/variant.cpp",
         _CPP,
         [

@@ -18,7 +18,7 @@ MUTATIONS = [
                 "(*CODE_LAYOUTS, FP8_LAYOUT)",
                 "(*LAYOUTS, FP8_LAYOUT)",
             ),
-            ("codes per channel", "Problem.per_channel", ".format not in CODE_FORMATS and self", ""),
+            ("codes per channel", "Problem.per_channel", ".format not in CODEBOOK_FORMATS and self", ""),
         ],
     ),
     *of(
@@ -39,6 +39,28 @@ MUTATIONS = [
             ("groups of 16 in another layout", "computes_groups_of_16", "layout in (None, c.layout) and ", ""),
             ("some groups of 16", "computes_groups_of_16", ".unfused and c", ""),
         ],
+    ),
+    *of(
+        "heuristics/legal.py",
+        "floats",
+        [
+            ("floats in groups of 16", "has_kernels", "group_size % 32 == 0", "group_size % 16 == 0"),
+            ("floats that no GPU has run", "has_kernels", "c.is_verified and ", ""),
+            ("floats in another layout", "has_kernels", " and c.layout == layout", ""),
+        ],
+    ),
+    *of(
+        "heuristics/families/base.py",
+        "floats",
+        [
+            ("floats before a GPU has run them", "KernelConfig.is_verified", " and of_floats", ""),
+            ("floats by a name of others", "KernelConfig.kernel", "self.has_floats", "False"),
+        ],
+    ),
+    *of(
+        "kernels/generate.py",
+        "floats generate",
+        [("floats without their header", "unit_text", "config.has_floats", "False")],
     ),
     *of(
         "heuristics/families/base.py",

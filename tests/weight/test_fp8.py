@@ -10,7 +10,7 @@ import torch
 
 import weightonly as wo
 from weightonly.args import GemmArgs
-from weightonly.heuristics import Problem
+from weightonly.heuristics import Problem, candidates, select
 from weightonly.layout import CODE_LAYOUTS
 from weightonly.plan.unfused import UnfusedPlan
 from weightonly.weight import QuantizedWeight
@@ -90,9 +90,11 @@ def test_plan_of_gpus_multiplies_by_dequantized_slices(dtype: torch.dtype, gener
     assert torch.equal(y, torch.addmm(bias, x, wo.dequantize(packed, scales)).relu())
 
 
-def test_no_kernel_of_a_gpu_is_asked() -> None:
-    with pytest.raises(ValueError, match="format must be one that kernels multiply by, got 'fp8'"):
-        Problem(4, 128, 128, "fp8", 128, 90, 132)
+def test_no_kernel_of_a_gpu_is_asked_before_one_has_run(no_floats: None) -> None:
+    problem = Problem(4, 128, 128, "fp8", 128, 90, 132)
+    assert candidates(problem) == []
+    with pytest.raises(ValueError, match="format: no kernel that a GPU has run multiplies by fp8 in groups of 128"):
+        select(problem)
     shown = str(wo.explain(k=256, n=256, format="fp8", m=4, arch="sm90"))
     assert "fp8 is dequantized, slice after slice, and cuBLAS multiplies" in shown
 

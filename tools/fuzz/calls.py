@@ -17,7 +17,7 @@ import torch
 import weightonly as wo
 from weightonly.bench.timing import overlapping
 from weightonly.codebooks import CODEBOOKS
-from weightonly.heuristics.problem import CODE_FORMATS, DEQUANTIZED_FORMATS, FORMATS
+from weightonly.heuristics.problem import CODE_FORMATS, FLOAT_FORMATS, FORMATS
 
 from .draw import DTYPES, Call, Drawer, Weight
 from .loop import Outcome, Target
@@ -121,7 +121,7 @@ def make(weight: Weight, rows: int, seed: int, device: torch.device) -> Operands
         return torch.randint(low, high + 1, shape, generator=g, device=device)
 
     table, slack = None, False
-    if weight.format in DEQUANTIZED_FORMATS:  # fp8 has all integers up to 16
+    if weight.format in FLOAT_FORMATS:  # fp8 has all integers up to 16
         q = integers(-15, 15, (k, n)).to(torch.int8)
         grid = Grid(1.0, 15.0)
     elif weight.format in CODE_FORMATS:
@@ -180,7 +180,7 @@ def random_x(terms: int, largest: int, shape: tuple[int, int], g: torch.Generato
 def packed(weight: Weight, q: torch.Tensor, table: torch.Tensor | None) -> wo.PackedWeight:
     if weight.format not in CODE_FORMATS:
         return wo.preprocess(q, FORMATS[weight.format], layout=weight.layout)
-    if weight.format in DEQUANTIZED_FORMATS:
+    if weight.format in FLOAT_FORMATS:
         return wo.preprocess(q.to(torch.float8_e4m3fn), format=weight.format, layout=weight.layout)
     code = table.float() if table is not None and weight.format == "code4" else None
     return wo.preprocess(q, format=weight.format, code=code, layout=weight.layout)

@@ -11,7 +11,7 @@ from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.legal import computes_groups_of_16
-from weightonly.heuristics.problem import CODE_FORMATS, DEQUANTIZED_FORMATS, FORMAT_GROUPS, FORMATS, LAYOUTS, layouts_of
+from weightonly.heuristics.problem import CODE_FORMATS, CODEBOOK_FORMATS, FORMAT_GROUPS, FORMATS, LAYOUTS, layouts_of
 from weightonly.kernels import dequantizes_groups_of_16, is_compiled, kernels
 from weightonly.launch import LaunchOverlap
 from weightonly.plan.choose import choose, scale_mode
@@ -140,8 +140,7 @@ class Drawer:
             return format, draw.choice(tuple(DTYPES)), "tiled" if format in CODE_FORMATS else draw.choice(LAYOUTS)
         config = draw.choice(self.configs)
         types = draw.choice([types for types in kernel_types(config) if is_compiled(config, types)])
-        code_formats = [code for code in CODE_FORMATS if code not in DEQUANTIZED_FORMATS]
-        code_formats = [code for code in code_formats if self.groups_of_16 or FORMAT_GROUPS.get(code) != 16]
+        code_formats = [code for code in CODEBOOK_FORMATS if self.groups_of_16 or FORMAT_GROUPS.get(code) != 16]
         format = draw.choice(code_formats) if types.format == "code4" else types.format
         return format, types.dtype, config.layout
 

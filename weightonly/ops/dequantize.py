@@ -10,9 +10,10 @@ from .. import reference
 from ..codebooks import codebook_on
 from ..device import device_arch
 from ..heuristics.legal import computes_groups_of_16
-from ..heuristics.problem import DEQUANTIZED_FORMATS
+from ..heuristics.legal import has_kernels as computes_format
+from ..heuristics.problem import FLOAT_FORMATS
 from ..heuristics.slices import slice_columns
-from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_groups_of_16, dequantizes_on
+from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_fp8, dequantizes_groups_of_16, dequantizes_on
 from ..layout import INTERLEAVED, TILE, TILED
 from ..packed import PackedWeight
 from ..plain import aligned_rows, are_plain
@@ -90,6 +91,7 @@ def dequantize_columns(
         ld_scales=qweight.n_padded,
         ldw=w.stride(0),
         stream=torch._C._cuda_getCurrentRawStream(device),
+        is_float=qweight.format in FLOAT_FORMATS,
     )
 
 
@@ -99,13 +101,15 @@ def has_kernel(qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor 
         return False
     if qweight.layout not in _LAYOUT_NUMBERS or scales.dtype not in _KERNEL_DTYPES:
         return False
-    if qweight.format in DEQUANTIZED_FORMATS:  # bytes of floats, which the kernel would take for integers
-        return False
     if qweight.k_padded > MAX_K or qweight.n_padded > MAX_N:
         return False
     if torch.is_grad_enabled() and (scales.requires_grad or (zeros is not None and zeros.requires_grad)):
         return False
     arch, group_size = device_arch(qweight.data.get_device()), qweight.k // scales.shape[0]
+    if qweight.format in FLOAT_FORMATS:
+        of_all = -1 if scales.shape[0] == 1 else group_size
+        if not dequantizes_fp8() or not computes_format(qweight.format, of_all, arch, qweight.layout):
+            return False
     if scales.shape[0] > 1 and group_size != 32 and group_size % 64:
         is_read = group_size == 16 and dequantizes_groups_of_16() and computes_groups_of_16(arch, qweight.layout)
         return is_read and dequantizes_on(arch)

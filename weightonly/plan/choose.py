@@ -10,8 +10,8 @@ from ..fp8_args import Fp8Args
 from ..heuristics import KernelConfig, Problem, select
 from ..heuristics.configs import TypeConfig
 from ..heuristics.launches import launches
-from ..heuristics.legal import why_not
-from ..heuristics.problem import CODE_LAYOUTS, DEQUANTIZED_FORMATS, is_read, layouts_of
+from ..heuristics.legal import has_kernels, why_not
+from ..heuristics.problem import CODE_LAYOUTS, is_read, layouts_of
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
 from ..layout import CPU, TILE
 from ..weight import QuantizedWeight
@@ -40,9 +40,8 @@ def make_plan(args: GemmArgs) -> Plan:
     arch = device_arch(device)
     if args.weight.packed.layout == CPU:
         raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
-    if args.weight.format in DEQUANTIZED_FORMATS:
-        if config is not None:
-            raise ValueError(f"config: expected None for {args.weight.format}, which no kernel computes, got {config}")
+    w = args.weight
+    if config is None and not has_kernels(w.format, w.group_size, arch, w.packed.layout):
         return UnfusedPlan(args, None)
     check_kernels(arch)
     problem = problem_of(args.m, args.weight, arch, sm_count(device))

@@ -18,7 +18,7 @@ from ..grouped import Product
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.families.grouped_decode_sm90 import GATED_COLUMNS
 from ..heuristics.grouped import select_layer
-from ..heuristics.problem import DEQUANTIZED_FORMATS
+from ..heuristics.legal import has_kernels
 from ..kernels import FLOAT_TYPES, is_compiled, runs_on
 from ..ops.around_experts import MAX_CHOICES, add_choices, is_rows, route
 from ..ops.quantize_activations import quantize_rows
@@ -77,7 +77,9 @@ def _make(
         and first.operand.n == (2 * inner if gate.has_gate else inner)
         and first.operand.k == second.operand.n
         and inner % GATED_COLUMNS == 0
-        and all(p.operand.format not in DEQUANTIZED_FORMATS for p in (first, second))
+        and all(
+            has_kernels(p.operand.format, p.operand.group_size, arch, p.operand.packed.layout) for p in (first, second)
+        )
         and all(p.operand.perm is None and p.operand.dtype == dtype and _in_place(p) for p in (first, second))
     )
     if not fits:

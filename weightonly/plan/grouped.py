@@ -14,8 +14,8 @@ from ..device import device_arch, sm_count
 from ..fp8_args import Fp8GroupedArgs
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.grouped import select_grouped, why_not_grouped
+from ..heuristics.legal import has_kernels
 from ..heuristics.machine import resident_clusters
-from ..heuristics.problem import DEQUANTIZED_FORMATS
 from ..kernels import _C, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
 from ..layout import CPU
 from ..packed import PackedWeight
@@ -33,15 +33,16 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     config, w = args.config, args.weight.packed
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config: expected a KernelConfig of weightonly.grouped_kernels(), got {type(config).__name__}")
-    if args.x.device.type == "cpu" or w.layout == CPU or w.format in DEQUANTIZED_FORMATS:
+    if args.x.device.type == "cpu" or w.layout == CPU:
         if config is not None:
-            what = "CPU tensors" if w.format not in DEQUANTIZED_FORMATS else w.format
-            raise ValueError(f"config: expected None for {what}, which no kernel computes, got {config}")
+            raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {config}")
+        return None
+    device = args.x.get_device()
+    arch = device_arch(device)
+    if config is None and not has_kernels(w.format, args.weight.group_size, arch, w.layout):
         return None
     if args.x.numel() == 0:
         return Plan(args)
-    device = args.x.get_device()
-    arch = device_arch(device)
     check_kernels(arch)
     experts, problem = w.experts or 0, problem_of(args.m, args.weight, arch, sm_count(device))
     types = types_of(problem, args.dtype)
