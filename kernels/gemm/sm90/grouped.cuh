@@ -24,6 +24,9 @@ struct GroupedLoop {
 
   CUTLASS_DEVICE GroupedLoop(GroupedParams const& p, typename Traits::Smem const& smem) : reader(p, smem) {}
 
+  /// Called by all threads of the CTA, before anything is loaded.
+  CUTLASS_DEVICE static void prepare(typename Traits::Smem const&) {}
+
   /// width: see GroupedWork.
   template <class XFragment, class Accumulators>
   CUTLASS_DEVICE void run(GroupedParams const& p, int width, XFragment const& x, Accumulators& accum) {
@@ -46,6 +49,7 @@ struct GroupedKernel {
     int const producer = int(threadIdx.x) - Traits::kConsumers;  // negative: a consumer
     prefetch_maps(p, producer);
     if (producer == 0) initialize_barriers(smem);
+    Loop::prepare(smem);
     if (!p.is_in_layer) {
       cudaGridDependencySynchronize();
       cudaTriggerProgrammaticLaunchCompletion();

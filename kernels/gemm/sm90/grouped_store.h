@@ -46,7 +46,7 @@ struct GroupedStore {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kTokens / 4; ++i) {
           int const token = work.token_begin + begin + i / 2 * 8 + 2 * t + i % 2;
-          x_scales[i] = __ldg(p.x_scales + min(token, p.m - 1));
+          x_scales[i] = __ldg(p.x_scales + min(token, work.row_end - 1));
         }
       }
       synchronize();  // all threads have read what was in the buffer

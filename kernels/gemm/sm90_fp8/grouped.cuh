@@ -2,6 +2,7 @@
 // gemm_sm90_fp8. A tile multiplies as many of its chunks as have rows.
 #pragma once
 
+#include "cutlass/arch/barrier.h"
 #include "kernels/gemm/sm90/grouped.cuh"
 #include "kernels/gemm/sm90_fp8/mainloop.h"
 #include "kernels/gemm/sm90_fp8/traits.h"
@@ -23,6 +24,16 @@ struct GroupedLoop {
   typename Loop::Reader reader;
 
   CUTLASS_DEVICE GroupedLoop(sm90::GroupedParams const& p, typename Traits::Smem const& smem) : reader(p, smem) {}
+
+  /// No box brings the scales of a half without columns: other bits than zeros there would not fold at once.
+  CUTLASS_DEVICE static void prepare(typename Traits::Smem const& smem) {
+    if constexpr (Traits::kFoldsScales) {
+      auto* const scales = reinterpret_cast<uint4*>(smem.scales());
+      constexpr int kVectors = Traits::kStages * Traits::kScaleStageBytes / int(sizeof(uint4));
+      for (int i = threadIdx.x; i < kVectors; i += Traits::kThreads) scales[i] = uint4{0, 0, 0, 0};
+      cutlass::arch::fence_view_async_shared();
+    }
+  }
 
   template <class XFragment>
   CUTLASS_DEVICE void run(sm90::GroupedParams const& p, int width, XFragment const& x, typename Loop::Accum& accum) {
