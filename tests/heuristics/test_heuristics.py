@@ -22,7 +22,7 @@ from weightonly.heuristics.constants import WaveTimes
 from weightonly.heuristics.cost import column_bytes, problem_bytes, total_us
 from weightonly.heuristics.families.decode_sm90 import DecodeSm90
 from weightonly.heuristics.families.waves import WaveFamily, ctas_per_sm, waves_us
-from weightonly.heuristics.h200 import DECODE_SM90, GEMM_SM90, GEMM_SM90_FP8, WAVES
+from weightonly.heuristics.h200 import DECODE_SM90, GEMM_SM90, GEMM_SM90_FP8, GEMM_SM90_FP8_MX, WAVES
 from weightonly.heuristics.launches import estimate_us, is_calibrated
 from weightonly.heuristics.machine import machine
 from weightonly.heuristics.occupancy import last_wave, occupancy_rule
@@ -98,7 +98,7 @@ def test_every_kernel_is_calibrated_for_each_of_its_formats() -> None:
     calibrated = {(c.kernel, f) for c in with_kernels for f in c.formats}
     assert set(WAVES.kernels) <= calibrated, "constants of kernels that no longer exist"
     hopper = {(c.kernel, f) for c in FITTED_CONFIGS for f in c.formats if c.shares_cluster}
-    costs = (DECODE_SM90, GEMM_SM90, GEMM_SM90_FP8)
+    costs = (DECODE_SM90, GEMM_SM90, GEMM_SM90_FP8, GEMM_SM90_FP8_MX)
     assert set().union(*(cost.kernels for cost in costs)) == hopper
     assert all(min(times) > 0 for cost in costs for times in cost.kernels.values())
 

@@ -221,7 +221,7 @@ MUTATIONS = [
             ("the address of scales", "layer", "(first.holds() and second.holds())", "first.holds()"),
             ("the rows of x", "LayerPlan.run", "x.stride(0) if self.tokens > 1 else ", ""),
             ("act-order", "_make", ".operand.perm is None and p", ""),
-            ("the end of rows", "LayerPlan.run", "-1:", ":1"),
+            ("the end of rows", "LayerPlan.run", "places, ends[-1:]", "places, ends[:1]"),
             ("scales of another dtype", "_make", "p.operand.dtype == dtype and ", ""),
         ],
     ),

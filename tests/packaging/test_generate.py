@@ -10,7 +10,7 @@ import generate
 import pytest
 from tests import ROOT
 
-from weightonly.heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, kernel_types
+from weightonly.heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, GROUPED_FP8_CONFIGS, kernel_types
 
 
 def constants(symbol: str) -> dict[str, int]:
@@ -169,7 +169,8 @@ def test_files_of_a_build(tmp_path: Path) -> None:
         for t in kernel_types(c)
         if (c.rules.first_arch >= 80 or c.family == "gemv") and not c.unfused and c.is_verified
     }
-    grouped = {f"{c.kernel}_{t.name}" for c in GROUPED_CONFIGS if c.is_verified for t in kernel_types(c)}
+    of_experts = [c for c in (*GROUPED_CONFIGS, *GROUPED_FP8_CONFIGS) if c.is_verified]
+    grouped = {f"{c.kernel}_{t.name}" for c in of_experts for t in kernel_types(c)}
     assert {k.symbol for k in kernels} == expected | grouped
     assert {path.name for path in tmp_path.glob("*.cu")} == {k.unit for k in kernels} | {"registry.cu"}
     units = (tmp_path / "units.cmake").read_text()

@@ -235,7 +235,7 @@ def test_the_grouped_constants_are_recovered() -> None:
 
 
 def test_the_file_that_stands_is_what_would_be_written() -> None:
-    constants = write.Constants(h200.WAVES, DECODE_SM90, GEMM_SM90, h200.GEMM_SM90_FP8, h200.UNFUSED, h200.GROUPED)
+    constants = write.Constants(**{name: getattr(h200, name.upper()) for name in write.Constants._fields})
     assert write.source(constants) == Path(h200.__file__).read_text()
 
 
