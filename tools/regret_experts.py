@@ -143,7 +143,7 @@ def _times(
     offs = [Routing.of(ids.to(device), experts).offs for ids in routings_of(cell)]
     x = [torch.randn(problem.m, problem.k, device=device, dtype=dtype) for _ in offs]  # (T, K) each
     out = [torch.empty(problem.m, problem.n, device=device, dtype=dtype) for _ in offs]  # (T, N) each
-    given: list[dict[str, torch.Tensor]] = [{"x": one} for one in x]
+    given: list[dict[str, Any]] = [{"x": one} for one in x]
     if problem.layout == FP8_LAYOUT:
         given = [dict(zip(("x", "x_scales"), wo.quantize_activations(one), strict=True)) for one in x]
     types = types_of(problem, dtype)

@@ -226,7 +226,7 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
             cache.clear()
             layer_plans.select_layer = lambda *arguments: None
             expected = wo.fused_experts(x8, first.operand, second.operand, ids, weights, gate, x_scales=x_scales)
-            return y is not None and expected.isfinite().all() and torch.equal(y, expected)
+            return y is not None and bool(expected.isfinite().all()) and torch.equal(y, expected)
         y = layer_plans.layer(x, ids, weights, first, gate, second)
         rows, offs, places = sort_by_expert(x, ids, 5)
         expected = combine(second(gate(first(rows, offs)), offs), weights, ids, offs, places, dtype)
