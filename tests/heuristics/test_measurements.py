@@ -55,6 +55,19 @@ def test_regret_of_the_choices_for_experts_with_other_tokens() -> None:
     assert found.worst <= 0.57
 
 
+@pytest.mark.parametrize(("format", "cells", "mean"), [("int4", 216, 0.03), ("mxfp4", 144, 0.015)])
+def test_regret_of_the_choices_for_experts_of_x_in_e4m3(format: str, cells: int, mean: float) -> None:
+    """The worst have just as many rows an expert as a tile has: of half of the experts there are two tiles."""
+    frame = pd.read_csv(FOLDER / "h100_grouped_fp8.csv.xz")
+    found = experts_regret(frame[frame.format == format])
+    assert len(found.cells) == cells and found.mean <= mean and found.worst <= 0.65
+
+
+def test_regret_of_the_choices_for_mxfp4_and_x_in_e4m3() -> None:
+    found = regret(pd.read_csv(FOLDER / "h100_fp8_mx.csv.xz"))
+    assert len(found.cells) == 30 and found.mean <= 0.002 and found.worst <= 0.01
+
+
 def test_held_out_shapes_are_not_those_of_the_fit() -> None:
     frames = [pd.read_csv(FOLDER / f"{name}.csv.xz") for name in ("h200_fit", "h200_held_out")]
     fitted, held_out = (set(zip(f.k, f.n, f.format, strict=True)) for f in frames)
