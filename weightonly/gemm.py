@@ -40,8 +40,7 @@ def gemm(
     """`y = act(x[..., perm] @ w + bias)` with `w[k, n] = scales[k // g, n] * (q[k, n] - zeros[k // g, n])`.
 
     Where q are the codes of a codebook ("nf4", "fp4", "mxfp4", "nvfp4", "code4"), `w[k, n] = scales[k // g, n] *
-    codebook[q[k, n]]`. Of "fp8", whose kernels no GPU has run yet, q are the numbers: there slices of w are
-    dequantized to the dtype of x, and cuBLAS multiplies by them.
+    codebook[q[k, n]]`. Of "fp8" q are the numbers.
 
     Under torch.autocast, on the CPU and on CUDA, an x of another 16- or 32-bit float is cast to the dtype of scales.
 

@@ -155,8 +155,9 @@ class KernelConfig:
         return replace(self, groups_of_16=True, **changes)
 
     def for_floats(self) -> tuple[KernelConfig, ...]:
-        """The same for each of FLOAT_FORMATS that is MEASURED_AS one of its formats."""
-        if self.groups_of_16:
+        """The same for each of FLOAT_FORMATS that is MEASURED_AS one of its formats, if its family compiles any."""
+        tile, tiles = (self.block_m, self.block_n, self.block_k, self.stages), self.rules.float_tiles
+        if self.groups_of_16 or (tiles is not None and tile not in tiles):
             return ()
         formats = (format for format in FLOAT_FORMATS if MEASURED_AS[format] in self.formats)
         return tuple(replace(self, formats=(format,)) for format in formats)
@@ -211,6 +212,7 @@ class Family:
     verified               False: no GPU has run it. It is neither built, unless a build asks for it, nor selected
     groups_of_16_verified  the same of its kernels for groups of 16
     floats_verified        the same of its kernels for FLOAT_FORMATS
+    float_tiles            (block_m, block_n, block_k, stages) of those that it has; None: all
     grouped                computes grouped products alone (heuristics/grouped.py)
     sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
@@ -233,7 +235,8 @@ class Family:
     smem_grows: ClassVar[bool] = False
     verified: ClassVar[bool] = True
     groups_of_16_verified: ClassVar[bool] = True
-    floats_verified: ClassVar[bool] = False
+    floats_verified: ClassVar[bool] = True
+    float_tiles: ClassVar[tuple[tuple[int, int, int, int], ...] | None] = None
     grouped: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False

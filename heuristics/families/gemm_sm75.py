@@ -14,6 +14,7 @@ class GemmSm75(WaveFamily):
     name = "gemm_sm75"
     layout = "interleaved"
     first_arch, last_arch = 75, 79
+    floats_verified = False
     dtypes = ("f16",)
     header = "sm75.cuh"
 

@@ -17,6 +17,7 @@ class GemmSm80(WaveFamily):
     layout = "interleaved"
     first_arch = 80
     header = "sm80.cuh"
+    float_tiles = ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4), (64, 256, 64, 3), (128, 128, 64, 3))
 
     def configs(self) -> Iterable[KernelConfig]:
         # A warp covers all rows of its tile, so that each weight is converted once per CTA. Measured against these,

@@ -32,6 +32,7 @@ class GemmSm90Fp8(GemmSm90):
     layout = "tiled_fp8"
     header = "sm90_fp8/kernel.cuh"
     x_bytes = 1
+    float_tiles = ()
     scale_modes: ClassVar[tuple[str, ...]] = ("channel", "group")
     takes_tail = False
     verified = True

@@ -17,6 +17,7 @@ class Gemv(WaveFamily):
     layout = "interleaved"
     first_arch = 75
     header = "gemv.cuh"
+    float_tiles = ((1, 8, 1024, 2), (2, 8, 1024, 2), (2, 8, 2048, 2), (4, 8, 2048, 2))
 
     def configs(self) -> Iterable[KernelConfig]:
         # 4 lines of the layout per CTA (16 columns of 4 bits, 8 of 8), which is what 64 registers hold for one token:

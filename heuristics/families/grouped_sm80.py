@@ -21,6 +21,7 @@ _SHAPES = ((16, 64, 4), (16, 128, 4), (32, 128, 4), (64, 128, 4), (128, 128, 3))
 class GroupedSm80(GemmSm80):
     name = "grouped_sm80"
     header = "sm80_grouped.cuh"
+    float_tiles = None
     grouped = True
     max_experts = MAX_EXPERTS
 

@@ -32,6 +32,7 @@ class GroupedSm90(GemmSm90):
     header = "sm90/grouped.cuh"
     shapes = _SHAPES
     of_16 = ((64, 4, 1),)
+    float_tiles = None
     grouped = True
     in_layers = True
     max_experts = MAX_EXPERTS
