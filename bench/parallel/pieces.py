@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 
 import weightonly as wo
-from weightonly.parallel import ColwiseParallel, RowwiseLinear, RowwiseParallel
+from weightonly.parallel import ColwiseParallel, RowwiseParallel
 from weightonly.parallel.exchange import Exchange
 from weightonly.parallel.ranges import chunk, columns_of
 
@@ -105,17 +105,6 @@ class Piece(torch.nn.Module):
     def rowwise(self) -> list[str]:
         """The linears with an all-reduce."""
         return [name for name, _ in self.named_children() if name in ROWWISE]
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether its linears are of weightonly."""
-        return all(isinstance(linear, wo.nn.Linear) for linear in self.children())
-
-    def set_slices(self, slices: int) -> None:
-        """Into how many slices of rows all-reduces are cut; packed linears alone have that."""
-        for module in self.children():
-            if isinstance(module, RowwiseLinear):
-                module.slices = slices
 
     def cut(self, mesh: DeviceMesh) -> Piece:
         """Makes this rank's part of a quantized piece, in its place: by `weightonly.parallel`, dense ones by torch's

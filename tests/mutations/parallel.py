@@ -41,7 +41,6 @@ MUTATIONS = [
                 "[:-1], columns",
                 "[:-1], x.shape[-1] * self.mesh.size()",
             ),
-            ("slices are not added", "Exchange.sum_in_slices", "Partial", "Replicate"),
         ],
     ),
     *of(
@@ -54,7 +53,6 @@ MUTATIONS = [
                 "(self.output_layouts[0] != Shard(-1) or not use_local_output)",
                 "not use_local_output",
             ),
-            ("slices in another layout", "RowwiseParallel.__init__", "> 1", "< 0"),
             ("a layer that is cut already", "_prepare", "isinstance(layer, ParallelLinear)", "layer is None"),
             ("a mesh of two dimensions", "same_on_all", "!= 1", "> 2"),
             ("each rank keeps its tensors", "same_on_all", "None or", "not None or"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,17 +44,6 @@ class Exchange:
         if layout == self.output_layout and self.use_local_output:
             return y
         return self._spread(y, layout, columns).redistribute(placements=[self.output_layout])
-
-    def sum_in_slices(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The rows of y out of the terms of a sum over ranks, in slices of rows: each sum is under way while the next
-        slice is computed."""
-        sums = [
-            DTensor.from_local(part, self.mesh, [Partial()], run_check=False)
-            .redistribute(placements=[Replicate()], async_op=True)
-            .to_local()
-            for part in parts
-        ]
-        return torch.cat(sums)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """What the layer returns."""
