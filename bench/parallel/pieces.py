@@ -130,7 +130,7 @@ class Piece(torch.nn.Module):
 def local_product(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x times this rank's part of the weight."""
     if isinstance(linear, wo.nn.Linear):
-        return wo.nn.Linear.forward(linear, x)
+        return linear._product(x, linear.bias, None)
     weight = linear.get_parameter("weight").data
     return functional.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 

@@ -24,6 +24,7 @@ from ..slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
 from ..update import Update, check_dense, check_target, largest_of
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
+from .sums import sum_of_products, sum_over_ranks
 
 DENSE, PACKED, WHOLE, OWN = "dense", "packed", "whole", "own"
 """`Linear.reads`: what a loader cuts while it reads, by the placements of the DTensors in the state dict: tensors of a
@@ -413,15 +414,23 @@ class RowwiseLinear(ParallelLinear):
             x = exchange.enter(x, Shard(x.dim() - 1), self.full_in_features)
         else:
             x = exchange.enter(x, Replicate(), self.full_in_features).index_select(-1, self.perm)
-        y = exchange.redistribute(super().forward(x), Partial(), self.full_out_features)
+        y = super().forward(x)
+        y = exchange.added(y) if exchange.adds(x) else exchange.redistribute(y, Partial(), self.full_out_features)
         if self.bias is not None:
-            y = y + exchange.replicated(self.bias.to(y.dtype))
+            bias = self.bias.to(y.dtype)
+            y = y + (exchange.replicated(bias) if isinstance(y, DTensor) else bias)
         if self.activation is not None:
             y = activation_of(self.activation).function(y.float()).to(y.dtype)
         return exchange.finish(y)
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, None, None)
+        """The product, and where `Exchange.adds` says so the sum: it begins where the product writes."""
+        if not self.exchange.adds(x):
+            return self._product(x, None, None)
+        group = self.exchange.group_name
+        if self.is_empty or self.activations is not None or self.compute_dtype != self.operand.dtype:
+            return sum_over_ranks(self._product(x, None, None), group)
+        return sum_of_products(x, self.operand, group)
 
     def differs(self, name: str) -> bool:
         if name in ("scales", "zeros"):
