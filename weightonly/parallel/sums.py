@@ -24,18 +24,19 @@ from ..gemm import autocast, compute, dispatch
 from ..plain import are_plain, is_virtual, is_watched
 from ..weight import QuantizedWeight
 
-ONE_SHOT_BYTES = 256 << 10  # to be measured
-TWO_SHOT_BYTES = 2 << 20  # to be measured
-"""Up to how many bytes a sum is one-shot, and two-shot; a larger one is left to NCCL."""
-
 ONE_SHOT, TWO_SHOT, NCCL = "one-shot", "two-shot", "nccl"
+
+LIMITS = {2: (512 << 10, 2 << 20), 4: (256 << 10, 1 << 20), 8: (128 << 10, 1 << 20)}
+"""Ranks -> up to how many bytes a sum is one-shot, and two-shot; larger ones, and other numbers of ranks, are left to
+torch.distributed. To be measured."""
 
 SWITCH = "WEIGHTONLY_SYMMETRIC_SUMS"
 """Environment variable: 0 on any rank leaves all sums to torch.distributed."""
 
 _DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels add
-_TWO_SHOT_RANKS = (2, 4, 8)
 _ALIGN_BYTES = 16
+
+_group_of: Any = _resolve_process_group
 
 
 class SharedSums:
@@ -52,9 +53,9 @@ class SharedSums:
 
         self.ranks, self.capacity, self.name = group.size(), capacity, group.group_name
         # Not by symmetric.empty: tensors of its pool may share the flags on which ranks wait for each other.
-        self._buffer = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
-            (capacity,), (1,), torch.uint8, device
-        )
+        with torch.inference_mode(False):
+            make = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p
+            self._buffer = make((capacity,), (1,), torch.uint8, device)
         self._stream: torch.cuda.Stream | None = None
         symmetric.rendezvous(self._buffer, self.name)
 
@@ -69,7 +70,8 @@ class SharedSums:
         y = torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
         ops = torch.ops.symm_mem
         add = ops.two_shot_all_reduce_out if way == TWO_SHOT else ops.one_shot_all_reduce_out
-        add(buffer, "sum", self.name, y)
+        with torch.cuda.device(buffer.device):
+            add(buffer, "sum", self.name, y)
         return y[: shape.numel()].view(shape)
 
     def _padded(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -109,9 +111,10 @@ def shared_of(group: distributed.ProcessGroup, term: torch.Tensor) -> SharedSums
 
 def way_of(ranks: int, size_bytes: int) -> str:
     """How so many bytes are added, where ranks share memory."""
-    if size_bytes <= ONE_SHOT_BYTES:
+    one_shot, two_shot = LIMITS[ranks]
+    if size_bytes <= one_shot:
         return ONE_SHOT
-    return TWO_SHOT if size_bytes <= TWO_SHOT_BYTES and ranks in _TWO_SHOT_RANKS else NCCL
+    return TWO_SHOT if size_bytes <= two_shot else NCCL
 
 
 def sum_of_products(x: torch.Tensor, w: QuantizedWeight, group_name: str) -> torch.Tensor:
@@ -126,7 +129,7 @@ def sum_of_products(x: torch.Tensor, w: QuantizedWeight, group_name: str) -> tor
 
 
 def _sum_of_products(args: GemmArgs, group_name: str) -> torch.Tensor:
-    group, x = _resolve_process_group(group_name), args.x
+    group, x = _group_of(group_name), args.x
     shape = torch.Size((*x.shape[:-1], args.weight.n))
     shared = shared_of(group, x)
     way = NCCL if shared is None else way_of(shared.ranks, shape.numel() * x.element_size())
@@ -160,7 +163,7 @@ def sum_over_ranks(term: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _sum(term: torch.Tensor, group_name: str) -> torch.Tensor:
-    group = _resolve_process_group(group_name)
+    group = _group_of(group_name)
     shared = shared_of(group, term)
     way = NCCL if shared is None else way_of(shared.ranks, term.nbytes)
     if shared is None or way == NCCL:
@@ -183,11 +186,17 @@ def _result_of_op(term: torch.Tensor, group_name: str) -> torch.Tensor:
 
 def _share(group: distributed.ProcessGroup, device: torch.device) -> SharedSums | None:
     """A buffer, where all ranks have one; all ranks have to call it."""
+    if group.size() not in LIMITS:
+        return None
+    with torch.cuda.device(device):
+        return _shared_by_all(group, device)
+
+
+def _shared_by_all(group: distributed.ProcessGroup, device: torch.device) -> SharedSums | None:
     if not _all_agree(group, _says(group, device)):
         return None
-    capacity = max(ONE_SHOT_BYTES, TWO_SHOT_BYTES)
     try:
-        shared = SharedSums(group, device, capacity)
+        shared = SharedSums(group, device, max(LIMITS[group.size()]))
     except RuntimeError:  # such as of a container that may not pass memory on
         shared = None
     return shared if _all_agree(group, shared is not None) else None
