@@ -6,7 +6,8 @@ cut. qkv and gate_up are cut along N; o and down along K, and their terms are ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.compiler import is_compiling
@@ -20,6 +21,7 @@ import weightonly as wo
 from weightonly.parallel import ColwiseParallel, RowwiseParallel
 from weightonly.parallel.exchange import Exchange
 from weightonly.parallel.ranges import chunk, columns_of
+from weightonly.parallel.sums import LIMITS, SharedSums
 
 from ..shapes import LlamaSizes, Shape
 
@@ -102,6 +104,11 @@ class Piece(torch.nn.Module):
         return x
 
     @property
+    def is_packed(self) -> bool:
+        """Whether its linears are of weightonly."""
+        return all(isinstance(linear, wo.nn.Linear) for linear in self.children())
+
+    @property
     def rowwise(self) -> list[str]:
         """The linears with an all-reduce."""
         return [name for name, _ in self.named_children() if name in ROWWISE]
@@ -156,6 +163,23 @@ def all_reduce(mesh: DeviceMesh, terms: Sequence[torch.Tensor]) -> None:
     exchange = Exchange(mesh, Shard(-1), Replicate(), True)
     for term in terms:
         _finished(exchange.leave(term, Partial(), term.shape[1]))
+
+
+@contextmanager
+def only_nccl() -> Iterator[None]:
+    """Inside, layers leave all sums to torch.distributed."""
+    limits = dict(LIMITS)
+    LIMITS.update(dict.fromkeys(LIMITS, (-1, -1)))
+    try:
+        yield
+    finally:
+        LIMITS.update(limits)
+
+
+def shared_sums(shared: SharedSums, terms: Sequence[torch.Tensor], way: str) -> None:
+    """Adds up as many numbers as terms have, one after another, from where products write them."""
+    for term in terms:
+        shared.sum(term.shape, term.dtype, way)
 
 
 def _finished(y: torch.Tensor) -> torch.Tensor:

@@ -12,26 +12,40 @@ from typing import Any
 import torch
 
 from weightonly.nn.summary import module_bytes
+from weightonly.parallel.sums import ONE_SHOT, TWO_SHOT, SharedSums, shared_of
 
 from ..model.providers import ModelProvider
 from ..roofline import Ceilings, activation_bytes, least_us
 from ..shapes import LLAMAS
 from ..timing import Call, CallTimer, captured, copies_beyond_l2, overlapping, time_in_rounds
-from .pieces import LAYER, ROWWISE, Piece, all_reduce, names_of, own_input, own_output, shape_of
+from .pieces import (
+    LAYER,
+    ROWWISE,
+    Piece,
+    all_reduce,
+    names_of,
+    only_nccl,
+    own_input,
+    own_output,
+    shape_of,
+    shared_sums,
+)
 from .ranks import Ranks
 
 METHOD = (
     "random weights, x random. A layer is its four linears one after another, without attention and norms; what it "
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
-    "the all-reduces alone; us: both, as the layers run them. Of all ranks the slowest counts. Weights rotate beyond "
-    "the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of transformers' "
+    "the all-reduces alone; us: both, as the layers run them; nccl_sums, nccl: the same with all sums by NCCL; "
+    "one_shot, two_shot: the sums alone, from memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
+    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of transformers' "
     "LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output embeddings dense and "
     "on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
 
-TIMES = ["product_us", "product_us_min", "sums_us", "us", "roofline_us", "tokens_s"]
+SUMS = ["sums_us", "nccl_sums_us", "one_shot_us", "two_shot_us"]
+TIMES = ["product_us", "product_us_min", *SUMS, "us", "nccl_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
 """Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks."""
 
@@ -95,7 +109,21 @@ class PieceRows:
         copies = int(ranks.most(copies_beyond_l2(self.weight_bytes, device)))
         pieces = [copy.deepcopy(whole) for _ in range(copies - 1)] + [whole]
         self.pieces = pieces if ranks.mesh is None else [piece.cut(ranks.mesh) for piece in pieces]
+        self.shared = self._share(max_m)
         self.x = own_input(x, name, count, ranks.rank)  # [max_m, K of this rank]
+
+    def _share(self, max_m: int) -> SharedSums | None:
+        """For sums of each way, of packed layers of GPUs that share memory."""
+        mesh, widths = self.ranks.mesh, [shape_of(self.sizes, name)[1] for name in self.pieces[0].rowwise]
+        if mesh is None or not widths or not self.pieces[0].is_packed:
+            return None
+        size = max_m * max(widths)
+        term = torch.ones(1, 8, device=self.ranks.device, dtype=self.dtype)
+        if shared_of(mesh.get_group(), term) is None:
+            return None
+        shared = SharedSums(mesh.get_group(), self.ranks.device, size * self.dtype.itemsize)
+        shared.term(torch.Size((size,)), self.dtype).zero_()
+        return shared
 
     @torch.no_grad()
     def row(self, cell: Cell, backend: str = "inductor") -> dict[str, Any]:
@@ -135,8 +163,16 @@ class PieceRows:
         if mesh is not None and rowwise:
             columns = [shape_of(self.sizes, name)[1] for name in rowwise]
             terms = [torch.randn(x.shape[0], n, device=x.device, dtype=x.dtype) for n in columns]  # (M, N) each
-            calls["sums_us"] = [partial(all_reduce, mesh, terms)]
-            calls["us"] = [partial(piece, x) for piece in pieces]
+            by_nccl, ours = (
+                [partial(_by_nccl, partial(all_reduce, mesh, terms))],
+                [partial(piece, x) for piece in pieces],
+            )
+            calls |= {"sums_us": by_nccl, "us": ours}
+            if self.shared is not None:
+                calls["sums_us"] = [partial(all_reduce, mesh, terms)]
+                calls |= {"nccl_sums_us": by_nccl, "nccl_us": [partial(_by_nccl, call) for call in ours]}
+                for name, way in (("one_shot_us", ONE_SHOT), ("two_shot_us", TWO_SHOT)):
+                    calls[name] = [partial(shared_sums, self.shared, terms, way)]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
         with overlapping(self.name == LAYER):
             timings = time_in_rounds(timers, self.budget_ms)
@@ -156,6 +192,11 @@ class PieceRows:
             moved += activation_bytes(m, own_k, own_n, self.dtype)
         operations = 2 * m * sum(k * n for k, n in shapes) // count
         return least_us(moved, operations, self.limits) + len(shapes) * self.limits.launch_us
+
+
+def _by_nccl(call: Call) -> None:
+    with only_nccl():
+        call()
 
 
 def _replayed(piece: Piece, device: torch.device, x: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,16 @@ def reductions(rows: pd.DataFrame) -> pd.DataFrame:
     """A line for each provider, number of ranks, piece with an all-reduce, and M."""
     table = rows[["provider", "ranks", "piece", "m"]].rename(columns={"m": "M"})
     table["products"], table["all-reduces alone"] = rows["product_us"], rows["sums_us"]
-    table["one after the other"], table["share"] = rows["us"], 1 - rows["product_us"] / rows["us"]
+    table["both"], table["share"] = rows["us"], 1 - rows["product_us"] / rows["us"]
+    if rows["nccl_us"].notna().any():
+        names = {
+            "nccl_sums_us": "by NCCL",
+            "one_shot_us": "one-shot",
+            "two_shot_us": "two-shot",
+            "nccl_us": "both, NCCL",
+        }
+        table = table.join(rows[list(names)].rename(columns=names))
+        table["times NCCL"] = rows["nccl_us"] / rows["us"]
     return table.sort_values(["provider", "ranks"], kind="stable")
 
 

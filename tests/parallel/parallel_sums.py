@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.device(mesh.device_type, mesh.get_local_rank() if mesh.device_type == "cuda" else None)
+    return torch.device("cuda", mesh.get_local_rank()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def name_of(mesh: DeviceMesh) -> str:
@@ -86,6 +86,11 @@ def integers(mesh: DeviceMesh, step: int, shape: tuple[int, ...], dtype: torch.d
     return ((places * (rank + 1) + 7 * step + 3 * rank) % 31 - 15).to(dtype)
 
 
+def of_integers(mesh: DeviceMesh, step: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of those of all ranks."""
+    return torch.stack([integers(mesh, step, shape, dtype, rank) for rank in range(mesh.size())]).sum(0).to(dtype)
+
+
 def many_in_a_row(mesh: DeviceMesh) -> None:
     """Of distinct integers and sizes, without a wait between them: no sum reads terms of the next or the last one."""
     shapes = [(1, 8192), (16, 8192), (3, 1111), (64, 8192), (1, 8)]
@@ -98,21 +103,20 @@ def many_in_a_row(mesh: DeviceMesh) -> None:
             found.append(sum_over_ranks(integers(mesh, step, shape, dtype, mesh.get_local_rank()), name_of(mesh)))
         for step, y in enumerate(found):
             shape = shapes[step % len(shapes)]
-            expected = sum(integers(mesh, step, shape, dtype, rank) for rank in range(mesh.size()))
+            expected = of_integers(mesh, step, shape, dtype)
             assert torch.equal(y, expected), (dtype, step)
 
 
 def in_two_groups(mesh: DeviceMesh) -> None:
     """Of the same ranks, in turns."""
-    ranks = range(mesh.size())
-    other = distributed.new_group(list(ranks))
+    other = distributed.new_group(list(range(mesh.size())))
     assert other is not None and other.group_name != name_of(mesh)
     found = []
     for step in range(10):
         mine = integers(mesh, step, (4, 1024), torch.bfloat16, mesh.get_local_rank())
         found.append((sum_over_ranks(mine, name_of(mesh)), sum_over_ranks(2 * mine, other.group_name)))
     for step, (one, two) in enumerate(found):
-        expected = sum(integers(mesh, step, (4, 1024), torch.bfloat16, rank) for rank in ranks)
+        expected = of_integers(mesh, step, (4, 1024), torch.bfloat16)
         assert torch.equal(one, expected) and torch.equal(two, 2 * expected), step
     distributed.destroy_process_group(other)
 

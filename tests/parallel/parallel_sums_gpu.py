@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from tests.parallel import parallel_sums
-from tests.parallel.parallel_sums import device_of, integers, name_of, row_part, same_everywhere, terms
+from tests.parallel.parallel_sums import device_of, integers, name_of, of_integers, row_part, same_everywhere, terms
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -80,7 +80,7 @@ def in_graphs(mesh: DeviceMesh) -> None:
                 outside = sum_over_ranks(inputs[0], name_of(mesh))
                 assert torch.equal(outside, results[step % 2][0])
             for y, shape in zip(results[step % 2], shapes, strict=False):
-                expected = sum(integers(mesh, step, shape, torch.bfloat16, other) for other in range(mesh.size()))
+                expected = of_integers(mesh, step, shape, torch.bfloat16)
                 assert torch.equal(y, expected), (step, shape)
             assert torch.equal(results[step % 2][-1], layer(x)) and same_everywhere(mesh, results[step % 2][-1])
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def on_streams(mesh: DeviceMesh) -> None:
             found.append(sum_over_ranks(integers(mesh, step, (16, 8192), torch.bfloat16, rank), name_of(mesh)))
     torch.cuda.synchronize()
     for step, y in enumerate(found):
-        expected = sum(integers(mesh, step, (16, 8192), torch.bfloat16, other) for other in range(mesh.size()))
+        expected = of_integers(mesh, step, (16, 8192), torch.bfloat16)
         assert torch.equal(y, expected), step
 
 
