@@ -37,9 +37,9 @@ METHOD = (
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
     "the all-reduces alone; us: both, as the layers run them; nccl_sums, nccl: the same with all sums by NCCL; "
     "one_shot, two_shot: the sums alone, from memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
-    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of transformers' "
-    "LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output embeddings dense and "
-    "on every rank. "
+    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of "
+    "transformers' LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output "
+    "embeddings dense and on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
@@ -163,14 +163,12 @@ class PieceRows:
         if mesh is not None and rowwise:
             columns = [shape_of(self.sizes, name)[1] for name in rowwise]
             terms = [torch.randn(x.shape[0], n, device=x.device, dtype=x.dtype) for n in columns]  # (M, N) each
-            by_nccl, ours = (
-                [partial(_by_nccl, partial(all_reduce, mesh, terms))],
-                [partial(piece, x) for piece in pieces],
-            )
+            by_nccl: list[Call] = [partial(_by_nccl, partial(all_reduce, mesh, terms))]
+            ours: list[Call] = [partial(piece, x) for piece in pieces]
             calls |= {"sums_us": by_nccl, "us": ours}
             if self.shared is not None:
                 calls["sums_us"] = [partial(all_reduce, mesh, terms)]
-                calls |= {"nccl_sums_us": by_nccl, "nccl_us": [partial(_by_nccl, call) for call in ours]}
+                calls["nccl_sums_us"], calls["nccl_us"] = by_nccl, [partial(_by_nccl, call) for call in ours]
                 for name, way in (("one_shot_us", ONE_SHOT), ("two_shot_us", TWO_SHOT)):
                     calls[name] = [partial(shared_sums, self.shared, terms, way)]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
