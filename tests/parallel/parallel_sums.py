@@ -45,6 +45,8 @@ def terms(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, seed: in
 
 def same_everywhere(mesh: DeviceMesh, y: torch.Tensor) -> bool:
     """Whether y has the same bits on every rank."""
+    if not y.numel():
+        return True
     bits = y.contiguous().view(torch.uint8).clone()
     distributed.broadcast(bits, distributed.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
     return torch.equal(bits, y.contiguous().view(torch.uint8))
