@@ -306,7 +306,7 @@ _PROVIDERS = ("ours int4", "ours int8", "cuBLAS bf16")
 
 
 def two_gpus_table() -> str:
-    """us of the four linears of a layer on one GPU and on two: products alone, sums alone, both, in slices."""
+    """us of the four linears of a layer on one GPU and on two: products alone, sums alone, and both."""
     rows = parallel_rows()
     rows = rows[rows["piece"] == "layer"].set_index(["provider", "ranks", "m"]).sort_index()
     batch = sorted(rows.index.get_level_values("m").unique())
@@ -317,9 +317,6 @@ def two_gpus_table() -> str:
         parts_us = ("product_us", "sums_us", "us")
         both = (" / ".join(_us(two[name][m]) for name in parts_us) for m in batch)
         lines.append([f"{provider}, two GPUs: products / sums / both", *both])
-        if two["overlapped_us"].notna().any():
-            sliced = ("" if np.isnan(us := two["overlapped_us"][m]) else _us(us) for m in batch)
-            lines.append([f"{provider}, two GPUs, sums in four slices", *sliced])
     return _markdown(["", *(f"M = {m}" for m in batch)], lines)
 
 

@@ -38,7 +38,6 @@ def _add_options(parser: command.Parser) -> None:
         help="such as 1,2,4 (default: as many as there are GPUs; on a CPU 1,2)",
     )
     command.add_batch(parser, BATCH)
-    parser.add_argument("--slices", type=int, default=4, help="of rows, for all-reduces that overlap (default 4)")
     parser.add_argument(
         "--decode", metavar="LINES", type=command.integers, default=[], help="such as 1,16: also steps of whole models"
     )

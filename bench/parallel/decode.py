@@ -16,6 +16,7 @@ from ..model.decoder import Decoder
 from ..model.providers import ModelProvider
 from ..shapes import LLAMAS
 from ..timing import CallTimer
+from .pieces import only_nccl
 from .ranks import Ranks
 from .rows import Cell
 
@@ -61,8 +62,15 @@ class DecodeRows:
         decoder = self.decoder(cell.m, cell.context + _ROOM, cell.compiled, backend)
         decoder.check()
         decoder.fill(cell.context)
+        us = self._us(decoder)
+        found = {"us": us, "tokens_s": 1e6 * cell.m / us}
+        if self.ranks.mesh is not None and self.ranks.device.type == "cuda":
+            with only_nccl():
+                found["nccl_us"] = self._us(decoder)
+        return found
+
+    def _us(self, decoder: Decoder) -> float:
         timer = CallTimer([decoder.step], self.ranks.device, self.ranks.most)
         timer.prepare()
         timer.round(self.budget_ms)
-        us = self.ranks.most(timer.timing().us)
-        return {"us": us, "tokens_s": 1e6 * cell.m / us}
+        return self.ranks.most(timer.timing().us)

@@ -33,7 +33,7 @@ class ParallelBench(runner.Bench):
     """The linears of models, cut over several ranks.
 
     ranks: how many; None: of `RANKS` as many as there are GPUs, on a CPU 1 and 2, under torchrun as many as it
-    started. batch: rows of x. slices: of rows, for all-reduces that overlap with products. decode: batches of decode
+    started. batch: rows of x. decode: batches of decode
     steps of whole models, after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the
     ranks are compared with one rank under torch.compile, too, at the most rows of the batch; None: on GPUs. device:
     "cuda" or "cpu". Other arguments as `runner.Bench`.
@@ -44,7 +44,6 @@ class ParallelBench(runner.Bench):
     providers: str | Sequence[str] = DEFAULT_PROVIDERS
     ranks: Sequence[int] | None = None
     batch: Sequence[int] = BATCH
-    slices: int = 4
     decode: Sequence[int] = ()
     context: int = 512
     layers: int | None = None
@@ -54,7 +53,7 @@ class ParallelBench(runner.Bench):
     models = LLAMAS
     registry = PROVIDERS
     columns = COLUMNS
-    positive = ("slices", "context", "layers")
+    positive = ("context", "layers")
 
     def check(self) -> None:
         if str(self.where) not in ("cuda", "cpu"):
@@ -89,10 +88,10 @@ class ParallelBench(runner.Bench):
         for ranks in self.numbers():
             for model, label, piece, m in itertools.product(self.shapes, labels, (LAYER, *LINEARS), self.batch):
                 compiled = compile and piece == LAYER and m == max(self.batch)
-                yield Cell(model, label, dtype, ranks, piece, m, self.slices, compiled)
+                yield Cell(model, label, dtype, ranks, piece, m, compiled)
             for model, label, m in itertools.product(self.shapes, labels, self.decode):
                 layers = self.layers or LLAMAS[model].layers
-                yield Cell(model, label, dtype, ranks, STEP, m, 1, compile, layers, self.context)
+                yield Cell(model, label, dtype, ranks, STEP, m, compile, layers, self.context)
 
     def weights_of(self, cell: Cell) -> tuple[str, str, str, int]:
         return cell.model, cell.provider, cell.piece, cell.layers

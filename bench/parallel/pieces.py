@@ -6,7 +6,8 @@ cut. qkv and gate_up are cut along N; o and down along K, and their terms are ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.compiler import is_compiling
@@ -17,9 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 
 import weightonly as wo
-from weightonly.parallel import ColwiseParallel, RowwiseLinear, RowwiseParallel
+from weightonly.parallel import ColwiseParallel, RowwiseParallel
 from weightonly.parallel.exchange import Exchange
 from weightonly.parallel.ranges import chunk, columns_of
+from weightonly.parallel.sums import LIMITS, SharedSums
 
 from ..shapes import LlamaSizes, Shape
 
@@ -102,20 +104,14 @@ class Piece(torch.nn.Module):
         return x
 
     @property
-    def rowwise(self) -> list[str]:
-        """The linears with an all-reduce."""
-        return [name for name, _ in self.named_children() if name in ROWWISE]
-
-    @property
     def is_packed(self) -> bool:
         """Whether its linears are of weightonly."""
         return all(isinstance(linear, wo.nn.Linear) for linear in self.children())
 
-    def set_slices(self, slices: int) -> None:
-        """Into how many slices of rows all-reduces are cut; packed linears alone have that."""
-        for module in self.children():
-            if isinstance(module, RowwiseLinear):
-                module.slices = slices
+    @property
+    def rowwise(self) -> list[str]:
+        """The linears with an all-reduce."""
+        return [name for name, _ in self.named_children() if name in ROWWISE]
 
     def cut(self, mesh: DeviceMesh) -> Piece:
         """Makes this rank's part of a quantized piece, in its place: by `weightonly.parallel`, dense ones by torch's
@@ -141,7 +137,7 @@ class Piece(torch.nn.Module):
 def local_product(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x times this rank's part of the weight."""
     if isinstance(linear, wo.nn.Linear):
-        return wo.nn.Linear.forward(linear, x)
+        return linear._product(x, linear.bias, None)
     weight = linear.get_parameter("weight").data
     return functional.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 
@@ -167,6 +163,23 @@ def all_reduce(mesh: DeviceMesh, terms: Sequence[torch.Tensor]) -> None:
     exchange = Exchange(mesh, Shard(-1), Replicate(), True)
     for term in terms:
         _finished(exchange.leave(term, Partial(), term.shape[1]))
+
+
+@contextmanager
+def only_nccl() -> Iterator[None]:
+    """Inside, layers leave all sums to torch.distributed."""
+    limits = dict(LIMITS)
+    LIMITS.update(dict.fromkeys(LIMITS, (-1, -1)))
+    try:
+        yield
+    finally:
+        LIMITS.update(limits)
+
+
+def shared_sums(shared: SharedSums, terms: Sequence[torch.Tensor], way: str) -> None:
+    """Adds up as many numbers as terms have, one after another, from where products write them."""
+    for term in terms:
+        shared.sum(term.shape, term.dtype, way)
 
 
 def _finished(y: torch.Tensor) -> torch.Tensor:

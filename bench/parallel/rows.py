@@ -12,28 +12,42 @@ from typing import Any
 import torch
 
 from weightonly.nn.summary import module_bytes
+from weightonly.parallel.sums import ONE_SHOT, TWO_SHOT, SharedSums, shared_of
 
 from ..model.providers import ModelProvider
 from ..roofline import Ceilings, activation_bytes, least_us
 from ..shapes import LLAMAS
 from ..timing import Call, CallTimer, captured, copies_beyond_l2, overlapping, time_in_rounds
-from .pieces import LAYER, ROWWISE, Piece, all_reduce, names_of, own_input, own_output, shape_of
+from .pieces import (
+    LAYER,
+    ROWWISE,
+    Piece,
+    all_reduce,
+    names_of,
+    only_nccl,
+    own_input,
+    own_output,
+    shape_of,
+    shared_sums,
+)
 from .ranks import Ranks
 
 METHOD = (
     "random weights, x random. A layer is its four linears one after another, without attention and norms; what it "
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
-    "the all-reduces alone; us: both, as the layers run them; overlapped: all-reduces of slices of rows, each running "
-    "while the next slice is computed. Of all ranks the slowest counts. Weights rotate beyond the L2 cache. Launches "
-    "of a layer overlap, launches of single linears do not. decode: a step of transformers' LlamaForCausalLM as `bench "
-    "model` measures it, its decoder layers cut, embeddings and output embeddings dense and on every rank. "
+    "the all-reduces alone; us: both, as the layers run them; nccl_sums, nccl: the same with all sums by NCCL; "
+    "one_shot, two_shot: the sums alone, from memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
+    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of "
+    "transformers' LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output "
+    "embeddings dense and on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
 
-TIMES = ["product_us", "product_us_min", "sums_us", "us", "overlapped_us", "roofline_us", "tokens_s"]
+SUMS = ["sums_us", "nccl_sums_us", "one_shot_us", "two_shot_us"]
+TIMES = ["product_us", "product_us_min", *SUMS, "us", "nccl_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
-"""Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks, all-reduces of slices included."""
+"""Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks."""
 
 _MOST_PERCENT = 2.0  # roundings to 16 bits stay below 1, a wrong part of a weight is near 100
 
@@ -45,7 +59,7 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 class Cell:
     """What tells rows apart.
 
-    slices: of rows, for all-reduces that overlap with products. compiled: whether the ranks are compared with one rank
+    compiled: whether the ranks are compared with one rank
     under torch.compile, too; of a decode step, whether it is compiled. layers, context: of a decode step; 0 of pieces.
     """
 
@@ -55,7 +69,6 @@ class Cell:
     ranks: int
     piece: str  # a linear, LAYER, or STEP
     m: int
-    slices: int
     compiled: bool
     layers: int = 0
     context: int = 0
@@ -96,34 +109,40 @@ class PieceRows:
         copies = int(ranks.most(copies_beyond_l2(self.weight_bytes, device)))
         pieces = [copy.deepcopy(whole) for _ in range(copies - 1)] + [whole]
         self.pieces = pieces if ranks.mesh is None else [piece.cut(ranks.mesh) for piece in pieces]
+        self.shared = self._share(max_m)
         self.x = own_input(x, name, count, ranks.rank)  # [max_m, K of this rank]
+
+    def _share(self, max_m: int) -> SharedSums | None:
+        """For sums of each way, of packed layers of GPUs that share memory."""
+        mesh, widths = self.ranks.mesh, [shape_of(self.sizes, name)[1] for name in self.pieces[0].rowwise]
+        if mesh is None or not widths or not self.pieces[0].is_packed:
+            return None
+        size = max_m * max(widths)
+        term = torch.ones(1, 8, device=self.ranks.device, dtype=self.dtype)
+        if shared_of(mesh.get_group(), term) is None:
+            return None
+        shared = SharedSums(mesh.get_group(), self.ranks.device, size * self.dtype.itemsize)
+        shared.term(torch.Size((size,)), self.dtype).zero_()
+        return shared
 
     @torch.no_grad()
     def row(self, cell: Cell, backend: str = "inductor") -> dict[str, Any]:
         """Compares a cell and times it. backend: of torch.compile. Raises RuntimeError, on all ranks, for a wrong y."""
-        x, piece = self.x[: cell.m], self.pieces[0]
-        has_slices = self.ranks.count > 1 and min(cell.m, cell.slices) > 1 and piece.rowwise and piece.is_packed
-        slices = [1, cell.slices] if has_slices else [1]
-        errors = self._errors(x, slices, backend if cell.compiled else None)
-        return errors | self._times(x, slices) | {"roofline_us": self._roofline_us(cell.m)}
+        x = self.x[: cell.m]
+        errors = self._errors(x, backend if cell.compiled else None)
+        return errors | self._times(x) | {"roofline_us": self._roofline_us(cell.m)}
 
     # --- compared with one rank ------------------------------------------------------------------------------------
 
-    def _errors(self, x: torch.Tensor, slices: list[int], backend: str | None) -> dict[str, float]:
+    def _errors(self, x: torch.Tensor, backend: str | None) -> dict[str, float]:
         """`ERRORS`; NaN for what is not asked for."""
         piece, device = self.pieces[-1], self.ranks.device
-        found: dict[str, list[float]] = {name: [] for name in ERRORS}
-        for number in slices:
-            piece.set_slices(number)
-            ways: list[Way | None] = [piece, partial(_replayed, piece, device) if device.type == "cuda" else None, None]
-            if backend is not None:
-                torch.compiler.reset()
-                ways[-1] = torch.compile(piece, dynamic=False, backend=backend)
-            for name, way in zip(ERRORS, ways, strict=True):
-                if way is not None:
-                    found[name].append(self._error(name, way(x)))
-        piece.set_slices(1)
-        return {name: max(errors, default=math.nan) for name, errors in found.items()}
+        ways: list[Way | None] = [piece, partial(_replayed, piece, device) if device.type == "cuda" else None, None]
+        if backend is not None:
+            torch.compiler.reset()
+            ways[-1] = torch.compile(piece, dynamic=False, backend=backend)
+        named = zip(ERRORS, ways, strict=True)
+        return {name: math.nan if way is None else self._error(name, way(x)) for name, way in named}
 
     def _error(self, name: str, y: torch.Tensor) -> float:
         expected = self.expected[: y.shape[0]].float()
@@ -136,7 +155,7 @@ class PieceRows:
 
     # --- times -----------------------------------------------------------------------------------------------------
 
-    def _times(self, x: torch.Tensor, slices: list[int]) -> dict[str, float]:
+    def _times(self, x: torch.Tensor) -> dict[str, float]:
         count = copies_beyond_l2(self.weight_bytes, self.ranks.device, x.nbytes)
         pieces = self.pieces[: int(self.ranks.most(count))]
         calls: dict[str, list[Call]] = {"product_us": [partial(piece.products, x) for piece in pieces]}
@@ -144,9 +163,14 @@ class PieceRows:
         if mesh is not None and rowwise:
             columns = [shape_of(self.sizes, name)[1] for name in rowwise]
             terms = [torch.randn(x.shape[0], n, device=x.device, dtype=x.dtype) for n in columns]  # (M, N) each
-            calls["sums_us"] = [partial(all_reduce, mesh, terms)]
-            for name, number in zip(("us", "overlapped_us"), slices, strict=False):
-                calls[name] = [partial(_run, piece, number, x) for piece in pieces]
+            by_nccl: list[Call] = [partial(_by_nccl, partial(all_reduce, mesh, terms))]
+            ours: list[Call] = [partial(piece, x) for piece in pieces]
+            calls |= {"sums_us": by_nccl, "us": ours}
+            if self.shared is not None:
+                calls["sums_us"] = [partial(all_reduce, mesh, terms)]
+                calls["nccl_sums_us"], calls["nccl_us"] = by_nccl, [partial(_by_nccl, call) for call in ours]
+                for name, way in (("one_shot_us", ONE_SHOT), ("two_shot_us", TWO_SHOT)):
+                    calls[name] = [partial(shared_sums, self.shared, terms, way)]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
         with overlapping(self.name == LAYER):
             timings = time_in_rounds(timers, self.budget_ms)
@@ -168,9 +192,9 @@ class PieceRows:
         return least_us(moved, operations, self.limits) + len(shapes) * self.limits.launch_us
 
 
-def _run(piece: Piece, slices: int, x: torch.Tensor) -> torch.Tensor:
-    piece.set_slices(slices)
-    return piece(x)
+def _by_nccl(call: Call) -> None:
+    with only_nccl():
+        call()
 
 
 def _replayed(piece: Piece, device: torch.device, x: torch.Tensor) -> torch.Tensor:

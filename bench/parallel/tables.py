@@ -32,15 +32,15 @@ def markdown(results: Results) -> str:
     """A section for each model with its tables, what has no times and why, and the facts."""
     lines: list[str] = []
     is_step = results.rows["piece"] == STEP
-    for (model, dtype, slices), rows in results.rows[~is_step].groupby(["model", "dtype", "slices"], sort=False):
-        lines += ["", f"## {model}, {dtype}", *_sections(rows, int(slices))]
+    for (model, dtype), rows in results.rows[~is_step].groupby(["model", "dtype"], sort=False):
+        lines += ["", f"## {model}, {dtype}", *_sections(rows)]
     for (model, dtype, layers, context), rows in results.rows[is_step].groupby(_MODEL, sort=False):
         title = f"## {model}, {dtype}, {layers} layers: tokens/s of decode steps after {context} tokens"
         lines += ["", title, "", text(tokens(rows[rows["note"] == ""])), "", *notes(rows, _NOTE)]
     return page("Tensor parallel", results, lines)
 
 
-def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
+def _sections(rows: pd.DataFrame) -> Iterator[str]:
     timed = rows[rows["note"] == ""]
     timed = timed.assign(place=timed["piece"].map(_PLACES))
     timed = timed.drop_duplicates([*_CELL, "ranks"], keep="last")  # one that was compared compiled, too, is the same
@@ -51,8 +51,7 @@ def _sections(rows: pd.DataFrame, slices: int) -> Iterator[str]:
             yield from (f"{provider}:", "", text(scaling(own)), "")
     summed = timed[timed["sums_us"].notna()]
     if len(summed):
-        title = f"All-reduces, us. Overlapped: in {slices} slices of rows. Shares: of the time beyond the products"
-        yield from (title, "", text(reductions(summed)), "")
+        yield from ("All-reduces, us. Share: of the time beyond the products", "", text(reductions(summed)), "")
     if len(timed):
         beside = times_dense(timed)
         if len(beside):
@@ -90,17 +89,18 @@ def reductions(rows: pd.DataFrame) -> pd.DataFrame:
     """A line for each provider, number of ranks, piece with an all-reduce, and M."""
     table = rows[["provider", "ranks", "piece", "m"]].rename(columns={"m": "M"})
     table["products"], table["all-reduces alone"] = rows["product_us"], rows["sums_us"]
-    table["one after the other"], table["overlapped"] = rows["us"], rows["overlapped_us"]
-    table["share"] = 1 - rows["product_us"] / rows["us"]
-    table["share, overlapped"] = 1 - rows["product_us"] / rows["overlapped_us"]
-    table["gain of overlap"] = rows["us"] / rows["overlapped_us"]
+    table["both"], table["share"] = rows["us"], 1 - rows["product_us"] / rows["us"]
+    if rows["nccl_us"].notna().any():
+        names = {"nccl_sums": "by NCCL", "one_shot": "one-shot", "two_shot": "two-shot", "nccl": "both, NCCL"}
+        for column, name in names.items():
+            table[name] = rows[f"{column}_us"]
+        table["times NCCL"] = rows["nccl_us"] / rows["us"]
     return table.sort_values(["provider", "ranks"], kind="stable")
 
 
 def times_dense(rows: pd.DataFrame) -> pd.DataFrame:
     """A line for each piece and M, a column for each packed provider and number of ranks; empty without dense ones."""
-    best = rows.assign(best=rows[["us", "overlapped_us"]].min(axis=1))
-    wide = best.pivot(index=["piece", "m", "ranks"], columns="provider", values="best")
+    wide = rows.pivot(index=["piece", "m", "ranks"], columns="provider", values="us")
     dense = [name for name in wide if is_dense(name)]
     if not dense or len(wide.columns) == 1:
         return pd.DataFrame()

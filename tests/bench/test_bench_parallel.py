@@ -40,7 +40,7 @@ over_gloo = pytest.mark.skipif(not parallel_ranks.has_loopback(), reason="no net
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    line = "parallel --shapes tiny --providers ours-int4,dense --batch 1,6 --slices 2 --device cpu --budget-ms 0.1"
+    line = "parallel --shapes tiny --providers ours-int4,dense --batch 1,6 --device cpu --budget-ms 0.1"
     return [*line.split(), "--quiet", "--out", str(folder), *more]
 
 
@@ -58,12 +58,11 @@ def test_the_command_measures_one_rank_and_two_and_then_has_nothing_to_do(
     assert (rows[["product_us", "us"]] > 0).all().all() and rows["roofline_us"].isna().all()
     has_sums = (rows["ranks"] == 2) & rows["piece"].isin(["o", "down", LAYER])
     assert rows["sums_us"].notna().equals(has_sums)
-    assert rows["overlapped_us"].notna().equals(has_sums & (rows["m"] == 6) & (rows["provider"] == "ours int4"))
     errors = rows["eager_error_percent"]
     assert (errors[rows["ranks"] == 1] == 0).all() and (errors <= 2).all()
     assert (errors[has_sums] > 0).all()  # terms are rounded: the sum is really one of two
     text = (tmp_path / "parallel.md").read_text()
-    assert "## tiny, bf16" in text and "2 of ideal" in text and "in 2 slices" in text and "gloo" in text
+    assert "## tiny, bf16" in text and "2 of ideal" in text and "gloo" in text
 
     monkeypatch.setattr(measure_module, "run", lambda *arguments: pytest.fail("it began to work"))
     assert main(command(tmp_path)) == 0
@@ -75,7 +74,7 @@ def test_the_command_measures_one_rank_and_two_and_then_has_nothing_to_do(
 
 def _compiled(ranks: Ranks) -> None:
     """A row under torch.compile, too; what `_errors` is to notice."""
-    cell = Cell("tiny", "ours int4", "fp32", ranks.count, LAYER, 5, 2, True)
+    cell = Cell("tiny", "ours int4", "fp32", ranks.count, LAYER, 5, True)
     rows = PieceRows("tiny", LAYER, MODEL_PROVIDERS["ours-int4"], 5, torch.float32, ranks, None, 0.1)
     row = rows.row(cell, backend="aot_eager")
     assert 0 < row["compiled_error_percent"] < 1e-3 and 0 < row["eager_error_percent"] < 1e-3, row
@@ -157,7 +156,7 @@ def test_products_of_one_rank_are_the_layer(provider: str) -> None:
     piece: Any = Piece(TINY, LAYER, torch.float32, CPU)
     MODEL_PROVIDERS[provider].quantize(piece)
     assert [name for name, _ in piece.named_children()] == list(LINEARS)
-    assert piece.is_packed == (provider != "dense") and piece.rowwise == ["o", "down"]
+    assert piece.rowwise == ["o", "down"]
     x = torch.randn(3, TINY.hidden)
     assert torch.equal(piece(x), piece.products(x))
     y = local_product(piece.qkv, x)[:, : TINY.hidden]
@@ -207,13 +206,13 @@ def test_decode_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_up() -> pd.DataFrame:
-    """Products that scale to 80% of ideal on two ranks, sums of 10 us of which half is hidden."""
+    """Products that scale to 80% of ideal on two ranks, sums of 10 us."""
     rows = []
     for provider, us in (("ours int4", 100.0), ("cuBLAS bf16", 300.0)):
         for ranks in (1, 2):
             for m in (1, 16):
                 product = us if ranks == 1 else us / 2 / 0.8
-                both, overlapped = (product, float("nan")) if ranks == 1 else (product + 10, product + 5)
+                both = product if ranks == 1 else product + 10
                 row: dict[str, Any] = {
                     "model": "m",
                     "provider": provider,
@@ -225,11 +224,9 @@ def made_up() -> pd.DataFrame:
                 row |= {
                     "layers": 0,
                     "context": 0,
-                    "slices": 4,
                     "compiled": False,
                     "product_us": product,
                     "us": both,
-                    "overlapped_us": overlapped,
                 }
                 row |= {"sums_us": float("nan") if ranks == 1 else 9.0, "roofline_us": product / 2, "note": ""}
                 rows.append(row | {"eager_error_percent": 0.25, "graph_error_percent": 0.5})
@@ -244,11 +241,13 @@ def test_ratios() -> None:
     assert found["1 x roofline"].to_list() == pytest.approx([2.0] * 3)
     sums = reductions(rows[rows["sums_us"].notna()]).set_index(["provider", "M"])
     assert sums.loc[("ours int4", 1), "share"] == pytest.approx(10 / 72.5)
-    assert sums.loc[("ours int4", 1), "share, overlapped"] == pytest.approx(5 / 67.5)
-    assert sums.loc[("ours int4", 1), "gain of overlap"] == pytest.approx(72.5 / 67.5)
+    assert "times NCCL" not in sums
+    shared = rows[rows["sums_us"].notna()].assign(nccl_us=rows["us"] * 2, one_shot_us=3.0)
+    assert reductions(shared)["times NCCL"].to_list() == pytest.approx([2.0] * len(shared))
+    assert (reductions(shared)["one-shot"] == 3).all()
     beside = times_dense(rows).set_index(["piece", "M"])
     assert beside.loc[("down", 16)].to_dict() == pytest.approx(
-        {"ours int4, 1 rank": 3.0, "ours int4, 2 ranks": (187.5 + 5) / (62.5 + 5)}
+        {"ours int4, 1 rank": 3.0, "ours int4, 2 ranks": (187.5 + 10) / (62.5 + 10)}
     )
     assert times_dense(rows[rows["provider"] == "ours int4"]).empty
     again = rows.assign(compiled=True, compiled_error_percent=0.75)
@@ -275,7 +274,6 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--decode 0", r"decode: expected integers from 1 on, got \[0\]"),
         ("--context 0", "context: expected a positive number, got 0"),
         ("--layers 0", "layers: expected a positive number, got 0"),
-        ("--slices 0", "slices: expected a positive number, got 0"),
         ("--budget-ms 0", "budget_ms: expected a positive number, got 0.0"),
         ("--time-budget -1", "time_budget_s: expected a positive number, got -1.0"),
         ("--from nowhere.csv", ".*nowhere.csv.*"),

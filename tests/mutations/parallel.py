@@ -41,7 +41,23 @@ MUTATIONS = [
                 "[:-1], columns",
                 "[:-1], x.shape[-1] * self.mesh.size()",
             ),
-            ("slices are not added", "Exchange.sum_in_slices", "Partial", "Replicate"),
+        ],
+    ),
+    *of(
+        "weightonly/parallel/exchange.py",
+        "parallel",
+        [
+            ("sums that autograd does not see", "Exchange.adds", " and not _has_gradient(term)", ""),
+            ("terms of another layout are added up", "Exchange.redistribute", "layout == Partial() and ", ""),
+        ],
+    ),
+    *of(
+        "weightonly/parallel/sums.py",
+        "parallel",
+        [
+            ("a term is written over", "_sum", "term.clone(memory_format=torch.contiguous_format)", "term"),
+            ("terms are not added", "_sum", "distributed.all_reduce(y, group=group)", "pass"),
+            ("products are not added", "_sum_of_products", "distributed.all_reduce(y, group=group)", "pass"),
         ],
     ),
     *of(
@@ -54,7 +70,6 @@ MUTATIONS = [
                 "(self.output_layouts[0] != Shard(-1) or not use_local_output)",
                 "not use_local_output",
             ),
-            ("slices in another layout", "RowwiseParallel.__init__", "> 1", "< 0"),
             ("a layer that is cut already", "_prepare", "isinstance(layer, ParallelLinear)", "layer is None"),
             ("a mesh of two dimensions", "same_on_all", "!= 1", "> 2"),
             ("each rank keeps its tensors", "same_on_all", "None or", "not None or"),
@@ -116,9 +131,19 @@ MUTATIONS = [
         "weightonly/parallel/linear.py",
         "parallel parallel_hf",
         [
-            ("the bias is never added", "RowwiseLinear.forward", "exchange.replicated(self.bias.to(y.dtype))", "0"),
-            ("each rank adds the bias", "RowwiseLinear._gemm", "None,", "self.bias,"),
-            ("the activation comes before the sum", "RowwiseLinear._gemm", "None, None", "None, self.activation"),
+            ("the bias is never added", "RowwiseLinear.forward", "self.bias.to(y.dtype)", "0 * self.bias"),
+            (
+                "each rank adds the bias",
+                "RowwiseLinear._gemm",
+                "return self._product(x, None,",
+                "return self._product(x, self.bias,",
+            ),
+            (
+                "the activation comes before the sum",
+                "RowwiseLinear._gemm",
+                "return self._product(x, None, None)",
+                "return self._product(x, None, self.activation)",
+            ),
             (
                 "rows of the weight twice in order",
                 "RowwiseLinear._order",

@@ -246,13 +246,6 @@ def wrong_styles(mesh: DeviceMesh) -> None:
     """Arguments that contradict each other, and modules that a style does not take."""
     with pytest.raises(ValueError, match=r"output_layouts: expected Shard.* got S\(-1\) with use_local_output=False"):
         ColwiseParallel(parts=(N,), use_local_output=False)
-    for slices in (0, True, 1.5):
-        with pytest.raises(ValueError, match=f"slices: expected an int of at least 1, got {slices}"):
-            RowwiseParallel(slices=slices)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"output_layouts: expected Replicate\(\) for slices, got S\(1\)"):
-        RowwiseParallel(slices=2, output_layouts=Shard(1))
-    with pytest.raises(ValueError, match="slices: expected 1 for a Linear, got 2"):
-        RowwiseParallel(slices=2)._apply(torch.nn.Linear(64, 64), mesh)
     square = DeviceMesh("cpu", torch.arange(mesh.size()).view(-1, 1))
     with pytest.raises(ValueError, match="device_mesh: expected one dimension, got 2"):
         ColwiseParallel()._apply(linear(), square)

@@ -180,29 +180,6 @@ def sequence_gradients(mesh: DeviceMesh) -> float:
     return max(error(grad(part), mine(grad(x), mesh, 1)), error(grad(biases[1]), grad(biases[0])))
 
 
-def slices(mesh: DeviceMesh) -> float:
-    """Sums in slices of rows are those in one piece, gradients too, under torch.compile, too."""
-    errors = []
-    for count, shape in ((2, (2, 8)), (3, (7,)), (5, (1, 1)), (4, (2,))):
-        one, many = linear(activation="gelu"), linear(activation="gelu")
-        parallelize_module(one, mesh, RowwiseParallel())
-        parallelize_module(many, mesh, RowwiseParallel(slices=count, use_local_output=count != 3))
-        xs = [mine(tokens(shape=shape), mesh).contiguous().requires_grad_() for _ in range(2)]
-        y, got = one(xs[0]), many(xs[1])
-        got = got if count != 3 else got.to_local()
-        errors.append(error(got.detach(), y.detach()))
-        for out in (y, got):
-            out.square().sum().backward()
-        assert xs[0].grad is not None and xs[1].grad is not None
-        errors.append(error(xs[1].grad, xs[0].grad))
-    torch._dynamo.reset()
-    graph = torch.compile(many, backend="aot_eager", fullgraph=True)
-    x = mine(tokens(), mesh).contiguous()
-    with torch.no_grad():
-        errors.append(error(graph(x), one(x)))
-    return max(errors)
-
-
 def compiled(mesh: DeviceMesh) -> float:
     """One graph, forwards and backwards."""
     errors = []
@@ -338,7 +315,6 @@ CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "torch.compile": compiled,
     "torch.distributed.checkpoint": saved,
     **({"LoRA": lora} if find_spec("peft") else {}),
-    "sums in slices": slices,
 }
-_FEW = ("experts", "expert parallel, int4", "tensor parallel experts, int4", "gradients", "torch.distributed", "sums")
+_FEW = ("experts", "expert parallel, int4", "tensor parallel experts, int4", "gradients", "torch.distributed")
 RANKS = {name: (2, 4) if name.startswith(_FEW) else (2,) for name in CASES}

@@ -1,16 +1,20 @@
-"""Runs cases on several processes that talk over gloo: `python -m tests.parallel.parallel_ranks MODULE OUT RANKS...`.
+"""Runs cases on several processes: `python -m tests.parallel.parallel_ranks DEVICE MODULE OUT RANKS...`.
 
 MODULE, of this folder, has CASES, name -> function(mesh) -> error, a number or None, and RANKS, name -> on how many
 ranks it runs. OUT becomes JSON: how many ranks -> name -> the greatest error of all of them, or the traceback of the
-first that failed. One process imports torch and is forked: a rank costs no start.
+first that failed. DEVICE: cpu, where ranks talk over gloo, or cuda, where each has a GPU and they talk over NCCL. On a
+CPU one process imports torch and is forked: a rank costs no start.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,19 +28,24 @@ from typing import Any
 
 from tests import ROOT
 
-TIMEOUT_S = 900
+TIMEOUT_S = {"cpu": 900, "cuda": 150}
 
 
-def run(module: str, ranks: Sequence[int], folder: Path) -> dict[str, dict[str, Any]]:
+_PR_SET_PDEATHSIG = 1
+
+
+def run(module: str, ranks: Sequence[int], folder: Path, device: str = "cpu") -> dict[str, dict[str, Any]]:
     """The results of a module's cases on 2 ranks, on 4, and so on, up to a number where one fails; for tests."""
     out = folder / f"{module}.json"
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = os.environ | one_thread | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.parallel.parallel_ranks", module, str(out), *map(str, ranks)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    command = [sys.executable, "-m", "tests.parallel.parallel_ranks", device, module, str(out), *map(str, ranks)]
+    log = folder / f"{module}.log"
+    with log.open("w") as file:
+        done = subprocess.run(command, env=environment, cwd=folder, stdout=file, stderr=file, timeout=TIMEOUT_S[device])
+    assert done.returncode == 0, log.read_text()
     found = json.loads(out.read_text())
     missing = f"not run: a case failed on {list(found)[-1]} ranks"
     return {str(number): found.get(str(number)) or dict.fromkeys(names(module, number), missing) for number in ranks}
@@ -69,21 +78,24 @@ def check(results: dict[str, Any], name: str, bound: float) -> None:
     assert result is None or result <= bound, f"{name}: error {result}, bound {bound}"
 
 
-def _rank(module: str, rank: int, ranks: int, folder: Path) -> None:
+def _rank(device: str, module: str, rank: int, ranks: int, folder: Path) -> bool:
+    """Whether all cases passed."""
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # what torchrun says
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "nccl",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=ranks,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=TIMEOUT_S[device]),
     )
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device, (ranks,))
     results: dict[str, Any] = {}
     start = time.monotonic()
     cases = cases_of(module).CASES
@@ -95,21 +107,29 @@ def _rank(module: str, rank: int, ranks: int, folder: Path) -> None:
         except BaseException:  # that of pytest.raises, too
             results[name] = f"rank {rank}: {traceback.format_exc()}"
             break  # the others may wait for this rank: their cases are over, too
-    (folder / f"{rank}.json").write_text(json.dumps(results))
+        finally:
+            (folder / f"{rank}.json").write_text(json.dumps(results))
+    if any(isinstance(result, str) for result in results.values()):
+        return False  # without a goodbye: the others may be in the middle of a sum
+    gc.collect()  # graphs that hold sums go before NCCL, which waits for them
     distributed.destroy_process_group()
+    return True
 
 
-def _results(module: str, ranks: int) -> dict[str, Any]:
+def _results(device: str, module: str, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         children = []
         for rank in range(ranks):
+            if device == "cuda":  # which lives through no fork
+                command = [sys.executable, "-m", "tests.parallel.parallel_ranks", "rank", device, module]
+                children.append(subprocess.Popen([*command, str(rank), str(ranks), name]).pid)
+                continue
             child = os.fork()
             if child == 0:
                 status = 1
                 try:
-                    _rank(module, rank, ranks, folder)
-                    status = 0
+                    status = 0 if _rank(device, module, rank, ranks, folder) else 1
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -117,8 +137,13 @@ def _results(module: str, ranks: int) -> dict[str, Any]:
                     sys.stderr.flush()
                     os._exit(status)
             children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            if status:
+                time.sleep(1)  # for what the others say; then they would wait for this one
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
         found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
     merged: dict[str, Any] = {}
     for name in names(module, ranks):
@@ -133,11 +158,16 @@ def _results(module: str, ranks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases_of(sys.argv[1])
+    if sys.argv[1] == "rank":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a GPU would wait for the others for ever
+        device, module, rank, count, place = sys.argv[2:]
+        os._exit(0 if _rank(device, module, int(rank), int(count), Path(place)) else 1)
+    device, module, out = sys.argv[1:4]
+    cases_of(module)
     importlib.import_module("torch._dynamo")  # DTensor does, in each rank, where it is not there yet
     results_of: dict[str, Any] = {}
-    for number in sys.argv[3:]:
-        results_of[number] = _results(sys.argv[1], int(number))
+    for number in sys.argv[4:]:
+        results_of[number] = _results(device, module, int(number))
         if any(isinstance(result, str) for result in results_of[number].values()):
             break
-    Path(sys.argv[2]).write_text(json.dumps(results_of))
+    Path(out).write_text(json.dumps(results_of))

@@ -16,7 +16,7 @@ Results = Callable[[str, int], dict[str, Any]]
 BOUND = 1e-5
 """Of the greatest number of y: everything here is fp32, and sums are in another order."""
 
-RANKS = {"parallel_linear": (2, 1, 4, 8), "parallel_more": (2, 4)}
+RANKS = {"parallel_linear": (2, 1, 4, 8), "parallel_more": (2, 4), "parallel_sums": (2, 4)}
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .ranges import chunk
+from .sums import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class Exchange:
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
+    group_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_name", self.mesh.get_group().group_name)
 
     def enter(self, x: torch.Tensor, layout: Placement, columns: int) -> torch.Tensor:
         """This rank's tensor of x in `layout`, Replicate or Shard(-1).
@@ -44,18 +48,17 @@ class Exchange:
         """y in the output's layout: a DTensor, or a tensor where it has this layout already and is to be local."""
         if layout == self.output_layout and self.use_local_output:
             return y
+        if layout == Partial() and self.adds(y):
+            return self.added(sum_over_ranks(y, self.group_name))
         return self._spread(y, layout, columns).redistribute(placements=[self.output_layout])
 
-    def sum_in_slices(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The rows of y out of the terms of a sum over ranks, in slices of rows: each sum is under way while the next
-        slice is computed."""
-        sums = [
-            DTensor.from_local(part, self.mesh, [Partial()], run_check=False)
-            .redistribute(placements=[Replicate()], async_op=True)
-            .to_local()
-            for part in parts
-        ]
-        return torch.cat(sums)
+    def adds(self, term: torch.Tensor) -> bool:
+        """Whether `sum_over_ranks` is to add terms up: on all ranks, and autograd does not look at them."""
+        return self.output_layout == Replicate() and self.mesh.size() > 1 and not _has_gradient(term)
+
+    def added(self, y: torch.Tensor) -> torch.Tensor:
+        """A sum of `sum_over_ranks` as `redistribute` returns it."""
+        return y if self.use_local_output else self.replicated(y)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """What the layer returns."""

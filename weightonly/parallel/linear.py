@@ -24,6 +24,7 @@ from ..slicing import cut_columns, cut_rows, cut_weight, rows_of_a_group
 from ..update import Update, check_dense, check_target, largest_of
 from .exchange import Exchange
 from .ranges import check_rows, chunk, columns_of
+from .sums import sum_of_products, sum_over_ranks
 
 DENSE, PACKED, WHOLE, OWN = "dense", "packed", "whole", "own"
 """`Linear.reads`: what a loader cuts while it reads, by the placements of the DTensors in the state dict: tensors of a
@@ -368,21 +369,17 @@ class RowwiseLinear(ParallelLinear):
         bias: [N], of the whole layer; it is added once, after the sum.
         perm: int32 or int64 [rows], the columns of all of x that meet this rank's rows of a weight in act-order, for
             which x is gathered; None for other weights.
-        slices: of the rows of x, each of which is summed over the ranks while the next one is computed; 1: it is one
-            sum.
 
     Examples:
         >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))  # of all ranks
         >>> parallelize_module = torch.distributed.tensor.parallel.parallelize_module
-        >>> layer = parallelize_module(wo.nn.Linear(1024, 512), mesh, wo.parallel.RowwiseParallel(slices=2))
+        >>> layer = parallelize_module(wo.nn.Linear(1024, 512), mesh, wo.parallel.RowwiseParallel())
         >>> layer(torch.randn(4, 1024).half()).shape
         torch.Size([4, 512])
     """
 
-    slices: int
-
     @classmethod
-    def convert(cls, layer: Linear, exchange: Exchange, slices: int = 1) -> None:
+    def convert(cls, layer: Linear, exchange: Exchange) -> None:
         """Makes this rank's part of `layer`, in its place.
 
         Raises:
@@ -398,7 +395,7 @@ class RowwiseLinear(ParallelLinear):
             check_fp8_groups(part.operand.group_rows, part.operand.k)
         perm = None if layer.perm is None else layer.perm[begin:end]
         self = _become(layer, cls, exchange)
-        self.rows, self.ranges, self.slices = (begin, end), [(0, layer.out_features)], slices
+        self.rows, self.ranges = (begin, end), [(0, layer.out_features)]
         if part is None:
             dims = {name: 0 for name in self._own_tensors() if self.differs(name)}
             _make_empty(self, dims | {"qweight": self._blocks().row_dim})
@@ -417,24 +414,23 @@ class RowwiseLinear(ParallelLinear):
             x = exchange.enter(x, Shard(x.dim() - 1), self.full_in_features)
         else:
             x = exchange.enter(x, Replicate(), self.full_in_features).index_select(-1, self.perm)
-        y = self._sum(x)
+        y = super().forward(x)
+        y = exchange.added(y) if exchange.adds(x) else exchange.redistribute(y, Partial(), self.full_out_features)
         if self.bias is not None:
-            y = y + exchange.replicated(self.bias.to(y.dtype))
+            bias = self.bias.to(y.dtype)
+            y = y + (exchange.replicated(bias) if isinstance(y, DTensor) else bias)
         if self.activation is not None:
             y = activation_of(self.activation).function(y.float()).to(y.dtype)
         return exchange.finish(y)
 
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., rows of this rank] -> the sum over all ranks, in the output's layout."""
-        rows = x if x.dim() < 2 else x.flatten(0, -2)
-        if self.slices == 1 or x.dim() < 2 or len(rows) < 2:
-            return self.exchange.redistribute(super().forward(x), Partial(), self.full_out_features)
-        product = super().forward
-        y = self.exchange.sum_in_slices(product(part) for part in rows.chunk(self.slices))
-        return self.exchange.replicated(y.view(*x.shape[:-1], self.out_features))
-
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, None, None)
+        """The product, and where `Exchange.adds` says so the sum: it begins where the product writes."""
+        if not self.exchange.adds(x):
+            return self._product(x, None, None)
+        group = self.exchange.group_name
+        if self.is_empty or self.activations is not None or self.compute_dtype != self.operand.dtype:
+            return sum_over_ranks(self._product(x, None, None), group)
+        return sum_of_products(x, self.operand, group)
 
     def differs(self, name: str) -> bool:
         if name in ("scales", "zeros"):

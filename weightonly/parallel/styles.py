@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
@@ -89,8 +89,6 @@ class RowwiseParallel(TorchRowwiseParallel):
         input_layouts: the layout of x where it is no DTensor: Shard(-1) (the default), or Replicate() or Shard(d).
         output_layouts: the layout of y: Replicate() (the default), or Shard(d), with Shard(1) for sequence parallelism.
         use_local_output: whether y is a torch.Tensor, this rank's; else a DTensor.
-        slices: into how many slices the rows of x are cut, each of which is summed over the ranks while the next one is
-            computed; 1 (the default): one sum. It needs output_layouts=Replicate().
 
     Raises:
         ValueError: with the next K that works, for a cut that would leave other groups, and for a layer that is cut
@@ -104,29 +102,12 @@ class RowwiseParallel(TorchRowwiseParallel):
         (0, 1024)
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        slices: int = 1,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
-            raise ValueError(f"slices: expected an int of at least 1, got {slices!r}")
-        if slices > 1 and self.output_layouts[0] != Replicate():
-            raise ValueError(f"output_layouts: expected Replicate() for slices, got {self.output_layouts[0]}")
-        self.slices = slices
-
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, Linear):
-            if self.slices > 1:
-                raise ValueError(f"slices: expected 1 for a {type(module).__name__}, got {self.slices}")
             return super()._apply(module, device_mesh)
         _prepare(module, device_mesh, self.src_data_rank)
         exchange = Exchange(device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
-        RowwiseLinear.convert(module, exchange, self.slices)
+        RowwiseLinear.convert(module, exchange)
         return module
 
 
