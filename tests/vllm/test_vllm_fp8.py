@@ -16,6 +16,7 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import PlatformEnum
 
@@ -167,6 +168,15 @@ def test_compiled(scales: str, generator: torch.Generator, monkeypatch: pytest.M
         for m in (1, 7, 33):
             x = torch.randn(m, 128, generator=generator).bfloat16()
             assert torch.equal(compiled(x), w.gemm(x, arch="sm80") * 2)
+
+
+def test_dequantized_by_vllm(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its multi-head latent attention (DeepSeek) has it of kv_b_proj."""
+    fp8.take_place(monkeypatch, "sm80")
+    w = fp8.weight(generator, "block", 128, 256)
+    with fp8.serving(torch.bfloat16):
+        found = get_and_maybe_dequant_weights(loaded("fp8", w, "block"), torch.bfloat16)
+    assert torch.equal(found, w.gemm(torch.eye(128, dtype=torch.bfloat16), arch="sm80").t())
 
 
 # --- what is left to vLLM -------------------------------------------------------------------------------------

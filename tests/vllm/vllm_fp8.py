@@ -49,7 +49,7 @@ def set_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int])
 @contextmanager
 def serving(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     with cases.serving(dtype):
-        get_current_vllm_config().model_config = SimpleNamespace(dtype=dtype)  # type: ignore[assignment]
+        get_current_vllm_config().model_config = SimpleNamespace(dtype=dtype)
         yield
 
 
