@@ -348,7 +348,7 @@ MUTATIONS = [
     ),
     *of(
         "weightonly/vllm/fp8_kernels.py",
-        "vllm_fp8",
+        "vllm_fp8 vllm_kernel",
         [
             ("always one name of scales", "WeightOnlyFp8LinearKernel.scale_name", " is None", " is not layer"),
             ("[K, N] without blocks", "WeightOnlyFp8LinearKernel.weight", "weight.t()", "weight"),
@@ -359,8 +359,7 @@ MUTATIONS = [
                 "self.held is None and layer.weight.dim() == 1",
                 "False",
             ),
-            ("scales that are not loaded", "_of_parts", "scales[0], scales)", "scales, scales)"),
-            ("scales of merged layers", "_of_parts", "len(scales) == 1 or len(scales) != len(widths)", "True"),
+            ("scales of merged layers", "WeightOnlyFp8LinearKernel.weight", "== len(widths)", "< 0"),
             ("Turing", "take_fp8", "capability.major < 8", "False"),
             ("before those that quantize x", "take_fp8", "insert(place, ", "insert(0, "),
             (

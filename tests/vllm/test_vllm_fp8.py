@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 
 pytest.importorskip("vllm")
 
+from tests import fp8_cases
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_fp8 as fp8
+from tests.vllm import vllm_models
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import envs
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization import fbgemm_fp8, get_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import PlatformEnum
@@ -121,7 +125,7 @@ def test_merged_projections(
 
 
 def test_projections_that_the_file_has_merged(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One scale for q, k and v: vLLM loads it as that of q."""
+    """One scale for q, k and v: vLLM loads it for each of them."""
     fp8.take_place(monkeypatch, "sm80")
     w = fp8.weight(generator, "tensor", 128, 768)
     x = torch.randn(4, 128, generator=generator).half()
@@ -219,7 +223,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         monkeypatch.setattr(kernel, "is_supported", classmethod(lambda *_, able=able: able))
     fp8.set_capability(monkeypatch, capability)
     take_fp8()
-    take_fp8()
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,15 @@ def test_disabled_by_the_environment(disabled: str, monkeypatch: pytest.MonkeyPa
     assert kernel is (MarlinFP8ScaledMMLinearKernel if is_ours else WeightOnlyFp8LinearKernel)
 
 
+def test_registered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8.take_place(monkeypatch)
+    first = [list(getattr(linear, name)[PlatformEnum.CPU]) for name in cases.LISTS_OF_FP8_KERNELS]
+    prepare = fbgemm_fp8.prepare_fp8_layer_for_marlin
+    take_fp8()
+    assert first == [getattr(linear, name)[PlatformEnum.CPU] for name in cases.LISTS_OF_FP8_KERNELS]
+    assert fbgemm_fp8.prepare_fp8_layer_for_marlin is prepare
+
+
 def test_activations_of_16_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch, (9, 0))
     with fp8.serving():
@@ -271,3 +283,23 @@ def test_a_weight_that_another_process_packed(generator: torch.Generator, monkey
         layer.weight.data = packed.weight.data
         with pytest.raises(RuntimeError, match="weight: expected one that this process packed"):
             layer(torch.ones(1, 128).half())
+
+
+# --- whole models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "scales"), fp8.METHODS)
+def test_models(
+    method: str, scales: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by vLLM's own loader, with merged layers, which our reader of folders has apart."""
+    fp8.take_place(monkeypatch)
+    name = "weight_scale_inv" if (method, scales) == ("fp8", "block") else "weight_scale"
+    form = torch.flatten if scales == "tensor" else torch.Tensor.contiguous
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 96}
+    llama = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=384, **sizes))
+    fp8_cases.write(tmp_path / "model", llama, fp8.config(method, scales), fp8.BLOCKS[scales], name, form)
+    model = vllm_models.load(
+        tmp_path / "model", quantization=None, load_format="auto", allow_deprecated_quantization=True
+    )
+    vllm_models.check(model, tmp_path / "model", generator)

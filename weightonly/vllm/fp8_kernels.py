@@ -36,7 +36,9 @@ class WeightOnlyFp8LinearKernel(InMarlinsPlace, MarlinFP8ScaledMMLinearKernel):
         name = self.scale_name(layer)
         block, weight, scale = getattr(layer, "weight_block_size", None), layer.weight.data, getattr(layer, name).data
         if block is None:
-            weight, scale = weight.t(), _of_parts(scale.flatten(), getattr(layer, "logical_widths", []))
+            weight, scale, widths = weight.t(), scale.flatten(), getattr(layer, "logical_widths", [])
+            if 1 < len(scale) == len(widths):
+                scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
         read = read_fp8(weight, scale, block and tuple(block), name=name)
         return read.codes, read.scales
 
@@ -48,17 +50,6 @@ class WeightOnlyFp8LinearKernel(InMarlinsPlace, MarlinFP8ScaledMMLinearKernel):
                 f"{type(self).__name__} in both processes leaves such layers to vLLM"
             )
         return super().apply_weights(layer, x, bias)
-
-
-def _of_parts(scales: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """One scale [1] or [N] where each of several merged layers of `widths` columns may have one of its own [parts].
-
-    A file that has them merged has one scale. vLLM leaves the others at the lowest number of fp32.
-    """
-    if len(scales) == 1 or len(scales) != len(widths):
-        return scales
-    scales = torch.where(scales == torch.finfo(scales.dtype).min, scales[0], scales)
-    return scales.repeat_interleave(torch.tensor(widths, device=scales.device))
 
 
 def take_fp8() -> None:
