@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fp8_cases import dequantize, quantize
+from tests.fp8_cases import ct_config, dequantize, quantize
 from tests.vllm import vllm_cases as cases
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels import linear
@@ -94,21 +94,7 @@ def config(method: str, scales: str, activations: str | None = "dynamic") -> dic
         return {"quant_method": "fp8", "activation_scheme": activations} | block
     if method == "fbgemm_fp8":
         return {"quant_method": method, "modules_to_not_convert": [], "activation_scale_ub": 1200.0}
-    args = {"num_bits": 8, "type": "float", "symmetric": True}
-    block = {"block_structure": [128, 128]} if scales == "block" else {}
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": args | {"strategy": scales, "dynamic": False} | block}
-    if activations == "static":
-        group["input_activations"] = args | {"strategy": "tensor", "dynamic": False}
-    elif activations is not None:
-        size = {"strategy": "group", "group_size": 128} if scales == "block" else {"strategy": "token"}
-        group["input_activations"] = args | size | {"dynamic": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
+    return ct_config(scales, activations)
 
 
 def build(
