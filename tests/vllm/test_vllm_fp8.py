@@ -77,6 +77,16 @@ def test_layer_of_each_method(
     assert held <= 320 * 256 + 2 * 200 * (5 + 1), "the weight is held twice"
 
 
+@pytest.mark.parametrize("scales", fp8.BLOCKS)
+def test_modelopt(scales: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM wants K in whole blocks here, and pads N; of merged layers it takes one scale for the tensor."""
+    fp8.take_place(monkeypatch, "sm80")
+    w = fp8.weight(generator, scales, 384, 200)
+    x = torch.randn(5, 384, generator=generator).half()
+    with fp8.serving():
+        check(loaded("modelopt", w, scales)(x)[0], x, w, None, "sm80")
+
+
 @pytest.mark.parametrize(("method", "scales"), fp8.METHODS)
 def test_ranks(method: str, scales: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM cuts for two ranks: K = 2 x 128 of a row-parallel layer, N = 2 x 128 of a column-parallel one."""

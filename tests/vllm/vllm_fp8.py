@@ -84,6 +84,8 @@ def tensors(method: str, w: Fp8Weight) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint of `method` for one layer, with scales of activations that are not used."""
     name = "weight_scale_inv" if method == "fp8" and w.block[0] == 128 else "weight_scale"
     scales = w.scales.reshape(()) if w.block == BLOCKS["tensor"] else w.scales
+    if method == "modelopt":
+        scales = scales[:, None, :, None] if w.block[0] == 128 else scales.squeeze()
     return {"weight": w.q, name: scales, "input_scale": torch.tensor(0.25)}
 
 
@@ -94,6 +96,9 @@ def config(method: str, scales: str, activations: str | None = "dynamic") -> dic
         return {"quant_method": "fp8", "activation_scheme": activations} | block
     if method == "fbgemm_fp8":
         return {"quant_method": method, "modules_to_not_convert": [], "activation_scale_ub": 1200.0}
+    if method == "modelopt":
+        algorithms = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}
+        return {"quant_method": method, "quant_algo": algorithms[scales], "ignore": []}
     return ct_config(scales, activations)
 
 
