@@ -50,6 +50,26 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
     return weight.double() * grid[torch.arange(n) // rows][:, torch.arange(k) // columns]
 
 
+def ct_config(scales: str, activations: str | None) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors. scales: "tensor", "channel" or "block"; of activations, which may
+    stay in 16 bits, "static", "dynamic" or None."""
+    args = {"num_bits": 8, "type": "float", "symmetric": True}
+    block = {"block_structure": [128, 128]} if scales == "block" else {}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": args | {"strategy": scales, "dynamic": False} | block}
+    if activations == "static":
+        group["input_activations"] = args | {"strategy": "tensor", "dynamic": False}
+    elif activations is not None:
+        size = {"strategy": "group", "group_size": 128} if scales == "block" else {"strategy": "token"}
+        group["input_activations"] = args | size | {"dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+
+
 def dequantize_nvfp4(weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """fp64 [N, K] of ModelOpt's layers."""
     codes = torch.stack([weight & 15, weight >> 4], -1).flatten(1).long()

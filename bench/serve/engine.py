@@ -170,7 +170,9 @@ def kernels(model: torch.nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
-            kernel = getattr(method, "kernel", None) or getattr(getattr(module, "scheme", None), "kernel", None)
+            owners = (method, getattr(module, "scheme", None))
+            names = ("kernel", "fp8_linear", "linear_kernel")
+            kernel = next(filter(None, (getattr(owner, name, None) for owner in owners for name in names)), None)
             cls = getattr(method, "experts_cls", None) or type(kernel or method)
             found[f"{name.rpartition('.')[2]}: {cls.__name__}"] += 1
     return dict(found)

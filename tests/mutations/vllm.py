@@ -333,13 +333,51 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/vllm/marlins_place.py",
+        "vllm_fp4 vllm_fp8",
+        [
+            ("results that depend on the batch", "InMarlinsPlace._pack", "envs.VLLM_BATCH_INVARIANT", "False"),
+            (
+                "scales that do not fit",
+                "InMarlinsPlace._pack",
+                "check_scales_as(scales, self.dtype, self.format)\n",
+                "",
+            ),
+            ("the bias", "InMarlinsPlace.apply_weights", ", bias=bias", ""),
+        ],
+    ),
+    *of(
+        "weightonly/vllm/fp8_kernels.py",
+        "vllm_fp8 vllm_kernel",
+        [
+            ("always one name of scales", "WeightOnlyFp8LinearKernel.scale_name", " is None", " is not layer"),
+            ("[K, N] without blocks", "WeightOnlyFp8LinearKernel.weight", "weight.t()", "weight"),
+            ("blocks are forgotten", "WeightOnlyFp8LinearKernel.weight", "block and tuple(block)", "None"),
+            (
+                "bytes of another process",
+                "WeightOnlyFp8LinearKernel.apply_weights",
+                "self.held is None and layer.weight.dim() == 1",
+                "False",
+            ),
+            ("scales of merged layers", "WeightOnlyFp8LinearKernel.weight", "== len(widths)", "< 0"),
+            ("Turing", "take_fp8", "capability.major < 8", "False"),
+            ("before those that quantize x", "take_fp8", "insert(place, ", "insert(0, "),
+            (
+                "after Humming",
+                "take_fp8",
+                "(MarlinFP8ScaledMMLinearKernel, Humming",
+                "(MarlinFP8ScaledMMLinearKernel, Marlin",
+            ),
+            ("the kernel is there twice", "take_fp8", " and WeightOnlyFp8LinearKernel not in kernels", ""),
+            ("FBGEMM's layers are Marlin's", "take_fp8", "not isinstance(", "isinstance("),
+            ("prepared again by each call", "take_fp8", 'hasattr(prepare, "__wrapped__")', "False"),
+        ],
+    ),
+    *of(
         "weightonly/vllm/fp4_kernels.py",
         "vllm_fp4",
         [
-            ("results that depend on the batch", "_InPlaceOfMarlin._pack", "envs.VLLM_BATCH_INVARIANT", "False"),
-            ("scales that do not fit", "_InPlaceOfMarlin._pack", "check_scales_as(scales, self.dtype, format)\n", ""),
             ("no factor", "WeightOnlyNvFp4LinearKernel.scales", " * layer.weight_global_scale.data", ""),
-            ("the bias", "_InPlaceOfMarlin.apply_weights", ", bias=bias", ""),
             ("Blackwell", "take_marlins_place", "multiplies_fp4() or ", ""),
             ("Turing", "take_marlins_place", "capability.major < 8", "False"),
             (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tests import fp8_cases
 from tests.quantized_cases import Weight, config, tensors
 
 import weightonly as wo
@@ -21,18 +22,19 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Folder:
-    """is_converted: as `convert` writes it. provider: of bench serve, METHOD or vLLM's own method with our kernel."""
+    """is_converted: as `convert` writes it. provider: of bench serve, METHOD or vLLM's own method with our `kernel`."""
 
     quantizer: Quantizer
     model: str = "tiny"
     group: int = 128
     is_converted: bool = False
     provider: str = METHOD
+    kernel: str = "WeightOnlyLinearKernel"
 
     @property
     def kernels(self) -> dict[str, int]:
         """What computes the layers, as `kernels` of bench serve counts it."""
-        linear = "WeightOnlyLinearMethod" if self.provider == METHOD else "WeightOnlyLinearKernel"
+        linear = "WeightOnlyLinearMethod" if self.provider == METHOD else self.kernel
         found = dict.fromkeys((f"{name}: {linear}" for name in ("qkv_proj", "o_proj")), LAYERS)
         if MODELS[self.model].mixture is not None:
             return found | {"routed_experts: WeightOnlyExpertsMethod": LAYERS}
@@ -71,6 +73,16 @@ def _bitsandbytes(kind: str) -> Quantizer:
     return Quantizer(lambda group: options, layer)
 
 
+def _fp8() -> Quantizer:
+    """x in 16 bits, for which vLLM takes no kernel that quantizes it, whatever the GPU."""
+
+    def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+        q, scale = fp8_cases.quantize(w.t().float(), (1, -1))
+        return {"weight": q, "weight_scale": scale}, q.t().float() * scale.t()
+
+    return Quantizer(lambda group: fp8_cases.ct_config("channel", None), layer)
+
+
 FOLDERS = {
     "gptq-act-order": Folder(_act_order(4, False)),
     "gptq8-act-order-zeros": Folder(_act_order(8, True)),
@@ -79,6 +91,7 @@ FOLDERS = {
     "converted": Folder(QUANTIZERS["ct-zeros"], is_converted=True),
     "converted-experts": Folder(QUANTIZERS["ct"], "tiny-mixtral", is_converted=True),
     "ct-groups-of-16": Folder(QUANTIZERS["ct"], group=16, provider="weightonly"),
+    "ct-fp8": Folder(_fp8(), provider="weightonly", kernel="WeightOnlyFp8LinearKernel"),
 }
 
 

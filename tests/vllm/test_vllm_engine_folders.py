@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file
 from tests.vllm import vllm_cases as cases
+from tests.vllm import vllm_fp8 as fp8
 from tests.vllm.engine_folders import FOLDERS, write
 from tests.vllm.vllm_models import check, load
 
@@ -37,6 +38,7 @@ def test_model(name: str, tmp_path: Path, generator: torch.Generator, monkeypatc
     folder = write(case, tmp_path, is_dense=False, arch="sm90")
     by_vllm = {"quantization": None, "load_format": "auto"}
     cases.take_first(monkeypatch, "sm90")
+    fp8.take_place(monkeypatch, "sm90", (9, 0))
     model = load(folder, **({} if case.provider == METHOD else by_vllm))
     check(model, folder, generator)
     assert case.kernels.items() <= kernels(model).items()

@@ -575,12 +575,20 @@ def test_the_method_is_asked_for() -> None:
     assert asked == ["weightonly", None, None]
 
 
+ALL = " are left to vLLM's kernels"
+FP8 = f"{ALL}, but for linear ones where it would take Marlin"
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors, float-quantized"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt, FP8"),
+        ({"quant_method": "fp8"}, f"fp8{FP8}"),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            f"compressed-tensors, float-quantized{FP8}",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, f"modelopt, FP8{FP8}"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, f"compressed-tensors, int-quantized{ALL}"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
         ({"quant_method": "gptq"}, None),
     ],
@@ -592,7 +600,7 @@ def test_the_log_names_methods_that_are_not_taken(
     said = list[str]()
     monkeypatch.setattr(folders.logger, "info_once", lambda text, *values: said.append(text % values))
     assert WeightOnlyConfig.override_quantization_method(config, None) is None
-    assert said == ([] if named is None else [f"Layers of {named} are left to vLLM's kernels"])
+    assert said == ([] if named is None else [f"Layers of {named}"])
 
 
 def test_layers_have_the_names_of_vllms_model() -> None:

@@ -284,6 +284,11 @@ def test_register(
     assert cuda == ([WeightOnlyLinearKernel] if is_first else []) + others
     for name in filter(linear.__dict__.get, cases.LISTS_OF_FP4_KERNELS):  # older versions have no such lists
         assert getattr(linear, name)[PlatformEnum.CUDA][0].__name__.startswith("WeightOnly") == is_first
+    for name in cases.LISTS_OF_FP8_KERNELS:  # the one directly before vLLM's own weight-only kernels
+        names = [kernel.__name__ for kernel in getattr(linear, name)[PlatformEnum.CUDA]]
+        weight_only = [i for i, name in enumerate(names) if name.startswith(("Marlin", "Humming"))]
+        ours = [i for i, name in enumerate(names) if name.startswith("WeightOnly")]
+        assert ours == ([weight_only[0] - 1] if is_first else [])
 
 
 def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("vllm.model_executor.kernels.linear.nvfp4")
 
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_fp4 as fp4
+from tests.vllm import vllm_fp8 as fp8
 from tests.vllm.test_vllm_folders import FOLDERS, write
 from tests.vllm.vllm_lora import check_lora
 from tests.vllm.vllm_models import load
@@ -41,6 +42,19 @@ def test_on_kernels(
         layer = cases.build(name, options, 128, 72, kind=kind)
         known = dict(layer.named_parameters())
         cases.load(layer, {inside: tensor for inside, tensor in stored.items() if inside in known})
+        cases.finish(layer)
+        check_lora(layer, generator)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize(("method", "scales"), fp8.METHODS)
+def test_on_fp8(
+    method: str, scales: str, kind: type[LinearBase], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8.take_place(monkeypatch, "sm80")
+    with fp8.serving():
+        layer = fp8.build(method, scales, 128, 72, kind=kind)
+        fp8.load(layer, method, fp8.weight(generator, scales, 128, 72))
         cases.finish(layer)
         check_lora(layer, generator)
 

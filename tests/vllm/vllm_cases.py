@@ -20,7 +20,7 @@ from vllm.distributed import (
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization import fbgemm_fp8, get_quantization_config
 from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -30,6 +30,7 @@ from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
 __all__ = [
     "LISTS_OF_FP4_KERNELS",
+    "LISTS_OF_FP8_KERNELS",
     "METHODS",
     "Weight",
     "beside",
@@ -62,13 +63,15 @@ def serving(dtype: torch.dtype = torch.float16) -> Iterator[None]:
 
 
 LISTS_OF_FP4_KERNELS = ("_POSSIBLE_NVFP4_KERNELS", "_POSSIBLE_MXFP4_KERNELS")
+LISTS_OF_FP8_KERNELS = ("_POSSIBLE_FP8_KERNELS", "_POSSIBLE_FP8_BLOCK_KERNELS", "_POSSIBLE_WFP8A16_KERNELS")
 
 
 def keep_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is registered from here on is gone when the test ends."""
-    for name in ("_POSSIBLE_KERNELS", *LISTS_OF_FP4_KERNELS, "MarlinNvFp4LinearKernel"):
+    for name in ("_POSSIBLE_KERNELS", *LISTS_OF_FP4_KERNELS, *LISTS_OF_FP8_KERNELS, "MarlinNvFp4LinearKernel"):
         if hasattr(linear, name):  # older versions do not have all of them
             monkeypatch.setattr(linear, name, copy.deepcopy(getattr(linear, name)))
+    monkeypatch.setattr(fbgemm_fp8, "prepare_fp8_layer_for_marlin", fbgemm_fp8.prepare_fp8_layer_for_marlin)
 
 
 def take_first(monkeypatch: pytest.MonkeyPatch, arch: str | None = None) -> None:

@@ -70,8 +70,10 @@ def check(model: torch.nn.Module, folder: Path, g: torch.Generator) -> None:
 def check_linear(layer: LinearBase, records: list[QuantizedLayer], g: torch.Generator) -> None:
     method: Any = layer.quant_method
     method = getattr(getattr(method, "scheme", None), "linear_method", method)  # of AutoRound
-    kernel = getattr(method, "kernel", getattr(getattr(layer, "scheme", None), "kernel", None))
-    assert isinstance(method, WeightOnlyLinearMethod) or type(kernel).__module__.startswith("weightonly.")
+    owners = (method, getattr(layer, "scheme", None))
+    kernels = [vars(owner).get(name) for owner in owners if owner for name in ("kernel", "fp8_linear", "linear_kernel")]
+    is_kernel = any(type(kernel).__module__.startswith("weightonly.") for kernel in kernels)
+    assert isinstance(method, WeightOnlyLinearMethod) or is_kernel
     x = torch.randn(3, layer.input_size, generator=g).half()
     y, _ = layer(x)
     bias = None if getattr(layer, "bias", None) is None else layer.bias.data

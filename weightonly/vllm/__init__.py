@@ -31,6 +31,7 @@ def register() -> None:
     if _runs_here():
         parts["linear kernel"] = _register_kernel
         parts["kernel of 4-bit floats"] = _register_fp4_kernels
+        parts["kernel of FP8"] = _register_fp8_kernel
         if wanted:
             parts["experts"] = _register_experts
     for name, part in parts.items():
@@ -91,6 +92,12 @@ def _register_fp4_kernels() -> None:
     from .fp4_kernels import take_marlins_place
 
     take_marlins_place()
+
+
+def _register_fp8_kernel() -> None:
+    from .fp8_kernels import take_fp8
+
+    take_fp8()
 
 
 def _register_experts() -> None:

@@ -37,10 +37,12 @@ from .support import VARIABLE, experts_wanted
 
 logger = init_logger(f"vllm.{__name__}")
 
-_LEFT_TO_VLLM = {"fp8", "fbgemm_fp8", "deepseek_v4_fp8", "experts_int8", "torchao"}
-_LEFT_TO_VLLM |= {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"}
-_LEFT_TO_VLLM |= {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"}
-"""What a config.json calls its quant_method, format or quant_algo where it has nothing for our kernels."""
+_FP8 = {"fp8", "fbgemm_fp8", "deepseek_v4_fp8", "float-quantized", "naive-quantized"}
+_FP8 |= {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"}
+"""What a config.json calls its quant_method, format or quant_algo where weights are FP8: see fp8_kernels.py."""
+
+_LEFT_TO_VLLM = {"experts_int8", "torchao", "int-quantized", "mxfp8-quantized", "MXFP8"}
+"""The same where it has nothing for our kernels."""
 
 
 class WeightOnlyConfig(QuantizationConfig):
@@ -86,13 +88,14 @@ class WeightOnlyConfig(QuantizationConfig):
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Folders of other methods are taken where the user asks for it: `--quantization weightonly`. vLLM shows every
-        config here; the log names those that have nothing for our kernels."""
+        config here; the log names those that have little or nothing for our kernels."""
         if user_quant == METHOD:
             return METHOD
         keys = ("quant_method", "format", "quant_algo")
         named = [str(hf_quant_cfg[key]) for key in keys if hf_quant_cfg.get(key)]
-        if not _LEFT_TO_VLLM.isdisjoint(named):
-            logger.info_once("Layers of %s are left to vLLM's kernels", ", ".join(named))
+        if not (_FP8 | _LEFT_TO_VLLM).isdisjoint(named):
+            but = ", but for linear ones where it would take Marlin" if not _FP8.isdisjoint(named) else ""
+            logger.info_once("Layers of %s are left to vLLM's kernels%s", ", ".join(named), but)
         return None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
