@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from ..problem import FORMATS, INTEGER_FORMATS, KERNEL_FORMATS
 from .base import KernelConfig
@@ -17,7 +18,13 @@ class GemmSm80(WaveFamily):
     layout = "interleaved"
     first_arch = 80
     header = "sm80.cuh"
-    float_tiles = ((16, 64, 64, 4), (32, 128, 64, 4), (64, 128, 64, 4), (64, 256, 64, 3), (128, 128, 64, 3))
+    float_tiles: ClassVar[tuple[tuple[int, int, int, int], ...] | None] = (
+        (16, 64, 64, 4),
+        (32, 128, 64, 4),
+        (64, 128, 64, 4),
+        (64, 256, 64, 3),
+        (128, 128, 64, 3),
+    )
 
     def configs(self) -> Iterable[KernelConfig]:
         # A warp covers all rows of its tile, so that each weight is converted once per CTA. Measured against these,

@@ -104,7 +104,7 @@ class GemmSm90(ClusterFamily):
     header = "sm90/kernel.cuh"
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
     of_16: ClassVar[tuple[tuple[int, ...], ...]] = _OF_16
-    float_tiles = _OF_FLOATS
+    float_tiles: ClassVar[tuple[tuple[int, int, int, int], ...] | None] = _OF_FLOATS
 
     def configs(self) -> Iterable[KernelConfig]:
         formats: dict[tuple[int, ...], tuple[str, ...]] = {}  # those with as many stages share a configuration
