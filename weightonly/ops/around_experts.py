@@ -14,6 +14,7 @@ from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from .. import invariance
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_sm90 import MAX_EXPERTS
@@ -144,7 +145,10 @@ def combine(
     weights = torch.where(is_chosen, weights.float(), 0.0)  # (M, top_k)
     total = y[:, 0].float() * weights[:, :1]
     for j in range(1, top_k):
-        total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
+        if invariance._on:  # rounded twice, in whole registers of a CPU as behind them
+            total = total + y[:, j].float() * weights[:, j : j + 1]
+        else:
+            total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
     return total.to(dtype)
 
 
