@@ -22,6 +22,7 @@ from .heuristics.grouped import select_grouped, select_layer
 from .heuristics.launches import estimate_us, is_calibrated, launches
 from .heuristics.legal import has_kernels
 from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
+from .invariance import batch_invariant
 from .kernels import is_compiled, runs_on
 from .layout import CPU, TILED_FP8
 from .nn.base import PackedLayer
@@ -362,14 +363,14 @@ def _gpu(device: torch.device | None, arch: Arch | None) -> tuple[int, int | Non
 
 def _on_cpu(kind: Kind, count: int, m: int) -> Choice:
     backend = library.backend()
-    if kind.activations is not None:
+    if kind.activations is not None and (backend.library is None or not batch_invariant()):
         why = "the equation in PyTorch: no kernel of CPUs takes x in 8 bits"
         return Choice(kind, count, m, "reference", "pytorch", why)
     if backend.library is None:
         why = f"the equation in PyTorch, because {backend.reason}"
         return Choice(kind, count, m, "reference", "pytorch", why)
     rows = resolve_group_size(kind.group_size, kind.k)
-    kernel = table.kernel_of(backend.library, backend.level, _CPU_TYPES[kind.dtype], m, kind.k, rows)
+    kernel = table.kernel_of(backend.library, backend.level, _CPU_TYPES[kind.dtype], m, kind.k, rows, batch_invariant())
     why = f"for {_CPU_TYPES[kind.dtype]} and {counted(m, 'row')}, by the library's own table (weightonly info)"
     if kind.experts is not None:
         why += "; once for each expert that has rows"
@@ -408,7 +409,8 @@ def _problem(kind: Kind, m: int, arch: int, sms: int) -> Problem:
         raise ValueError(f"sm{arch} has no kernels for codes; it dequantizes them")
     if not has_kernels(kind.format, kind.group_size, arch, layout or layouts_of(arch)[0]):
         raise ValueError(f"{kind.format} is dequantized, slice after slice, and cuBLAS multiplies")
-    return Problem(m, kind.n, kind.k, kind.format, kind.group_size, arch, sms, layout, kind.zeros)
+    invariant = batch_invariant()
+    return Problem(m, kind.n, kind.k, kind.format, kind.group_size, arch, sms, layout, kind.zeros, invariant)
 
 
 def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Choice:

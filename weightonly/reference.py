@@ -35,8 +35,9 @@ def gemm(
 
     x: [..., K] float16, bfloat16 or float32, or float8_e4m3fn where there are x_scales [...]; scales, zeros:
     [K / g, N]; bias: [N]; out: [..., N] in the dtype of scales, or None for a new tensor. Returns y [..., N], which is
-    `out` if given. `weightonly.gemm` has checked the arguments. invariant: whether the bits of a row of y depend on that
-    row of x alone.
+    `out` if given. `weightonly.gemm` has checked the arguments.
+
+    invariant: whether the bits of a row of y depend on that row of x alone.
     """
     if out is None:
         out = torch.empty(*x.shape[:-1], qweight.n, dtype=scales.dtype, device=x.device)

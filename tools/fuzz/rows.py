@@ -1,7 +1,8 @@
-"""Target "rows": in the batch-invariant mode a row has the bits that it has alone, wherever it is and whatever is with it.
+"""Target "rows": in the batch-invariant mode a row has the bits that it has alone, wherever and among what it is.
 
-A case is a weight, or a stack of experts, and some rows. Each row is computed alone, then all of them in batches: in any
-order and more than once, among rows of NaN, Inf and large numbers, in memory of any form, with any number of threads.
+A case is a weight, or a stack of experts, and some rows. Each row is computed alone, then all of them in batches: in
+any order and more than once, among rows of NaN, Inf and large numbers, in memory of any form, with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -96,9 +97,12 @@ def _batch(
     kept = torch.rand(many, generator=g) < draw.choice([1.0, 0.9, 0.3])
     if not kept.all():
         largest = torch.finfo(x.dtype).max
-        others = torch.tensor([float("nan"), float("inf"), -float("inf"), largest, 0.0]).to(x.dtype)
-        column = draw.choice([slice(None), draw.randrange(x.shape[1])])
-        batch[(~kept).to(x.device), column] = others[draw.randrange(len(others))].to(x.device)
+        others = (float("nan"), float("inf"), -float("inf"), largest, 0.0)
+        columns = torch.ones(x.shape[1], dtype=torch.bool, device=x.device)
+        if draw.random() < 0.5:
+            columns = torch.arange(x.shape[1], device=x.device) == draw.randrange(x.shape[1])
+        is_other = (~kept).to(x.device)[:, None] & columns
+        batch = batch.masked_fill(is_other, others[draw.randrange(len(others))])
     if x.device.type == "cpu":
         torch.set_num_threads(draw.choice([1] * 8 + [2, 3]))
     form = draw.choice([form for form in X_FORMS if form not in ("vector", "batched")])

@@ -62,8 +62,6 @@ class _InPlaceOfMarlin:
         rows, format = layer.weight.data, self.format
         n, k = rows.shape[0], 2 * rows.shape[1]
         reason = why_not(k, n, format, FORMAT_GROUPS[format], False, self.dtype)
-        if envs.VLLM_BATCH_INVARIANT:
-            reason = "the kernel that weightonly picks depends on the batch size"
         if reason is not None:
             raise ValueError(reason)
         scales = self.scales(layer)
