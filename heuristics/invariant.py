@@ -44,7 +44,7 @@ def check_class(problem: Problem, found: Hashable | None, seen: Mapping[Hashable
     """Raises ValueError where a weight has no class."""
     if found is None:
         p = problem
-        of_rows = "each class has kernels for some M alone" if seen else "their bits depend on M"
+        of_rows = "each class has kernels for some M alone" if seen else "it has no such kernels"
         raise ValueError(
             f"batch_invariant: expected a weight that kernels of sm{p.arch} compute in one order for every M, got "
             f"{p.format} in groups of {p.group_size}, K = {p.k}, N = {p.n}, in layout {p.layout!r}: {of_rows}"
