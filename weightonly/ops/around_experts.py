@@ -65,6 +65,21 @@ def is_rows(rows: torch.Tensor) -> bool:
     return rows.shape[0] == 1 or (rows.stride(0) % VECTOR == 0 and rows.stride(0) >= rows.shape[1])
 
 
+def invariant_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """x of a layer; in the batch-invariant mode on a GPU such that any number of its rows takes the same kernels.
+
+    They are copied where kernels do not read them, as those of one row alone may be read. Raises ValueError for more
+    choices than kernels sort.
+    """
+    if not invariance._on or not x.is_cuda:
+        return x
+    if ids.numel() > MAX_CHOICES:
+        raise ValueError(
+            f"topk_ids: expected at most {MAX_CHOICES} choices in the batch-invariant mode, got {ids.numel()}"
+        )
+    return x if is_watched() or is_rows(x) else aligned(x, 16)
+
+
 def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of x by expert, in the order of the choices ids [M, top_k]; rows of no expert come last.
 

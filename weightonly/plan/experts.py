@@ -45,10 +45,6 @@ def layer(
     compute capability 9.0, and no gradient is asked for.
     """
     invariant = invariance._on
-    if invariant and ids.numel() > MAX_CHOICES:  # other kernels would compute the gates
-        raise ValueError(
-            f"topk_ids: expected at most {MAX_CHOICES} choices in the batch-invariant mode, got {ids.numel()}"
-        )
     if not 1 <= ids.numel() <= MAX_CHOICES or not is_rows(x) or not are_plain(x, ids, weights, x_scales):
         return None
     try:
