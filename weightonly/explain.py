@@ -30,7 +30,7 @@ from .nn.experts import Experts
 from .ops.around_experts import MAX_CHOICES
 from .packed import PackedWeight
 from .packing import format_of, layout_for_arch, target_name
-from .plan.choose import DTYPE_NAMES, check_sizes, preferred, scale_mode
+from .plan.choose import DTYPE_NAMES, check_sizes, is_of_class, preferred, scale_mode
 from .plan.tuned import table_of
 from .require import require_bool, require_int
 from .shown import counted, shown
@@ -417,15 +417,17 @@ def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Cho
     dtype = DTYPE_NAMES.get(kind.dtype, "f16") if problem.arch >= 80 else "f16"
     tuned = None if index is None or kind.activations is not None else table_of(index)
     config = preferred(problem, dtype, tuned)
-    is_tuned = tuned is not None and tuned.config(problem, dtype) is not None
+    is_tuned = tuned is not None and tuned.config(problem, dtype) == config
     us, bound, parts = _cost(config, problem)
     others = [
         (estimate_us(c, problem), c.name)
         for c in candidates(problem)
-        if c.kernel not in config.kernels() and is_calibrated(c, problem.format)
+        if c.kernel not in config.kernels() and is_calibrated(c, problem.format) and is_of_class(c, problem)
     ]
     next_us, name = min(others, default=(None, None))
     reasons = [f"{bound}-bound ({parts})"] if bound else []
+    if problem.invariant:
+        reasons.append("batch-invariant: of one class for every M")
     if is_tuned:
         reasons.append("measured by tune")
     elif us is None:

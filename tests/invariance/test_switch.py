@@ -13,8 +13,11 @@ import torch
 
 import weightonly as wo
 from weightonly.args import GemmArgs
+from weightonly.cpu import library
 from weightonly.fp8_product import gemm_in_fp8
+from weightonly.heuristics import Problem, candidates, select
 from weightonly.plan import cache
+from weightonly.plan.choose import is_of_class
 from weightonly.plan.cpu import CpuPlan
 from weightonly.vllm import follow_batch_invariance
 
@@ -125,6 +128,20 @@ def test_gradients_recompute_with_it(w: wo.QuantizedWeight) -> None:
     wo.set_batch_invariant(False)
     y.sum().backward()
     assert set(modes()) == {True}
+
+
+def test_explain_says_what_runs() -> None:
+    numbers = {"k": 4096, "n": 6144, "format": "int4", "group_size": 128, "arch": "sm90"}
+    plain = wo.explain(m=[1, 16], **numbers)  # type: ignore[arg-type]
+    wo.set_batch_invariant(True)
+    explained = wo.explain(m=[1, 16], **numbers)  # type: ignore[arg-type]
+    assert "batch-invariant" not in str(plain) and str(explained).count("; batch-invariant: of one class") == 2
+    for row, m in zip(explained.rows, (1, 16), strict=True):
+        p = Problem(m, 6144, 4096, "int4", 128, 90, 132, invariant=True)
+        assert row.kernel == select(p).name and row.next in {c.name for c in candidates(p) if is_of_class(c, p)}
+    layer = wo.nn.quantize_model(torch.nn.Sequential(torch.nn.Linear(512, 64)), dtype=torch.bfloat16)
+    if library.backend().library is not None:
+        assert [row.kernel for row in wo.explain(layer, m=[1, 300]).rows] == ["many", "many"]
 
 
 def test_vllm_turns_it_on() -> None:
