@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import tuned_cases as tuned
 
+import weightonly as wo
 from weightonly.heuristics import KernelConfig, Problem, select
 from weightonly.heuristics.configs import CONFIGS, FP8_CONFIGS, GROUPED_CONFIGS, GROUPED_FP8_CONFIGS, TypeConfig
 from weightonly.heuristics.families.gemm_sm90 import GemmSm90
@@ -19,6 +23,7 @@ from weightonly.heuristics.launches import estimate_us
 from weightonly.heuristics.legal import candidates, considered
 from weightonly.heuristics.problem import FP8_LAYOUT
 from weightonly.heuristics.select import invariant_class
+from weightonly.plan import choose
 from weightonly.plan.choose import check_config, is_of_class, preferred
 from weightonly.plan.grouped import check_grouped_class
 
@@ -214,6 +219,20 @@ def test_a_weight_without_a_class_is_refused(kind: str, why: str) -> None:
     expected = r"^batch_invariant: expected a weight that kernels of sm75 compute in one order for every M, got "
     with pytest.raises(ValueError, match=expected + why):
         select(problem(16, weight=kind, arch=75, sms=40))
+
+
+def test_a_weight_that_is_dequantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = wo.QuantizedWeight(
+        wo.preprocess(torch.zeros(64, 64).to(torch.float8_e4m3fn), format="fp8"), torch.ones(1, 64).half()
+    )
+    x = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 64, get_device=lambda: 0)
+    args: Any = SimpleNamespace(x=x, weight=w, config=None, invariant=True, check=lambda: None)
+    monkeypatch.setattr(choose, "device_arch", lambda device: 90)
+    monkeypatch.setattr(choose, "has_kernels", lambda *_: False)
+    with pytest.raises(
+        ValueError, match=r"^batch_invariant: expected a weight that kernels compute, got fp8 in groups"
+    ):
+        choose.make_plan(args)
 
 
 def test_a_tuned_table_of_another_class_is_ignored() -> None:

@@ -11,7 +11,7 @@ MUTATIONS = [
         [
             ("kernels that never ran", "_all_times_us", ".is_verified and c", ""),
             ("kernels of no layer", "select_layer", " if c.rules.in_layers", ""),
-            ("a gate costs nothing", "_times_us", "experts, is_gated", "experts"),
+            ("a gate costs nothing", "_all_times_us", "experts, is_gated", "experts"),
             ("kernels that were never timed", "_all_times_us", "c.rules.is_calibrated(c, problem.format) and ", ""),
             ("the slowest", "select_layer", "min", "max"),
             ("another kernel costs nothing", "select_layer.us", "GROUPED.other_kernel_us", "0.0"),

@@ -42,9 +42,11 @@ class Rows(Target):
         self.has_fp8 = device.type == "cpu"  # GPUs read another layout for it
 
     def to_cover(self) -> set[str]:
-        formats = FLOAT_FORMATS if self.device.type == "cuda" else ()
+        has_floats = self.device.type == "cpu" or any(config.has_floats for config in self.drawer.configs)
         kinds = ("gemm", "grouped_gemm", "fused_experts", *(("gemm of x in 8 bits",) if self.has_fp8 else ()))
-        return {f"{kind}, {format}" for kind in kinds for format in FORMATS if format not in formats}
+        return {
+            f"{kind}, {format}" for kind in kinds for format in FORMATS if has_floats or format not in FLOAT_FORMATS
+        }
 
     def run(self, seed: int, index: int) -> Outcome:
         draw = random.Random(f"{seed}:{index}")
