@@ -223,7 +223,7 @@ def test_a_weight_without_a_class_is_refused(kind: str, why: str) -> None:
 
 def test_a_weight_that_is_dequantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     w = wo.QuantizedWeight(
-        wo.preprocess(torch.zeros(64, 64).to(torch.float8_e4m3fn), format="fp8"), torch.ones(1, 64).half()
+        wo.preprocess(torch.zeros(64, 64).to(torch.float8_e4m3fn), format="fp8", arch="sm90"), torch.ones(1, 64).half()
     )
     x = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 64, get_device=lambda: 0)
     args: Any = SimpleNamespace(x=x, weight=w, config=None, invariant=True, check=lambda: None)
