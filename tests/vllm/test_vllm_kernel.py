@@ -256,6 +256,9 @@ def test_left_to_other_kernels(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_batch_invariant_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.keep_kernels(monkeypatch)
+    keep_configs(monkeypatch)
+    monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     monkeypatch.setattr(invariance, "_on", False)
     register()
