@@ -5,18 +5,26 @@ The host knows how many rows there are, not which expert has which (routing.py):
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 from .configs import GROUPED_CONFIGS, GROUPED_FP8_CONFIGS, KernelConfig
 from .families.grouped_decode_sm90 import MAX_ROW_TILES, MAX_SORTED_CHOICES, GroupedDecodeSm90
 from .families.grouped_sm90 import MAX_TILES
 from .h200 import GROUPED
+from .invariant import class_of, quickest_class
 from .problem import Problem
 
 
 def select_grouped(problem: Problem, experts: int) -> KernelConfig | None:
-    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch."""
+    """The configuration for problem.m rows of `experts` weights; None: no kernel computes them in one launch.
+
+    In the batch-invariant mode it is of one class for any number of rows, or None for any. Raises ValueError for more
+    rows than the class computes.
+    """
     times_us = _times_us(problem, experts)
     return min(times_us, key=times_us.__getitem__, default=None)
 
@@ -34,6 +42,8 @@ class LayerChoice(NamedTuple):
 
 def select_layer(first: Problem, second: Problem, experts: int, is_gated: bool) -> LayerChoice | None:
     """What is quickest for a layer as a whole, with the kernels around its products; None: no kernels compute it.
+
+    In the batch-invariant mode each product has the class that `select_grouped` has.
 
     first, second: their m are the choices of all tokens. is_gated: the first applies a gate to halves of its columns.
     """
@@ -57,7 +67,35 @@ def select_layer(first: Problem, second: Problem, experts: int, is_gated: bool) 
 
 
 def _times_us(problem: Problem, experts: int, is_gated: bool = False) -> dict[KernelConfig, float]:
-    """Of all configurations that compute it."""
+    """Of all configurations that compute it; in the batch-invariant mode those of its class."""
+    times_us = _all_times_us(problem, experts, is_gated)
+    if not problem.invariant:
+        return times_us
+    found = invariant_grouped_class(replace(problem, m=1), experts)
+    if found is None:
+        return {}
+    of_class = {config: us for config, us in times_us.items() if class_of(config, problem) == found}
+    if not of_class:
+        raise ValueError(f"x: expected fewer rows of experts in the batch-invariant mode, got {problem.m}")
+    return of_class
+
+
+@functools.lru_cache(maxsize=1024)
+def invariant_grouped_class(problem: Problem, experts: int) -> Hashable | None:
+    """The class of a grouped product in the batch-invariant mode; None: there is none. problem.m: 1."""
+
+    @functools.cache
+    def by_class(m: int) -> dict[Hashable, float]:
+        quickest: dict[Hashable, float] = {}
+        for config, us in _all_times_us(replace(problem, m=m), experts, False).items():
+            of = class_of(config, problem)
+            quickest[of] = min(us, quickest.get(of, us))
+        return quickest
+
+    return quickest_class([of for of in by_class(1) if of is not None], lambda of, m: by_class(m).get(of))
+
+
+def _all_times_us(problem: Problem, experts: int, is_gated: bool) -> dict[KernelConfig, float]:
     return {
         c: c.rules.grouped_us(c, problem, experts, is_gated)
         for c in (*GROUPED_CONFIGS, *GROUPED_FP8_CONFIGS)

@@ -111,6 +111,7 @@ class Problem:
         sm_count: multiprocessors of the GPU.
         layout: of the packed weight; "": the architecture's own.
         zeros: whether there are zero points.
+        invariant: whether the bits of a row must not depend on m (`wo.set_batch_invariant`).
 
     Raises:
         ValueError: naming the field, a size below 1, an unknown format, arch or layout, a group size that K is no
@@ -132,6 +133,7 @@ class Problem:
     sm_count: int
     layout: str = ""
     zeros: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "sm_count", "group_size"):

@@ -10,7 +10,7 @@ import functools
 import heapq
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -18,6 +18,7 @@ from .arch import Arch, parse_arch
 from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .cost import column_bytes, moved_bytes, problem_bytes, total_us
 from .families.base import Launch
+from .invariant import check_class, quickest_class
 from .launches import first_columns
 from .legal import candidates, check_kernel_group_size, considered, ever_legal, has_kernels
 from .problem import FP8_LAYOUT, K_ALIGNMENT, Problem, is_read, layouts_of
@@ -75,7 +76,37 @@ def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
     if not is_read(p.layout, p.arch):
         read = ", ".join(layouts_of(p.arch))
         raise ValueError(f"layout must be one that sm{p.arch} reads, {read}, got {p.layout!r}")
+    if p.invariant:
+        return invariant_kernels(replace(p, m=1))[1]
     return kernels_of(p.format, p.arch, p.sm_count, p.layout, p.group_step, p.per_channel, p.zeros)
+
+
+def invariant_class(problem: Problem) -> Hashable:
+    """The class of a problem's weight in the batch-invariant mode. Raises ValueError where it has none."""
+    return invariant_kernels(replace(problem, m=1, invariant=True))[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def invariant_kernels(problem: Problem) -> tuple[Hashable, tuple[Kernel, ...]]:
+    """The class of a weight in the batch-invariant mode, and its kernels. problem.m: 1.
+
+    Raises ValueError where no class has kernels for every M.
+    """
+    launches: dict[Hashable, dict[str, list[Launch]]] = {}
+    for kernel in kernels_for(replace(problem, invariant=False)):
+        for _, launch in kernel.launches:
+            found = launch.config.rules.bits_class(launch.config, problem)
+            if found is not None:
+                launches.setdefault(found, {}).setdefault(launch.config.kernel, []).append(launch)
+    kernels = {found: tuple(map(Kernel, of_kernels.values())) for found, of_kernels in launches.items()}
+
+    def time_us(of: Hashable, m: int) -> float | None:
+        best, us = _best(kernels[of], replace(problem, m=m))
+        return None if best is None else us
+
+    found = quickest_class(kernels, time_us)
+    check_class(problem, found, kernels)
+    return found, kernels[found]
 
 
 def quickest(
@@ -110,14 +141,27 @@ def quickest(
     return best, best_us
 
 
-def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -> list[tuple[float, KernelConfig]]:
+def _best(kernels: Sequence[Kernel], problem: Problem) -> tuple[KernelConfig | None, float]:
+    """The quickest configuration of these kernels, of one launch or two, and its time."""
+    best, us = quickest(kernels, problem)
+    if problem.m >= TAIL_MIN_M:
+        for pair_us, pair in two_launches(problem, _LEAST_GAIN * us, kernels=kernels):
+            best, us = pair, pair_us
+    return best, us
+
+
+def two_launches(
+    problem: Problem, limit_us: float = math.inf, count: int = 1, kernels: Sequence[Kernel] | None = None
+) -> list[tuple[float, KernelConfig]]:
     """The quickest configurations of two launches, and their times: at most `count`, below limit_us, the best first.
+
+    kernels: those of the problem, if they are there already.
 
     A first launch takes its full waves of CTAs, the best of all others the columns that are left. Of the first launches
     `count` are considered, with the least bounds for both.
     """
     m, n, k, of_column = problem.m, problem.n, problem.k, column_bytes(problem)
-    kernels = [kernel for kernel in kernels_for(problem) if kernel.takes_tail]
+    kernels = [kernel for kernel in (kernels or kernels_for(problem)) if kernel.takes_tail]
     if not kernels:
         return []
     overlap_us = kernels[0].tail_overlap_us
@@ -125,7 +169,9 @@ def two_launches(problem: Problem, limit_us: float = math.inf, count: int = 1) -
     column_us = m * k * min(kernel.k_us / (kernel.block_m * kernel.block_n) for kernel in kernels)
     firsts = []
     for kernel in kernels:
-        for _, launch in kernel.launches[: kernel.first_parts]:
+        for _, launch in kernel.launches:
+            if launch.config.split_k > kernel.first_parts:
+                break
             columns = first_columns(launch.config, problem)
             if 0 < columns < n and m <= kernel.max_m:
                 tiles = -(-m // kernel.block_m) * columns // kernel.block_n
@@ -165,6 +211,7 @@ def select(
     sm_count: int,
     layout: str | None = None,
     zeros: bool = False,
+    invariant: bool = False,
 ) -> KernelConfig: ...
 
 
@@ -179,6 +226,7 @@ def select(
     sm_count: int = 0,
     layout: str | None = None,
     zeros: bool = False,
+    invariant: bool = False,
 ) -> KernelConfig:
     """The configuration that `gemm` runs, but for tuned tables; needs no GPU: `select(problem)`, or what a problem has.
 
@@ -192,9 +240,11 @@ def select(
         sm_count: as of a `Problem`.
         layout: of the packed weight; None: the one that `preprocess` makes for arch.
         zeros: as of a `Problem`.
+        invariant: as of a `Problem`: one of the kernels of one class, chosen for the weight.
 
     Raises:
-        ValueError: naming the argument, values out of range, and a layout that arch's kernels do not read.
+        ValueError: naming the argument, values out of range, a layout that arch's kernels do not read, and `invariant`
+            for a weight that no kernels compute in one order for every M.
         TypeError: a size that is no int.
 
     Examples:
@@ -204,17 +254,17 @@ def select(
     if isinstance(m, Problem):
         problem = m
     else:
-        problem = Problem(m, n, k, format, group_size, parse_arch(arch), sm_count, layout or "", zeros)
-    best, us = quickest(kernels_for(problem), problem)
-    if problem.m >= TAIL_MIN_M:
-        for _, pair in two_launches(problem, _LEAST_GAIN * us):
-            best = pair
+        problem = Problem(m, n, k, format, group_size, parse_arch(arch), sm_count, layout or "", zeros, invariant)
+    best, _ = _best(kernels_for(problem), problem)
     return best or _last_resort(problem)
 
 
 def _last_resort(problem: Problem) -> KernelConfig:
     """For a problem that no considered kernel computes. Raises ValueError where no other one does either."""
     p = problem
+    if p.invariant:
+        most = max((kernel.max_m for kernel in kernels_for(p)), default=0)
+        raise ValueError(f"m: expected at most {most} in the batch-invariant mode, got {p.m}")
     if (unfused := next((config for config in candidates(p) if config.unfused), None)) is not None:
         return unfused
     if not has_kernels(p.format, p.group_size, p.arch, p.layout):

@@ -72,9 +72,10 @@ def cuda_device() -> torch.device:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Nothing that was chosen before counts in the test, and nothing that it chose after it."""
-    from weightonly.heuristics.select import kernels_of, select
+    from weightonly.heuristics.grouped import invariant_grouped_class
+    from weightonly.heuristics.select import invariant_kernels, kernels_of, select
 
-    caches: tuple[Any, ...] = (select, kernels_of)
+    caches: tuple[Any, ...] = (select, kernels_of, invariant_kernels, invariant_grouped_class)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -30,6 +30,7 @@ from .formats import load_checkpoint
 from .gate import Gate
 from .gemm import gemm
 from .grouped import grouped_gemm
+from .invariance import batch_invariant, set_batch_invariant
 from .kernels import cuda_built, fp8_kernels, grouped_fp8_kernels, grouped_kernels, kernels
 from .launch import launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
@@ -62,6 +63,7 @@ __all__ = [
     "PackedWeight",
     "QuantizedWeight",
     "awq_dequantize",
+    "batch_invariant",
     "cuda_built",
     "dequantize",
     "dequantize_4bit",
@@ -85,6 +87,7 @@ __all__ = [
     "quantize_activations",
     "repack",
     "save",
+    "set_batch_invariant",
     "set_launch_overlap",
     "unpack",
 ]

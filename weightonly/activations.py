@@ -52,6 +52,23 @@ ACTIVATIONS = {
 }
 
 
+PIECE = 1 << 13
+"""Elements that `in_pieces` computes at a time: whole registers of any CPU, and too few for a second thread."""
+
+
+def in_pieces(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """function(*tensors), of each element alone, so that its bits do not depend on where it is.
+
+    PyTorch computes what is left of an array behind whole registers, and where threads share it, by other formulas.
+    tensors: of one shape. function: of tensors of any shape.
+    """
+    first = tensors[0]
+    count, pieces = first.numel(), -(-first.numel() // PIECE)
+    padded = [torch.nn.functional.pad(t.reshape(-1), (0, pieces * PIECE - count)).view(pieces, PIECE) for t in tensors]
+    results = [function(*piece) for piece in zip(*padded, strict=True)]
+    return torch.cat(results)[:count].view(first.shape) if results else function(*tensors)
+
+
 def activation_of(name: str | None) -> Activation:
     """The activation of a name. None is "identity"."""
     return ACTIVATIONS["identity" if name is None else name]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import invariance
 from .activations import check_activation
 from .heuristics import KernelConfig
 from .heuristics.legal import check_kernel_group_size
@@ -28,7 +29,8 @@ _WEIGHT_SCHEMA = (
 """A PackedWeight: PyTorch's dispatcher knows none."""
 
 OP_SCHEMA = (
-    f"(Tensor x, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros, Tensor? bias, str? activation, Tensor? perm) -> Tensor"
+    f"(Tensor x, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros, Tensor? bias, str? activation, Tensor? perm, "
+    "bool invariant) -> Tensor"
 )
 """The operator `weightonly::gemm`: see `GemmArgs.to_op`."""
 
@@ -42,7 +44,7 @@ class GemmArgs:
     One object travels from the call to the plan that computes it, so that they are listed once.
     """
 
-    __slots__ = ("activation", "addresses", "bias", "config", "out", "weight", "x", "x_address")
+    __slots__ = ("activation", "addresses", "bias", "config", "invariant", "out", "weight", "x", "x_address")
 
     x_address: int
     addresses: tuple[int, int, int, int, object]
@@ -63,6 +65,7 @@ class GemmArgs:
         self.activation = activation
         self.out = out
         self.config = config
+        self.invariant = invariance._on  # a call keeps the mode that it began with
 
     @property
     def m(self) -> int:
@@ -97,7 +100,8 @@ class GemmArgs:
         of_bias = None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype)
         strides = x.is_contiguous() or x.stride()
         if type(w) is not LooseWeight:
-            return w._kind or w.look_again(), x.shape, strides, x.dtype, device, of_bias, self.activation, self.config
+            kind = w._kind or w.look_again()
+            return kind, x.shape, strides, x.dtype, device, of_bias, self.activation, self.config, self.invariant
         packed, scales, zeros, perm = w._packed, w._scales, w._zeros, w._perm
         if (
             type(scales) not in PLAIN
@@ -115,6 +119,7 @@ class GemmArgs:
             of_bias,
             self.activation,
             self.config,
+            self.invariant,
             scales.shape,
             scales.is_contiguous() or scales.stride(),
             scales.dtype,
@@ -129,13 +134,16 @@ class GemmArgs:
         code = packed.code if packed.format == "code4" else None  # the format says which codebook others have
         fields = (packed.k, packed.n, packed.format, packed.layout, code)
         expected = (packed.group_size, packed.has_zeros, packed.has_perm)
-        return self.x, packed.data, *fields, *expected, w._scales, w._zeros, self.bias, self.activation, w._perm
+        weight = (packed.data, *fields, *expected, w._scales, w._zeros)
+        return self.x, *weight, self.bias, self.activation, w._perm, self.invariant
 
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> GemmArgs:
         """The inverse of `to_op`."""
-        *weight, scales, zeros, bias, activation, perm = rest
-        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), bias, activation)
+        *weight, scales, zeros, bias, activation, perm, invariant = rest
+        args = cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), bias, activation)
+        args.invariant = invariant
+        return args
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the call reads, by the arguments that they belong to."""
@@ -286,9 +294,11 @@ class GroupedArgs(GemmArgs):
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> GroupedArgs:
         """The inverse of `to_op`."""
-        *fields, scales, zeros, bias, activation, perm, experts, offs, has_rest = rest
+        *fields, scales, zeros, bias, activation, perm, invariant, experts, offs, has_rest = rest
         weight = LooseWeight(PackedWeight(*fields, experts=experts), scales, zeros, perm)
-        return cls(x, weight, offs, bias, activation, has_rest=has_rest)
+        args = cls(x, weight, offs, bias, activation, has_rest=has_rest)
+        args.invariant = invariant
+        return args
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return super().tensors() | {"offs": self.offs}
@@ -326,7 +336,9 @@ class GroupedArgs(GemmArgs):
         """The product of rows begin..end, all of one expert."""
         bias = None if self.bias is None else self.bias[expert]
         out = None if self.out is None else self.out[begin:end]
-        return GemmArgs(self.x[begin:end], self.weight.expert(expert), bias, self.activation, out)
+        args = GemmArgs(self.x[begin:end], self.weight.expert(expert), bias, self.activation, out)
+        args.invariant = self.invariant
+        return args
 
 
 # --- the checks of single arguments, which other functions of the library share ------------------------------

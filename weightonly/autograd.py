@@ -66,24 +66,24 @@ def check_no_transform(args: GemmArgs) -> None:
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Keeps what `backward` needs of a call; inputs: of OP_SCHEMA, and (experts, offs, has_rest) if grouped."""
     x, data, *fields = inputs[: 2 + _FIELDS]
-    scales, zeros, bias, activation, perm, *grouped = inputs[2 + _FIELDS :]
+    scales, zeros, bias, activation, perm, invariant, *grouped = inputs[2 + _FIELDS :]
     rule = activation_of(activation).gradient
     kept = None if rule is None else output if rule.of_output else x
     ctx.save_for_backward(data, scales, zeros, bias, perm, kept, *grouped[1:2])
-    ctx.description = fields, activation, grouped[:1], grouped[2:]
+    ctx.description = fields, activation, invariant, grouped[:1], grouped[2:]
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """grad: of y [..., N]. Returns a gradient, or None, for each input of the operator."""
     data, scales, zeros, bias, perm, kept, *offs = ctx.saved_tensors
-    fields, activation, experts, has_rest = ctx.description
+    fields, activation, invariant, experts, has_rest = ctx.description
     operators: Any = torch.ops.weightonly
     flops.tell_counters()  # this begins a backward pass
     rule = activation_of(activation).gradient
     if rule is not None:
         if not rule.of_output:
             product = operators.grouped_gemm if offs else getattr(ctx, "product", operators.gemm)
-            kept = product(kept, data, *fields, scales, zeros, bias, None, perm, *experts, *offs, *has_rest)
+            kept = product(kept, data, *fields, scales, zeros, bias, None, perm, invariant, *experts, *offs, *has_rest)
         grad = rule.function(grad.float(), kept.float()).to(grad.dtype)
     grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if ctx.needs_input_grad[0]:

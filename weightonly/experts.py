@@ -13,7 +13,7 @@ from .fp8_product import RoundingProduct
 from .gate import Gate
 from .gemm import autocast
 from .grouped import Product, grouped_fp8
-from .ops.around_experts import combine, in_pairs, runs, sort_by_expert
+from .ops.around_experts import combine, in_pairs, invariant_rows, runs, sort_by_expert
 from .ops.quantize_activations import quantize_activations
 from .packed import PackedWeight
 from .plain import is_watched
@@ -99,7 +99,7 @@ def _in_fp8(
     """`run_experts` of x in E4M3."""
     _check_choice(x, ids, weights)
     experts, top_k = first.operand.experts or 0, ids.shape[1]
-    pairs = in_pairs(x)
+    pairs = invariant_rows(in_pairs(x), ids)
     if isinstance(between, Gate) and _runs(pairs, ids, weights, first, second, x_scales):
         result = layer(pairs, ids, weights, first, between, second, x_scales)
         if result is not None:
@@ -185,6 +185,7 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
+    x = invariant_rows(x, ids)
     if isinstance(first, RoundingProduct) and isinstance(second, RoundingProduct):
         a, b = first.product, second.product
         fits = x.shape[1:] == (a.operand.k,) and x.dtype == a.operand.dtype == b.operand.dtype  # else errors say it

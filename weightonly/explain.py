@@ -22,6 +22,7 @@ from .heuristics.grouped import select_grouped, select_layer
 from .heuristics.launches import estimate_us, is_calibrated, launches
 from .heuristics.legal import has_kernels
 from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
+from .invariance import batch_invariant
 from .kernels import is_compiled, runs_on
 from .layout import CPU, TILED_FP8
 from .nn.base import PackedLayer
@@ -29,7 +30,7 @@ from .nn.experts import Experts
 from .ops.around_experts import MAX_CHOICES
 from .packed import PackedWeight
 from .packing import format_of, layout_for_arch, target_name
-from .plan.choose import DTYPE_NAMES, check_sizes, preferred, scale_mode
+from .plan.choose import DTYPE_NAMES, check_sizes, is_of_class, preferred, scale_mode
 from .plan.tuned import table_of
 from .require import require_bool, require_int
 from .shown import counted, shown
@@ -362,14 +363,14 @@ def _gpu(device: torch.device | None, arch: Arch | None) -> tuple[int, int | Non
 
 def _on_cpu(kind: Kind, count: int, m: int) -> Choice:
     backend = library.backend()
-    if kind.activations is not None:
+    if kind.activations is not None and (backend.library is None or not batch_invariant()):
         why = "the equation in PyTorch: no kernel of CPUs takes x in 8 bits"
         return Choice(kind, count, m, "reference", "pytorch", why)
     if backend.library is None:
         why = f"the equation in PyTorch, because {backend.reason}"
         return Choice(kind, count, m, "reference", "pytorch", why)
     rows = resolve_group_size(kind.group_size, kind.k)
-    kernel = table.kernel_of(backend.library, backend.level, _CPU_TYPES[kind.dtype], m, kind.k, rows)
+    kernel = table.kernel_of(backend.library, backend.level, _CPU_TYPES[kind.dtype], m, kind.k, rows, batch_invariant())
     why = f"for {_CPU_TYPES[kind.dtype]} and {counted(m, 'row')}, by the library's own table (weightonly info)"
     if kind.experts is not None:
         why += "; once for each expert that has rows"
@@ -408,22 +409,25 @@ def _problem(kind: Kind, m: int, arch: int, sms: int) -> Problem:
         raise ValueError(f"sm{arch} has no kernels for codes; it dequantizes them")
     if not has_kernels(kind.format, kind.group_size, arch, layout or layouts_of(arch)[0]):
         raise ValueError(f"{kind.format} is dequantized, slice after slice, and cuBLAS multiplies")
-    return Problem(m, kind.n, kind.k, kind.format, kind.group_size, arch, sms, layout, kind.zeros)
+    invariant = batch_invariant()
+    return Problem(m, kind.n, kind.k, kind.format, kind.group_size, arch, sms, layout, kind.zeros, invariant)
 
 
 def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Choice:
     dtype = DTYPE_NAMES.get(kind.dtype, "f16") if problem.arch >= 80 else "f16"
     tuned = None if index is None or kind.activations is not None else table_of(index)
     config = preferred(problem, dtype, tuned)
-    is_tuned = tuned is not None and tuned.config(problem, dtype) is not None
+    is_tuned = tuned is not None and tuned.config(problem, dtype) == config
     us, bound, parts = _cost(config, problem)
     others = [
         (estimate_us(c, problem), c.name)
         for c in candidates(problem)
-        if c.kernel not in config.kernels() and is_calibrated(c, problem.format)
+        if c.kernel not in config.kernels() and is_calibrated(c, problem.format) and is_of_class(c, problem)
     ]
     next_us, name = min(others, default=(None, None))
     reasons = [f"{bound}-bound ({parts})"] if bound else []
+    if problem.invariant:
+        reasons.append("batch-invariant: of one class for every M")
     if is_tuned:
         reasons.append("measured by tune")
     elif us is None:

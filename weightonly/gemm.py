@@ -91,7 +91,7 @@ def gemm(
     else:
         weight = weight_of(qweight, scales, zeros, perm)
     if x_scales is not None:
-        return _gemm_fp8(Fp8Args(x, weight, x_scales, bias, activation, out, config))
+        return gemm_fp8(Fp8Args(x, weight, x_scales, bias, activation, out, config))
     args = GemmArgs(x, weight, bias, activation, out, config)
     if is_dynamo_compiling():
         return _general(args)
@@ -229,7 +229,7 @@ def _result_of_fp8_op(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return Fp8Args.from_op(x, *rest).new_result()
 
 
-def _gemm_fp8(args: Fp8Args) -> torch.Tensor:
+def gemm_fp8(args: Fp8Args) -> torch.Tensor:
     """`gemm` of activations in 8 bits."""
     if torch.is_grad_enabled():
         args.check_no_gradient()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -352,6 +352,14 @@ class Family:
         if needed <= limit:
             return None
         return f"{config} needs {needed} bytes of shared memory for {problem.format}, but the GPU has {limit}"
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """What the bits of a row of a launch depend on, beside that row of x and the weight; M does not count.
+
+        Launches of one class give a row the same bits, whatever M is, whatever the other rows hold, wherever the row
+        is. None: its bits depend on one of these.
+        """
+        return None
 
     # --- cost ---
 

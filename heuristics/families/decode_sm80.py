@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
+from ..problem import Problem
 from .base import KernelConfig
 from .gemm_sm80 import CODEBOOK_BYTES
 from .waves import WaveFamily
@@ -34,6 +35,10 @@ class DecodeSm80(WaveFamily):
 
     def warps(self, config: KernelConfig) -> int:
         return config.block_k // PASS_K
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """Warps take turns along K, and their sums are added."""
+        return self.name, self.warps(config), config.split_k
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
         return max(CODEBOOK_BYTES, self.warps(config) * config.block_m * config.block_n * 4)  # the last sums

@@ -6,7 +6,7 @@ each CTA. So there is no last wave.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..constants import TileTimes
@@ -108,6 +108,10 @@ class DecodeSm90(ClusterFamily):
 
     def warps_k(self, config: KernelConfig) -> int:
         return config.block_k // config.k_tile
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """None: with more than one row each cluster starts at a k-tile of its own, with one row at the first."""
+        return None
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         return {

@@ -59,6 +59,10 @@ class GemmSm90Fp8(GemmSm90):
     def warpgroups_k(self, config: KernelConfig) -> int:
         return config.block_k // _WARPGROUP_K
 
+    def scaled(self, config: KernelConfig, problem: Problem) -> str:
+        """Of 128 k, or of a smaller group: tensor cores do not add more."""
+        return "sums"
+
     def loops(self, config: KernelConfig) -> bool:
         return config.block_m >= 128 and self.warpgroups_k(config) == 1
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
-from ..problem import FORMATS, FORMATS_BY_BITS, INTEGER_FORMATS
+from ..problem import FORMATS, FORMATS_BY_BITS, INTEGER_FORMATS, Problem
 from .base import KernelConfig
 from .waves import WaveFamily
 
@@ -43,6 +43,10 @@ class Gemv(WaveFamily):
 
     def warps(self, config: KernelConfig) -> int:
         return config.block_k // PASS_K
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """Warps take turns along K, and their sums are added."""
+        return self.name, self.warps(config), config.split_k
 
     def cta_smem_bytes(self, config: KernelConfig, format: str) -> int:
         # fp32 x of one pass per warp and token, each segment padded by 16 bytes (gemv_stage.h).

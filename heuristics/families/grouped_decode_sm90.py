@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 from ..machine import HOPPER_SMEM_BYTES
@@ -42,6 +42,10 @@ class GroupedDecodeSm90(DecodeSm90):
                 of_16 = tuple(f for f in formats if (f == "code4") == (warps_k == 8))
                 if of_16:
                     yield config.for_groups_of_16(formats=of_16)
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """Warps take turns along K from its begin on, in every tile, and their sums are added."""
+        return self.name, self.warps_k(config)
 
     def ctas(self, config: KernelConfig) -> int:
         """CTAs that share an SM: eight warps."""

@@ -42,6 +42,12 @@ class GroupedSm90(GemmSm90):
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
         return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # MMAs of every multiple of 8 tokens
 
+    def scaled(self, config: KernelConfig, problem: Problem) -> str:
+        """As launch_grouped_sm90 has it: integers of 4 bits have another kernel for few tokens."""
+        has_scales = not problem.per_channel or problem.zeros
+        is_few = config.block_m <= 32 and problem.format == "int4"
+        return "sums" if is_few and has_scales and problem.group_step == 128 else "weights"
+
     def max_m(self, config: KernelConfig) -> int:
         """Any number of rows: tiles are counted (heuristics/grouped.py)."""
         return (1 << 31) - 1

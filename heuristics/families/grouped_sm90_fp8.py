@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+from ..problem import Problem
 from .base import KernelConfig
 from .gemm_sm90_fp8 import GemmSm90Fp8
 from .grouped_sm90 import GroupedSm90
@@ -37,6 +38,9 @@ class GroupedSm90Fp8(GroupedSm90):
 
     def warpgroups_k(self, config: KernelConfig) -> int:
         return 1
+
+    def scaled(self, config: KernelConfig, problem: Problem) -> str:
+        return "sums"
 
     def code_constants(self, config: KernelConfig, format: str) -> dict[str, int]:
         chunks = _CHUNKS[config.block_m, config.block_n]

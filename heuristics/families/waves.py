@@ -7,7 +7,7 @@ last one. Parts of K meet in global memory, where a second kernel adds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..constants import WaveConstants, WaveTimes
@@ -98,6 +98,10 @@ class WaveFamily(Family):
 
     def smem_bytes(self, config: KernelConfig, problem: Problem) -> int:
         return self.cta_smem_bytes(config, problem.format)
+
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        """A part of K is one chain of MMAs, whose weights are scaled before; parts are added in their order."""
+        return self.name, config.split_k
 
     def calibrated_as(self, config: KernelConfig, format: str) -> str:
         """The kernel that lends its constants."""

@@ -16,20 +16,20 @@ namespace weightonly::cpu {
 
 namespace generic {
 Outcome gemm(GemmParams const&);
-Kernel kernel_of(int64_t rows);
+Kernel kernel_of(GemmParams const&, int64_t rows);
 }  // namespace generic
 #if defined(__x86_64__)
 namespace avx2 {
 Outcome gemm(GemmParams const&);
-Kernel kernel_of(int64_t rows);
+Kernel kernel_of(GemmParams const&, int64_t rows);
 }  // namespace avx2
 namespace avx512 {
 Outcome gemm(GemmParams const&);
-Kernel kernel_of(int64_t rows);
+Kernel kernel_of(GemmParams const&, int64_t rows);
 }  // namespace avx512
 namespace amx {
 Outcome gemm(GemmParams const&);
-Kernel kernel_of(int64_t rows);
+Kernel kernel_of(GemmParams const&, int64_t rows);
 }  // namespace amx
 #endif
 
@@ -68,12 +68,13 @@ int level() {
 
 struct Variant {
   Outcome (*gemm)(GemmParams const&);
-  Kernel (*kernel_of)(int64_t rows);
+  Kernel (*kernel_of)(GemmParams const&, int64_t rows);
 };
 
 Variant variant_of(GemmParams const& p) {
 #if defined(__x86_64__)
-  if (p.level == kAmx && pays_in_tiles(p)) return {amx::gemm, amx::kernel_of};
+  // Variants may round an activation otherwise: one of them has all rows of a mode that is invariant.
+  if (p.level == kAmx && p.invariant == 0 && pays_in_tiles(p)) return {amx::gemm, amx::kernel_of};
   if (p.level >= kAvx512) return {avx512::gemm, avx512::kernel_of};
   if (p.level == kAvx2) return {avx2::gemm, avx2::kernel_of};
 #endif
@@ -108,7 +109,7 @@ int wo_cpu_has_threads() {
 
 int wo_cpu_kernel(GemmParams const* params) {
   if (!check_address(params) || !check_choice(*params)) return -1;
-  return variant_of(*params).kernel_of(params->m);
+  return variant_of(*params).kernel_of(*params, params->m);
 }
 
 int wo_cpu_gemm(GemmParams const* params) {

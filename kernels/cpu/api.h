@@ -6,7 +6,7 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface.
-#define WEIGHTONLY_CPU_ABI_VERSION 3
+#define WEIGHTONLY_CPU_ABI_VERSION 4
 
 WEIGHTONLY_API int wo_cpu_abi_version();
 WEIGHTONLY_API int wo_cpu_params_bytes();
@@ -17,8 +17,9 @@ WEIGHTONLY_API int wo_cpu_level();
 /// Whether products use the threads of an OpenMP runtime; else each takes one thread.
 WEIGHTONLY_API int wo_cpu_has_threads();
 
-/// The `Kernel` of a product of at most kMaxRows rows: a question of its m, type, groups, group_size and level alone. The
-/// level is one that was compiled, whether this CPU has it or not; else the one before it. -1: they were refused.
+/// The `Kernel` of a product of at most kMaxRows rows: a question of its m, type, groups, group_size, level and
+/// invariant alone. The level is one that was compiled, whether this CPU has it or not; else the one before it. -1: they
+/// were refused.
 WEIGHTONLY_API int wo_cpu_kernel(weightonly::cpu::GemmParams const* params);
 
 /// Computes a product. Returns 0; 1 where memory is full; 2 for parameters that it refuses (checks.h), before any work.

@@ -20,7 +20,7 @@ inline bool refuse(char const* name, char const* expected, long long got) {
   return false;
 }
 
-/// Whether parameters say which kernel computes them: m, type, groups, group_size and level.
+/// Whether parameters say which kernel computes them: m, type, groups, group_size, level and invariant.
 inline bool check_choice(GemmParams const& p) {
   if (p.m < 1 || p.m > (int64_t(1) << 48)) return refuse("m", "1 to 2^48", p.m);
   if (p.type < kFp16 || p.type > kFp32) return refuse("type", "0 to 2", p.type);
@@ -29,6 +29,7 @@ inline bool check_choice(GemmParams const& p) {
     return refuse("group_size", "a multiple of 16 below 2^31", p.group_size);
   }
   if (p.level < kGeneric || p.level > kAmx) return refuse("level", "0 to 3", p.level);
+  if (p.invariant != 0 && p.invariant != 1) return refuse("invariant", "0 or 1", p.invariant);
   return true;
 }
 

@@ -41,6 +41,7 @@ struct GemmParams {
   int32_t type, format;
   int32_t activation;  // enum Activation of cutlass_ext/epilogue/activation.h
   int32_t threads, level;
+  int32_t invariant;  // 1: a row's bits depend on that row alone; 0: what is quickest
 };
 
 // Functions here are static: variants are compiled for different machines, and a linker must not merge theirs.

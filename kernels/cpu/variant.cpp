@@ -9,12 +9,13 @@
 
 namespace weightonly::cpu::WEIGHTONLY_VARIANT {
 
-/// What computes that many rows at a time.
-Kernel kernel_of(int64_t rows) {
+/// What computes that many rows at a time. Invariant, all rows take many_rows: there a row is a chain of additions along
+/// K of its own, whatever tile it is in, and the range of other rows does not count.
+Kernel kernel_of([[maybe_unused]] GemmParams const& p, [[maybe_unused]] int64_t rows) {
 #if defined(__AMX_BF16__)
   return kMatrixTiles;
 #else
-  return rows <= kMaxTileRows ? kFewRows : kManyRows;
+  return rows <= kMaxTileRows && p.invariant == 0 ? kFewRows : kManyRows;
 #endif
 }
 
@@ -25,7 +26,7 @@ Outcome gemm(GemmParams const& p) {
 #if defined(__AMX_BF16__)
     outcome = rows_in_tiles(p, first, rows);
 #else
-    if (kernel_of(rows) == kFewRows) outcome = few_rows(p, first, rows);
+    if (kernel_of(p, rows) == kFewRows) outcome = few_rows(p, first, rows);
 #endif
     if (outcome == Outcome::kBeyondRange) outcome = many_rows(p, first, rows);
     if (outcome != Outcome::kDone) return outcome;

@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, int | None, str]] = [
     *(("format", value, "0 to 3") for value in (-1, 4)),
     *(("activation", value, "0 to 3") for value in (-1, 4)),
     *(("level", value, "0 to 3") for value in (-1, 4)),
+    *(("invariant", value, "0 or 1") for value in (-1, 2)),
     *(("threads", value, "1 to 65536") for value in (0, -1, 65537, (1 << 31) - 1)),
 ]
 

@@ -1,4 +1,4 @@
-"""Shared memory and limits of the Hopper and the grouped kernels: those of the heuristic in Python, beside C++."""
+"""Shared memory, limits and what scales multiply, of the Hopper and the grouped kernels: in Python, beside C++."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ HEAD = """\
 #include "kernels/experts/experts.h"
 #include "kernels/gemm/sm80_grouped.cuh"
 #include "kernels/gemm/sm90/grouped_traits.h"
+#include "kernels/gemm/sm90/mainloop.h"
 #include "kernels/gemm/sm90/traits.h"
 #include "kernels/gemm/sm90_decode/arguments.h"
 #include "kernels/gemm/sm90_decode/grouped.cuh"
@@ -76,6 +77,20 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
         yield f"static_assert(GroupedTiles<{name}>::smem_bytes({MAX_INTERLEAVED}) {compare} {bytes});"
         yield f"static_assert(GroupedTiles<{name}>::kMaxExperts == {MAX_INTERLEAVED});"
         return
+    if config.family == "gemm_sm90" and kernel.types.scale_mode != "channel" and not config.groups_of_16:
+        p = Problem(
+            1,
+            4096,
+            4096,
+            kernel.types.format,
+            FORMAT_GROUPS.get(kernel.types.format, 128),
+            90,
+            132,
+            config.layout,
+            kernel.types.scale_mode == "group_zeros",
+        )
+        sums = str(config.rules.scaled(config, p) == "sums").lower()
+        yield f"static_assert(sm90::Mainloop<sm90::Traits<{name}>>::kMayScaleAccumulators == {sums});"
     for split_k, clusters in CLUSTERS.items():
         if split_k > kernel.config.max_split_k:
             continue

@@ -6,7 +6,7 @@ the tests cannot notice, because no caller can, has a reason beside it. A subjec
 
 from __future__ import annotations
 
-from . import calls, cpu, experts, hf, parallel, readers, selection, vllm, weights
+from . import calls, cpu, experts, hf, invariance, parallel, readers, selection, vllm, weights
 from .mutation import Mutation
 
 __all__ = ["ALL", "Mutation"]
@@ -18,6 +18,7 @@ ALL: tuple[Mutation, ...] = (
     *experts.MUTATIONS,
     *readers.MUTATIONS,
     *selection.MUTATIONS,
+    *invariance.MUTATIONS,
     *hf.MUTATIONS,
     *parallel.MUTATIONS,
     *vllm.MUTATIONS,

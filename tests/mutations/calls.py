@@ -57,7 +57,7 @@ MUTATIONS = [
         "fp8_layers",
         [
             ("x of another dtype", "_compute", "!= w", "== w"),
-            ("no bias", "_compute", "bias=args.bias, ", ""),
+            ("no bias", "_compute", "x_scales, args.bias", "x_scales, None"),
             ("a gradient at other numbers", "_setup_context", "weightonly.gemm_in_fp8", "weightonly.gemm"),
         ],
     ),

@@ -204,7 +204,7 @@ MUTATIONS = [
             ("cuBLAS for few rows", "quickest", "kernel.min_m <= ", ""),
             ("bounds above times", "_ROUNDING", "1 - 1e-6", "1.1"),
             ("more parts than SMs", "quickest", " or tiles > launch.most_tiles", ""),
-            ("two launches for a small gain", "select", "_LEAST_GAIN * ", ""),
+            ("two launches for a small gain", "_best", "_LEAST_GAIN * ", ""),
             ("no last resort", "select", "or _last_resort", "if best else candidates"),
         ],
     ),

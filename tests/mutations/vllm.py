@@ -28,6 +28,7 @@ MUTATIONS = [
             ("the kernel is there twice", "_register_kernel", "WeightOnlyLinearKernel not in kernels", "True"),
             ("another vLLM stops all", "register", "(ImportError, AttributeError)", "ImportError"),
             ("experts are taken without being asked", "register", "wanted:", "True:"),
+            ("results that depend on the batch", "register", "    follow_batch_invariance(envs)\n", ""),
         ],
     ),
     *of(
@@ -145,12 +146,6 @@ MUTATIONS = [
         [
             ("AWQ is left to others", "_TYPES", "(scalar_types.uint4, True): 4,\n", ""),
             ("zero points of another type", "WeightOnlyLinearKernel.can_implement", "c.zero_points)", "False)"),
-            (
-                "results that depend on the batch",
-                "WeightOnlyLinearKernel.can_implement",
-                "envs.VLLM_BATCH_INVARIANT",
-                "False",
-            ),
             ("what no kernel computes", "WeightOnlyLinearKernel.can_implement", "reason is None", "True"),
             (
                 "zero points are unsigned",
@@ -309,7 +304,6 @@ MUTATIONS = [
             ("a gate where there is none", "Shard.__init__", "and gate_of(moe).has_gate ", ""),
             ("the limits of situ", "gate_of", "moe.activation_situ_linear_beta, moe.activation_situ_beta", "None, 4.0"),
             ("no shift", "gate_of", ", shift=beta or 0.0", ""),
-            ("results that depend on the batch", "why_no_experts", "envs.VLLM_BATCH_INVARIANT", "False"),
             (
                 "columns that alternate",
                 "why_no_experts",
@@ -336,7 +330,6 @@ MUTATIONS = [
         "weightonly/vllm/marlins_place.py",
         "vllm_fp4 vllm_fp8",
         [
-            ("results that depend on the batch", "InMarlinsPlace._pack", "envs.VLLM_BATCH_INVARIANT", "False"),
             (
                 "scales that do not fit",
                 "InMarlinsPlace._pack",

@@ -92,6 +92,6 @@ def choice(p: Problem) -> KernelConfig:
 
 
 def plan_of_an_h200(args: GemmArgs) -> KernelPlan:
-    p = choose.problem_of(args.m, args.weight, ARCH, SM_COUNT)
+    p = choose.problem_of(args.m, args.weight, ARCH, SM_COUNT, args.invariant)
     make = Fp8KernelPlan if isinstance(args, Fp8Args) else KernelPlan
     return make(args, p, choose.types_of(p, args.dtype), args.config or choice(p))

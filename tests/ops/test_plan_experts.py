@@ -397,3 +397,44 @@ def test_the_rows_of_a_problem_are_choices(
     assert (one.m, one.n, one.k, experts, is_gated) == (6, 2 * INNER, HIDDEN, EXPERTS, True)
     assert (other.m, other.n, other.k) == (6, HIDDEN, INNER)
     assert (one.group_size, one.zeros) == (HIDDEN // GROUPS, True)
+
+
+def test_a_layer_has_a_plan_for_each_mode(
+    make: Callable[..., Layer], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, kernels = make()
+    given = choices(4, 2, torch.int64, generator)
+    seen: list[Problem] = []
+    chosen_by = layer_plans.select_layer
+
+    def select(*arguments: Any) -> LayerChoice | None:
+        seen.extend(arguments[:2])
+        return chosen_by(*arguments)
+
+    monkeypatch.setattr(layer_plans, "select_layer", select)
+    for on in (False, True, True):
+        wo.set_batch_invariant(on)
+        assert layer_plans.layer(*given, first, Gate("silu"), second) is not None
+    wo.set_batch_invariant(False)
+    assert [p.invariant for p in seen] == [False, False, True, True]
+    assert len(kernels.sizes) == 4
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_rows_that_kernels_do_not_read_are_copied_in_the_invariant_mode() -> None:
+    x = torch.randn(3, 20).half().as_subclass(OnGpu)[:, :16]
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    assert around_experts.invariant_rows(x, ids) is x
+    wo.set_batch_invariant(True)
+    try:
+        copy = around_experts.invariant_rows(x, ids)
+        assert around_experts.is_rows(copy) and torch.equal(copy, x)
+        assert around_experts.invariant_rows(copy, ids) is copy
+        many = ids[:1, :1].expand(MAX_CHOICES + 1, 1)
+        with pytest.raises(ValueError, match=rf"^topk_ids: expected at most {MAX_CHOICES} choices in the batch-inv"):
+            around_experts.invariant_rows(x, many)
+    finally:
+        wo.set_batch_invariant(False)

@@ -34,6 +34,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.scalar_type import scalar_types
 
 import weightonly as wo
+from weightonly import invariance
 from weightonly.vllm import register
 from weightonly.vllm.linear_kernel import WeightOnlyLinearKernel
 
@@ -254,9 +255,14 @@ def test_left_to_other_kernels(changes: dict[str, Any], reason: str) -> None:
     assert not able and reason in str(why)
 
 
-def test_batch_invariant_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.keep_kernels(monkeypatch)
+    keep_configs(monkeypatch)
+    monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert not WeightOnlyLinearKernel.can_implement(layer_config())[0]
+    monkeypatch.setattr(invariance, "_on", False)
+    register()
+    assert wo.batch_invariant() and WeightOnlyLinearKernel.can_implement(layer_config())[0]
 
 
 @pytest.fixture

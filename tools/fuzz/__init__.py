@@ -9,11 +9,13 @@ from .calls import Calls
 from .files import Files
 from .invalid import InvalidCalls
 from .loop import Outcome, State, Target, fuzz
+from .rows import Rows
 from .states import States
 
 TARGETS: dict[str, type[Target]] = {
     "calls": Calls,
     "invalid": InvalidCalls,
+    "rows": Rows,
     "files": Files,
     "state": States,
 }

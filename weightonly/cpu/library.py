@@ -20,7 +20,7 @@ REFUSED = 2
 """What wo_cpu_gemm returns for parameters that it does not take (kernels/cpu/api.h)."""
 
 _PATH = Path(__file__).parents[1] / "lib" / "libweightonly_cpu.so"
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 
 _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -34,7 +34,7 @@ class Params(ctypes.Structure):
         *((name, _int64) for name in ("block_stride_k", "block_stride_n", "segment_stride")),
         *((name, _int64) for name in ("m", "n", "k", "k_padded", "group_size", "groups")),
         *((name, _int32) for name in ("segments", "segment_bytes", "type", "format", "activation")),
-        *((name, _int32) for name in ("threads", "level")),
+        *((name, _int32) for name in ("threads", "level", "invariant")),
     )
 
 

@@ -32,8 +32,11 @@ def gemm(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """y = act(x @ w + bias) on the CPU; sums are fp32, and y is rounded once. `reference.gemm` has the same arguments.
+
+    invariant: whether the bits of a row of y depend on that row of x alone.
 
     Raises MemoryError where there is none for blocks of the weight, ValueError for what the library refuses.
     """
@@ -73,6 +76,7 @@ def gemm(
         activation=activation_of(activation).number,
         threads=1 if m * n * k < _SMALL else torch.get_num_threads(),
         level=backend.level,
+        invariant=invariant,
     )
     if qweight.layout != CPU:
         for field, value in zip(FIELDS, blocks_of(qweight), strict=True):

@@ -36,9 +36,11 @@ def rows(library: Any, levels: Sequence[str] = LEVELS) -> list[Row]:
     return [row for level in reversed(levels) for row in _rows_of(library, level)]
 
 
-def kernel_of(library: Any, level: int, dtype: str, m: int, k: int, group_size: int) -> str:
-    """What computes m rows of x: "few", "many" or "tiles". dtype: of x, one of TYPES; group_size: in rows."""
-    params = Params(level=level, type=TYPES[dtype], m=m, k=k, group_size=group_size, groups=k // group_size)
+def kernel_of(library: Any, level: int, dtype: str, m: int, k: int, group_size: int, invariant: bool = False) -> str:
+    """What computes m rows of x: "few", "many" or "tiles". dtype: of x, one of TYPES; group_size: in rows; invariant:
+    in the batch-invariant mode."""
+    shape = {"m": m, "k": k, "group_size": group_size, "groups": k // group_size}
+    params = Params(level=level, type=TYPES[dtype], invariant=invariant, **shape)
     return _KERNELS[library.wo_cpu_kernel(params)]
 
 

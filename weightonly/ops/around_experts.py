@@ -14,6 +14,7 @@ from torch._C._functorch import maybe_current_level as current_transform
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from .. import invariance
 from ..device import device_arch
 from ..heuristics.families import FAMILIES
 from ..heuristics.families.grouped_sm90 import MAX_EXPERTS
@@ -62,6 +63,21 @@ def is_rows(rows: torch.Tensor) -> bool:
     if rows.shape[-1] % VECTOR or rows.stride(-1) != 1 or rows.data_ptr() % 16:
         return False
     return rows.shape[0] == 1 or (rows.stride(0) % VECTOR == 0 and rows.stride(0) >= rows.shape[1])
+
+
+def invariant_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """x of a layer; in the batch-invariant mode on a GPU such that any number of its rows takes the same kernels.
+
+    They are copied where kernels do not read them, as those of one row alone may be read. Raises ValueError for more
+    choices than kernels sort.
+    """
+    if not invariance._on or not x.is_cuda:
+        return x
+    if ids.numel() > MAX_CHOICES:
+        raise ValueError(
+            f"topk_ids: expected at most {MAX_CHOICES} choices in the batch-invariant mode, got {ids.numel()}"
+        )
+    return x if is_watched() or is_rows(x) else aligned(x, 16)
 
 
 def sort_by_expert(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,7 +160,10 @@ def combine(
     weights = torch.where(is_chosen, weights.float(), 0.0)  # (M, top_k)
     total = y[:, 0].float() * weights[:, :1]
     for j in range(1, top_k):
-        total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
+        if invariance._on:  # rounded twice, in whole registers of a CPU as behind them
+            total = total + y[:, j].float() * weights[:, j : j + 1]
+        else:
+            total = torch.addcmul(total, y[:, j].float(), weights[:, j : j + 1])
     return total.to(dtype)
 
 

@@ -9,9 +9,11 @@ from ..device import device_arch, sm_count
 from ..fp8_args import Fp8Args
 from ..heuristics import KernelConfig, Problem, select
 from ..heuristics.configs import TypeConfig
+from ..heuristics.invariant import class_of
 from ..heuristics.launches import launches
 from ..heuristics.legal import has_kernels, why_not
 from ..heuristics.problem import CODE_LAYOUTS, is_read, layouts_of
+from ..heuristics.select import invariant_class
 from ..kernels import HOW_TO_BUILD, MAX_K, MAX_M, MAX_N, built_archs, check_kernels, is_compiled, runs_on
 from ..layout import CPU, TILE
 from ..weight import QuantizedWeight
@@ -42,9 +44,14 @@ def make_plan(args: GemmArgs) -> Plan:
         raise ValueError(f"qweight: packed for CPUs, but x is on {args.x.device}; repack(qweight, arch='sm{arch}')")
     w = args.weight
     if config is None and not has_kernels(w.format, w.group_size, arch, w.packed.layout):
+        if args.invariant:
+            raise ValueError(
+                f"batch_invariant: expected a weight that kernels compute, got {w.format} in groups of {w.group_size} "
+                f"in layout {w.packed.layout!r} on sm{arch}, which is dequantized for cuBLAS"
+            )
         return UnfusedPlan(args, None)
     check_kernels(arch)
-    problem = problem_of(args.m, args.weight, arch, sm_count(device))
+    problem = problem_of(args.m, args.weight, arch, sm_count(device), args.invariant)
     types = types_of(problem, args.dtype)
     config = choose(problem, types, config, table_of(device) if config is None and not is_fp8 else None)
     if is_fp8:
@@ -52,9 +59,9 @@ def make_plan(args: GemmArgs) -> Plan:
     return UnfusedPlan(args, config) if config.unfused else KernelPlan(args, problem, types, config)
 
 
-def problem_of(m: int, w: QuantizedWeight, arch: int, sms: int) -> Problem:
+def problem_of(m: int, w: QuantizedWeight, arch: int, sms: int, invariant: bool = False) -> Problem:
     """The product of `m` rows with a weight, on a GPU of `sms` multiprocessors."""
-    return Problem(m, w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None)
+    return Problem(m, w.n, w.k, w.format, w.group_size, arch, sms, w.packed.layout, w.zeros is not None, invariant)
 
 
 def types_of(problem: Problem, dtype: torch.dtype) -> TypeConfig:
@@ -75,7 +82,12 @@ def preferred(problem: Problem, dtype: str, table: Table | None) -> KernelConfig
     dtype: of x, "f16" or "bf16".
     """
     found = None if table is None else table.config(problem, dtype)
-    return select(problem) if found is None else found
+    return select(problem) if found is None or not is_of_class(found, problem) else found
+
+
+def is_of_class(config: KernelConfig, problem: Problem) -> bool:
+    """Whether a configuration may compute a weight: in the batch-invariant mode those of its class alone."""
+    return not problem.invariant or class_of(config, problem) == invariant_class(problem)
 
 
 def choose(
@@ -141,3 +153,8 @@ def check_config(config: KernelConfig, problem: Problem, types: TypeConfig) -> N
     """Raises ValueError unless the configuration computes this problem; its family says why not."""
     if (reason := why_not(config, problem, types.dtype)) is not None:
         raise ValueError(f"config: {reason}")
+    if not is_of_class(config, problem):
+        raise ValueError(
+            f"config: expected one of class {invariant_class(problem)} in the batch-invariant mode, which computes "
+            f"this weight for every M, got {config} of {class_of(config, problem)}"
+        )

@@ -18,13 +18,13 @@ MAX_K = 1 << 28
 class CpuPlan(Plan):
     """Raises ValueError for a `config`, which names a kernel of GPUs."""
 
-    __slots__ = ("backend",)
+    __slots__ = ("backend", "invariant")
 
     def __init__(self, args: GemmArgs) -> None:
         super().__init__(args)
         if args.config is not None:
             raise ValueError(f"config: expected None for CPU tensors, which no kernel computes, got {args.config}")
-        self.backend = library.backend()
+        self.backend, self.invariant = library.backend(), args.invariant
         if self.backend.library is not None:
             check_sizes(self.m, self.n, args.weight.k)
 
@@ -64,7 +64,9 @@ class CpuPlan(Plan):
     def run(self, args: GemmArgs) -> torch.Tensor:
         w = args.weight
         operands = (args.x, w._packed, w._scales, w._zeros, args.bias, args.activation, args.out)
-        return reference.gemm(*operands) if self.backend.library is None else native.gemm(self.backend, *operands)
+        if self.backend.library is None:
+            return reference.gemm(*operands, invariant=self.invariant)
+        return native.gemm(self.backend, *operands, invariant=self.invariant)
 
 
 def check_sizes(m: int, n: int, k: int) -> None:

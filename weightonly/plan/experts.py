@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import invariance
 from ..device import device_arch, sm_count
 from ..gate import Gate
 from ..grouped import Product
@@ -43,20 +44,21 @@ def layer(
     ids, weights: [M, top_k]. x_scales: fp32 [M], for an x in E4M3, which is given `in_pairs`. All are on one GPU of
     compute capability 9.0, and no gradient is asked for.
     """
+    invariant = invariance._on
     if not 1 <= ids.numel() <= MAX_CHOICES or not is_rows(x) or not are_plain(x, ids, weights, x_scales):
         return None
     try:
         if not (first.holds() and second.holds()):
             return None
         dtype = x.dtype if x_scales is None else None
-        key = (ids.shape, ids.dtype, x.shape, dtype, x.get_device(), gate.key, first.kind, second.kind)
+        key = (ids.shape, ids.dtype, x.shape, dtype, x.get_device(), gate.key, first.kind, second.kind, invariant)
     except TypeError:  # the checks of the products say what is wrong
         return None
     plan = cache.layers.get(key)
     if plan is None:
         if len(cache.layers) >= cache.MAX_PLANS:
             cache.layers.clear()
-        plan = cache.layers[key] = _make(x, dtype, ids, first, gate, second) or NO_LAYER
+        plan = cache.layers[key] = _make(x, dtype, ids, first, gate, second, invariant) or NO_LAYER
     return plan.run(x, ids, weights, first, second, x_scales) if isinstance(plan, LayerPlan) else None
 
 
@@ -65,7 +67,13 @@ NO_LAYER = object()
 
 
 def _make(
-    x: torch.Tensor, x_dtype: torch.dtype | None, ids: torch.Tensor, first: Product, gate: Gate, second: Product
+    x: torch.Tensor,
+    x_dtype: torch.dtype | None,
+    ids: torch.Tensor,
+    first: Product,
+    gate: Gate,
+    second: Product,
+    invariant: bool,
 ) -> LayerPlan | None:
     """x_dtype: None: x is in E4M3."""
     device, dtype = x.get_device(), x_dtype or first.operand.dtype
@@ -84,7 +92,7 @@ def _make(
     )
     if not fits:
         return None
-    problems = [problem_of(ids.numel(), p.operand, arch, sm_count(device)) for p in (first, second)]
+    problems = [problem_of(ids.numel(), p.operand, arch, sm_count(device), invariant) for p in (first, second)]
     choice = select_layer(problems[0], problems[1], experts, gate.has_gate)
     if choice is None:
         return None

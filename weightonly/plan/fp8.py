@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import reference
+from ..cpu import native
 from ..fp8_args import Fp8Args
 from ..plain import aligned, aligned_rows, has_memory
 from .base import Plan
@@ -31,9 +32,15 @@ class Fp8CpuPlan(Fp8Plan, CpuPlan):
     __slots__ = ()
 
     def run(self, args: Fp8Args) -> torch.Tensor:  # type: ignore[override]
-        w = args.weight
-        operands = (args.x, w._packed, w._scales, w._zeros, args.bias, args.activation, args.out, args.x_scales)
-        return reference.gemm(*operands)
+        x, w, x_scales = args.x, args.weight, args.x_scales
+        if not self.invariant or self.backend.library is None:
+            operands = (x, w._packed, w._scales, w._zeros, args.bias, args.activation, args.out, x_scales)
+            return reference.gemm(*operands, invariant=self.invariant)
+        out = args.new_result() if args.out is None else args.out
+        zeros = None if w._zeros is None else w._zeros.float()
+        y = native.gemm(self.backend, x.float(), w._packed, w._scales.float(), zeros, invariant=True)  # fp32 [..., N]
+        reference.finish(y.view(-1, w.n), args.bias, args.activation, x_scales, out, invariant=True)
+        return out
 
 
 class Fp8KernelPlan(Fp8Plan, KernelPlan):

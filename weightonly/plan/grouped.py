@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from ..codebooks import codebook_on
 from ..device import device_arch, sm_count
 from ..fp8_args import Fp8GroupedArgs
 from ..heuristics import KernelConfig, Problem
-from ..heuristics.grouped import select_grouped, why_not_grouped
+from ..heuristics.grouped import invariant_grouped_class, select_grouped, why_not_grouped
+from ..heuristics.invariant import class_of
 from ..heuristics.legal import has_kernels
 from ..heuristics.machine import resident_clusters
 from ..kernels import _C, check_kernels, grouped_kernel_numbers, is_compiled, runs_on
@@ -44,18 +46,35 @@ def make_grouped_plan(args: GroupedArgs) -> Plan | None:
     if args.x.numel() == 0:
         return Plan(args)
     check_kernels(arch)
-    experts, problem = w.experts or 0, problem_of(args.m, args.weight, arch, sm_count(device))
+    experts, problem = w.experts or 0, problem_of(args.m, args.weight, arch, sm_count(device), args.invariant)
     types = types_of(problem, args.dtype)
     check_sizes(problem)
     if config is None:
         config = select_grouped(problem, experts)
-        if config is None or not runs_on(config, arch) or not is_compiled(config, types):
+        if config is None:
+            return None
+        if problem.invariant:  # another way for some numbers of rows alone would give them other bits
+            check_compiled(config, types, arch)
+        elif not runs_on(config, arch) or not is_compiled(config, types):
             return None
     elif (reason := why_not_grouped(config, problem, experts, types.dtype)) is not None:
         raise ValueError(f"config: {reason}")
     else:
+        check_grouped_class(config, problem, experts)
         check_compiled(config, types, arch)
     return GroupedKernelPlan(args, problem, config)
+
+
+def check_grouped_class(config: KernelConfig, problem: Problem, experts: int) -> None:
+    """Raises ValueError in the batch-invariant mode for a configuration of another class than the product has."""
+    if not problem.invariant:
+        return
+    expected = invariant_grouped_class(replace(problem, m=1), experts)
+    if class_of(config, problem) != expected:
+        raise ValueError(
+            f"config: expected one of class {expected} in the batch-invariant mode, which computes these experts for "
+            f"every number of rows, got {config} of {class_of(config, problem)}"
+        )
 
 
 def launches_of(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from .. import __version__
+from ..invariance import batch_invariant, set_batch_invariant
 from ..kernels import arch_runs_on, built_archs
 from .support import experts_wanted, is_asked_for
 
@@ -20,12 +22,15 @@ def register() -> None:
     """Registers the quantization method and the load format "weightonly", and our linear kernels as the first.
 
     The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and unless
-    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. Calls after the first one change nothing.
+    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. VLLM_BATCH_INVARIANT=1 turns our batch-invariant mode on.
+    Calls after the first one change nothing.
 
     A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """
     import vllm
+    from vllm import envs
 
+    follow_batch_invariance(envs)
     wanted = experts_wanted()
     parts: dict[str, Callable[[], None]] = {"compile cache": _register_cache, "quantization method": _register_method}
     if _runs_here():
@@ -41,6 +46,12 @@ def register() -> None:
             logger.warning("weightonly has no %s for vLLM %s: %s", name, vllm.__version__, error)
 
 
+def follow_batch_invariance(envs: Any) -> None:
+    """Turns the batch-invariant mode on where vLLM's is. envs: vLLM's module of environment variables."""
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        set_batch_invariant(True)
+
+
 def _register_cache() -> None:
     """A graph that vLLM compiled and kept is for the kernels, hence parameters, of the layers it was compiled with."""
     from vllm import envs
@@ -52,7 +63,8 @@ def _register_cache() -> None:
     @functools.wraps(compile_factors)
     def with_ours() -> dict[str, object]:
         experts = experts_wanted(), is_asked_for()
-        return compile_factors() | {"weightonly": f"{__version__}, experts {experts}, kernels {_runs_here()}"}
+        ours = f"experts {experts}, kernels {_runs_here()}, batch invariant {batch_invariant()}"
+        return compile_factors() | {"weightonly": f"{__version__}, {ours}"}
 
     envs.compile_factors = with_ours
 

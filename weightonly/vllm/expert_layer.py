@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
 
 from ..formats.groups import group_rows
 from ..gate import Gate
@@ -31,7 +30,6 @@ def why_no_experts(layer: Any, tensors: ExpertTensors) -> str | None:
         "load balancing of experts (EPLB)": parallel.enable_eplb,
         "all-to-all kernels (data parallelism with expert parallelism)": parallel.use_all2all_kernels,
         "router weights on the input with top_k above 1": layer.apply_router_weight_on_input and layer.top_k > 1,
-        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "a --moe-backend of vLLM": getattr(moe, "moe_backend", "auto") != "auto" and not is_asked_for(),
     }
     for what, is_asked in refused.items():

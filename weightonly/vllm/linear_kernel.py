@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import permute_param_layout_
@@ -65,8 +64,6 @@ class WeightOnlyLinearKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             return False, f"weightonly has no kernels for {current_platform.device_name}"
-        if envs.VLLM_BATCH_INVARIANT:
-            return False, "the kernel that weightonly picks depends on the batch size"
         activations = _activations(c)
         types = _TYPES if activations is None else {(scalar_types.int4, False): 4}
         bits = types.get((c.weight_type, c.zero_points))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 
@@ -52,8 +51,6 @@ class InMarlinsPlace:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def _pack(self, layer: Any) -> None:
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError("the kernel that weightonly picks depends on the batch size")
         q, scales = self.weight(layer)
         k, n = q.shape
         reason = why_not(k, n, self.format, k // len(scales), False, self.dtype)

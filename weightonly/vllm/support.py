@@ -16,6 +16,7 @@ from ..heuristics.configs import TypeConfig
 from ..heuristics.grouped import select_grouped
 from ..heuristics.legal import check_kernel_group_size
 from ..heuristics.problem import check_format_groups
+from ..invariance import batch_invariant
 from ..kernels import is_compiled, runs_on
 from ..packed import PackedWeight
 from ..packing import layout_for_arch
@@ -141,7 +142,7 @@ def _problems(
     device = torch.cuda.current_device()
     arch, sms = device_arch(device), sm_count(device)
     layout = layout_for_arch(arch, activations)
-    group_size = -1 if group_size == k else group_size
+    group_size, invariant = -1 if group_size == k else group_size, batch_invariant()
     for m in _TOKENS:
-        problem = Problem(m * top_k, n, k, format, group_size, arch, sms, layout, zeros=has_zeros)
+        problem = Problem(m * top_k, n, k, format, group_size, arch, sms, layout, has_zeros, invariant)
         yield problem, types_of(problem, dtype)
