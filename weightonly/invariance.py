@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from .require import is_set
 
 VARIABLE = "WEIGHTONLY_BATCH_INVARIANT"
 """Environment variable: "1" turns the mode on when weightonly is imported; "0", empty or not set: it is off."""
 
-
-def _of_environment() -> bool:
-    """Raises ValueError for another value of the variable."""
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
-    return value == "1"
-
-
-_on = _of_environment()
+_on = is_set(VARIABLE)
 
 
 def set_batch_invariant(on: bool) -> None:

@@ -255,16 +255,6 @@ def test_left_to_other_kernels(changes: dict[str, Any], reason: str) -> None:
     assert not able and reason in str(why)
 
 
-def test_batch_invariant_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases.keep_kernels(monkeypatch)
-    keep_configs(monkeypatch)
-    monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
-    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    monkeypatch.setattr(invariance, "_on", False)
-    register()
-    assert wo.batch_invariant() and WeightOnlyLinearKernel.can_implement(layer_config())[0]
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[type[MPLinearKernel]]:
     """A platform that says it is a Hopper GPU. Returns a copy of the list of its kernels, which `register` changes."""
@@ -295,6 +285,23 @@ def test_register(
         weight_only = [i for i, name in enumerate(names) if name.startswith(("Marlin", "Humming"))]
         ours = [i for i, name in enumerate(names) if name.startswith("WeightOnly")]
         assert ours == ([weight_only[0] - 1] if is_first else [])
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["of vLLM alone", "ours, too"])
+def test_the_batch_invariant_mode(
+    is_asked: bool, cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU has run ours: vLLM's variable alone turns it on, and leaves layers to vLLM."""
+    others = list(cuda)
+    monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
+    monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setattr(invariance, "_on", is_asked)
+    if is_asked:
+        monkeypatch.setenv(invariance.VARIABLE, "1")
+    register()
+    register()
+    assert wo.batch_invariant() and cuda == ([WeightOnlyLinearKernel] if is_asked else []) + others
 
 
 def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:

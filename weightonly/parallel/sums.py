@@ -8,7 +8,6 @@ one, so that one buffer for a group is enough: when a sum is over nobody reads i
 
 from __future__ import annotations
 
-import os
 import socket
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from ..args import OP_SCHEMA, GemmArgs
 from ..gemm import autocast, compute, dispatch
 from ..plain import are_plain, is_virtual, is_watched
+from ..require import is_set
 from ..weight import QuantizedWeight
 
 ONE_SHOT, TWO_SHOT, NCCL = "one-shot", "two-shot", "nccl"
@@ -32,6 +32,8 @@ torch.distributed. Of two ranks as measured on H200s (bench/measurements/h200x2_
 
 SWITCH = "WEIGHTONLY_SYMMETRIC_SUMS"
 """Environment variable: 1 on all ranks asks for shared memory; else all sums are left to torch.distributed."""
+
+is_set(SWITCH)  # a wrong value is an error of the import: one rank that fails later lets the others wait
 
 _DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels add
 _ALIGN_BYTES = 16
@@ -213,7 +215,7 @@ def _says(group: distributed.ProcessGroup, device: torch.device) -> bool:
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     peers = [visible[gpu] for gpu in gpus if gpu in visible and gpu != mine[1]]  # others show when memory is shared
     return (
-        os.environ.get(SWITCH) == "1"
+        is_set(SWITCH)
         and has_kernels
         and len(hosts) == 1
         and len(set(gpus)) == len(gpus)
