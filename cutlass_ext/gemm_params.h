@@ -73,7 +73,11 @@ struct GemmParams {
   GroupIndex group;     // derived from k and group_size by wo_gemm
   int32_t split_k;      // how many CTAs share the K of one output tile; their partials are summed in a fixed order
   int32_t activation;   // enum Activation of epilogue/activation.h
-  int32_t clusters;  // clusters of split_k CTAs that the GPU runs at once: the grid where CTAs compute several tiles
+  uint16_t clusters;  // clusters of split_k CTAs that the GPU runs at once: the grid where CTAs compute several tiles
+  // For gemm_sm90: its sums over K are added as a kernel does whose K is shared by order_split CTAs of order_warpgroups
+  // warpgroups, and scales multiply weights. 0 and 0: as it is quickest; other kernels take no other.
+  uint8_t order_split;
+  uint8_t order_warpgroups;
   int32_t pdl_mode;  // enum PdlMode
 };
 

@@ -27,6 +27,12 @@ def class_of(config: KernelConfig, problem: Problem) -> Hashable | None:
     return found if config.tail.rules.bits_class(config.tail, problem) == found else None
 
 
+def computes_class(config: KernelConfig, problem: Problem, of: Hashable) -> bool:
+    """Whether each launch of a configuration is of a class, or may follow it."""
+    launches = (config,) if config.tail is None else (config, config.tail)
+    return all(c.rules.bits_class(c, problem) == of or c.rules.may_follow(c, of) for c in launches)
+
+
 def quickest_class(classes: Iterable[Hashable], time_us: Callable[[Hashable, int], float | None]) -> Hashable | None:
     """The class of the least geometric mean of its times; None: none has a kernel for every M.
 

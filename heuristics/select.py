@@ -18,7 +18,7 @@ from .arch import Arch, parse_arch
 from .configs import CONFIGS, FP8_CONFIGS, KernelConfig
 from .cost import column_bytes, moved_bytes, problem_bytes, total_us
 from .families.base import Launch
-from .invariant import check_class, quickest_class
+from .invariant import check_class, computes_class, quickest_class
 from .launches import first_columns
 from .legal import candidates, check_kernel_group_size, considered, ever_legal, has_kernels
 from .problem import FP8_LAYOUT, K_ALIGNMENT, Problem, is_read, layouts_of
@@ -92,13 +92,14 @@ def invariant_kernels(problem: Problem) -> tuple[Hashable, tuple[Kernel, ...]]:
 
     Raises ValueError where no class has kernels for every M.
     """
-    launches: dict[Hashable, dict[str, list[Launch]]] = {}
-    for kernel in kernels_for(replace(problem, invariant=False)):
-        for _, launch in kernel.launches:
-            found = launch.config.rules.bits_class(launch.config, problem)
-            if found is not None:
-                launches.setdefault(found, {}).setdefault(launch.config.kernel, []).append(launch)
-    kernels = {found: tuple(map(Kernel, of_kernels.values())) for found, of_kernels in launches.items()}
+    launches = [launch for kernel in kernels_for(replace(problem, invariant=False)) for _, launch in kernel.launches]
+    kernels: dict[Hashable, tuple[Kernel, ...]] = {}
+    for of in {launch.config.rules.bits_class(launch.config, problem) for launch in launches} - {None}:
+        of_kernels: dict[str, list[Launch]] = {}
+        for launch in launches:
+            if computes_class(launch.config, problem, of):
+                of_kernels.setdefault(launch.config.kernel, []).append(launch)
+        kernels[of] = tuple(map(Kernel, of_kernels.values()))
 
     def time_us(of: Hashable, m: int) -> float | None:
         best, us = _best(kernels[of], replace(problem, m=m))

@@ -126,7 +126,8 @@ class Kernel:
         family, c = self.config.rules, self.config
         max_cluster = c.max_split_k if family.shares_cluster else 0
         least_group = min(c.least_group, 32) if self.types.scale_mode == "channel" else c.least_group
-        facts = _row(f'"{self.symbol}"', c.max_m, max_cluster, self.types.reads_zeros, least_group, family.x_bytes)
+        of_family = (family.x_bytes, family.takes_order)
+        facts = _row(f'"{self.symbol}"', c.max_m, max_cluster, self.types.reads_zeros, least_group, *of_family)
         flags = (family.sorts, family.in_layers) if family.grouped else ()
         return _row(facts, f"&{self.symbol}", *flags)
 

@@ -120,6 +120,7 @@ class Plan:
         split_k: int,
         clusters: int,
         activation: int,
+        order: tuple[int, int] = ...,
     ) -> None: ...
     def launch(
         self,

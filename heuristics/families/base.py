@@ -214,6 +214,7 @@ class Family:
     floats_verified        the same of its kernels for FLOAT_FORMATS
     float_tiles            (block_m, block_n, block_k, stages) of those that it has; None: all
     grouped                computes grouped products alone (heuristics/grouped.py)
+    takes_order            may add its sums over K in the order of another kernel
     sorts                  grouped: it can sort the tokens' expert ids by itself
     in_layers              grouped: it can apply the function of a gate, and start while the kernel in front still runs
     max_experts            grouped: experts of one launch
@@ -238,6 +239,7 @@ class Family:
     floats_verified: ClassVar[bool] = True
     float_tiles: ClassVar[tuple[tuple[int, int, int, int], ...] | None] = None
     grouped: ClassVar[bool] = False
+    takes_order: ClassVar[bool] = False
     sorts: ClassVar[bool] = False
     in_layers: ClassVar[bool] = False
     max_experts: ClassVar[int] = 0
@@ -360,6 +362,10 @@ class Family:
         is. None: its bits depend on one of these.
         """
         return None
+
+    def may_follow(self, config: KernelConfig, order: Hashable) -> bool:
+        """Whether a launch can compute in a class that is not its own, if it is told which."""
+        return False
 
     # --- cost ---
 

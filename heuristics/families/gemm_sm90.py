@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..constants import TileTimes
 from ..cost import Work
@@ -83,6 +83,21 @@ _OF_FLOATS = (
 )
 
 
+_ORDER_STEP = 128
+"""k of a warpgroup in a block of the kernels whose order others follow: kOrderStep of kernels/gemm/sm90."""
+
+
+class Order(NamedTuple):
+    """The order in which a row's k are added, a class of kernels: those that share K like this, and those that follow.
+
+    family: of the kernels; split_k: CTAs of a cluster; warpgroups: of a CTA, along K.
+    """
+
+    family: str
+    split_k: int
+    warpgroups: int
+
+
 class GemmSm90Launch(ClusterLaunch):
     __slots__ = ("_clusters",)
 
@@ -100,6 +115,7 @@ class GemmSm90(ClusterFamily):
     name = "gemm_sm90"
     constants = GEMM_SM90
     takes_tail = True
+    takes_order = True
     tail_overlap_us = GEMM_SM90.fixed_us
     header = "sm90/kernel.cuh"
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
@@ -148,26 +164,20 @@ class GemmSm90(ClusterFamily):
         return config.block_k // _warpgroup_k(config.block_m)
 
     def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
-        """The order of K: the warpgroups and CTAs that share it, and what scales multiply. Tokens, columns, stages and
-        the place in a tile do not count: a row was measured to have the same bits in 17 kernels (int8 per channel).
+        """The warpgroups and CTAs that share K. Tokens, columns, stages and the place in a tile do not count.
 
-        A CTA adds its own partials first, then those of the others (epilogue_reduce.h), and which CTA a row is reduced
-        by depends on M. Of two partials in all the sum is the same, of more it is not.
+        Scales multiply weights in all launches of gemm_sm90 that are given an order.
         """
         warpgroups = self.warpgroups_k(config)
-        if config.split_k * warpgroups > 2 and config.split_k > 1:
+        if config.split_k > 1 and config.block_k != warpgroups * _ORDER_STEP:  # other parts of K
             return None
-        k_tiles = -(-problem.k_padded // config.block_k)
-        part_k = -(-k_tiles // config.split_k) * config.block_k if config.split_k > 1 else problem.k_padded
-        return self.name, warpgroups, config.split_k, part_k, self.scaled(config, problem)
+        return Order(self.name, config.split_k, warpgroups)
 
-    def scaled(self, config: KernelConfig, problem: Problem) -> str:
-        """What scales of groups multiply: "weights", or "sums" of 128 k (Mainloop::run of kernels/gemm/sm90)."""
-        warpgroups = config.block_n // config.warp_n * self.warpgroups_k(config)
-        # Where a consumer has 160 registers (struct Traits): up to three warpgroups.
-        most_tokens = 64 if warpgroups <= 3 else 32
-        has_scales = not problem.per_channel or problem.zeros
-        return "sums" if has_scales and problem.group_step == 128 and config.block_m <= most_tokens else "weights"
+    def may_follow(self, config: KernelConfig, order: Hashable) -> bool:
+        """Tiles that have registers for a sum of parts beside the accumulators of one: kMayFollow of struct Traits."""
+        has_room = self.warpgroups_k(config) == 1 and config.block_n == 128 and 96 <= config.block_m <= 128
+        is_known = self.takes_order and isinstance(order, Order) and order.family == self.name
+        return is_known and has_room and config.split_k in (1, order.split_k)
 
     def loops(self, config: KernelConfig) -> bool:
         """They do where tiles are large, if K is not shared."""

@@ -35,6 +35,7 @@ class GemmSm90Fp8(GemmSm90):
     float_tiles = ()
     scale_modes: ClassVar[tuple[str, ...]] = ("channel", "group")
     takes_tail = False
+    takes_order = False
     verified = True
     constants = GEMM_SM90_FP8
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = _SHAPES
@@ -58,10 +59,6 @@ class GemmSm90Fp8(GemmSm90):
 
     def warpgroups_k(self, config: KernelConfig) -> int:
         return config.block_k // _WARPGROUP_K
-
-    def scaled(self, config: KernelConfig, problem: Problem) -> str:
-        """Of 128 k, or of a smaller group: tensor cores do not add more."""
-        return "sums"
 
     def loops(self, config: KernelConfig) -> bool:
         return config.block_m >= 128 and self.warpgroups_k(config) == 1

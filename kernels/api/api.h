@@ -8,7 +8,7 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 8
+#define WEIGHTONLY_ABI_VERSION 9
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
 /// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams,

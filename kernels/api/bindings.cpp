@@ -88,7 +88,7 @@ class Plan {
 };
 
 Plan make_plan(int kernel, int device, bool is_tail, int m, int n, int k, int n_padded, int k_padded, int group_size,
-               int64_t ld_scales, int split_k, int clusters, int activation) {
+               int64_t ld_scales, int split_k, uint16_t clusters, int activation, std::pair<uint8_t, uint8_t> order) {
   GemmParams sizes = {};
   sizes.m = m;
   sizes.n = n;
@@ -99,6 +99,7 @@ Plan make_plan(int kernel, int device, bool is_tail, int m, int n, int k, int n_
   sizes.ld_scales = ld_scales;
   sizes.split_k = split_k;
   sizes.clusters = clusters;
+  std::tie(sizes.order_split, sizes.order_warpgroups) = order;
   sizes.activation = activation;
   return Plan(kernel, device, is_tail, sizes);
 }
@@ -112,7 +113,7 @@ int overlap() {
 class GroupedPlan {
  public:
   GroupedPlan(int kernel, int device, int experts, int m, int n, int k, int n_padded, int k_padded, int group_size,
-              int64_t ld_scales, int clusters, bool is_gated, std::tuple<int, float, float, float> const& gate,
+              int64_t ld_scales, uint16_t clusters, bool is_gated, std::tuple<int, float, float, float> const& gate,
               int top_k, bool is_int64, bool is_in_layer)
       : kernel_(kernel), device_(device), fixed_{} {
     fixed_.gemm.m = m;
@@ -370,6 +371,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),
            py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
            py::arg("ld_scales"), py::arg("split_k"), py::arg("clusters"), py::arg("activation"),
+           py::arg("order") = std::make_pair(0, 0),
            "A kernel by its number, and the fields of GemmParams (gemm_params.h) that hold for all its launches.")
       .def(
           "launch", &Plan::launch,
@@ -379,7 +381,7 @@ PYBIND11_MODULE(_C, module) {
       .def("launch_fp8", &Plan::launch_fp8,
            "The same of a kernel that takes x in 8 bits: x_scales after x, no zeros and no partials.");
   py::class_<GroupedPlan>(module, "GroupedPlan")
-      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, int, bool,
+      .def(py::init<int, int, int, int, int, int, int, int, int, int64_t, uint16_t, bool,
                     std::tuple<int, float, float, float> const&, int, bool, bool>(),
            py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("experts"), py::arg("m"), py::arg("n"),
            py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"), py::arg("ld_scales"),

@@ -75,10 +75,18 @@ inline bool check_params(KernelFacts const& kernel, GemmParams const& p, char* m
   } else {
     if (p.split_k > kernel.max_cluster) return fail("split_k", "at most the CTAs of the kernel's cluster", p.split_k);
     if (p.n_padded % 64 != 0) return fail("n_padded", "a multiple of 64 for tiled weights", p.n_padded);
-    if (p.clusters < 1 || p.clusters > 65535) return fail("clusters", "1 to 65535", p.clusters);
+    if (p.clusters < 1) return fail("clusters", "1 to 65535", p.clusters);
     if (p.pdl_mode < 0 || p.pdl_mode > int(PdlMode::kConstantWeights)) return fail("pdl_mode", "0 to 2", p.pdl_mode);
     // The kernels go from row to row of scales in steps of 32-bit byte counts.
     if (p.ld_scales >= (1 << 30)) return fail("ld_scales", "less than 2^30", p.ld_scales);
+  }
+  if (!kernel.takes_order) {
+    if (p.order_split != 0) return fail("order_split", "0 for this kernel", p.order_split);
+    if (p.order_warpgroups != 0) return fail("order_warpgroups", "0 for this kernel", p.order_warpgroups);
+  } else if (p.order_split > 8) {  // CTAs of a cluster
+    return fail("order_split", "0 to 8", p.order_split);
+  } else if (p.order_warpgroups > 4 || (p.order_warpgroups == 0) != (p.order_split == 0)) {
+    return fail("order_warpgroups", "1 to 4, or 0 with an order_split of 0", p.order_warpgroups);
   }
   if (p.activation < 0 || p.activation >= int(Activation::kCount)) {
     char numbers[32];

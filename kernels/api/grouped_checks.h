@@ -26,7 +26,7 @@ inline bool check_grouped_params(GroupedEntry const& kernel, GroupedGemmParams c
     return fail("offs", "an address of 32-bit integers", (long long)p.offs);
   if (p.experts < 1 || p.experts > kMaxGroupedExperts) return fail("experts", "1 to 1024", p.experts);
   if (p.gemm.split_k != 1) return fail("split_k", "1", p.gemm.split_k);
-  if (p.gemm.clusters < 1 || p.gemm.clusters > 65535) return fail("clusters", "1 to 65535", p.gemm.clusters);
+  if (p.gemm.clusters < 1) return fail("clusters", "1 to 65535", p.gemm.clusters);
   if (p.gemm.activation != int(Activation::kIdentity)) return fail("activation", "0", p.gemm.activation);
   if (!is_flag(p.is_gated)) return fail("is_gated", "0 or 1", p.is_gated);
   if (!is_flag(p.is_in_layer)) return fail("is_in_layer", "0 or 1", p.is_in_layer);

@@ -16,6 +16,7 @@ struct KernelFacts {
   bool reads_zeros;  // reads zero points, or the codebook that is in their place, without asking for null
   int least_group;   // 16: groups of 16 alone; 32: of 32 and of multiples of 64; 128: of multiples of 128
   int x_bytes;       // of an element of x. 1: params are Fp8GemmParams
+  bool takes_order;  // may add its sums over K in the order of another kernel
 };
 
 using Launch = cudaError_t (*)(GemmParams const& params, cudaStream_t stream);

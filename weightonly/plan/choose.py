@@ -9,7 +9,7 @@ from ..device import device_arch, sm_count
 from ..fp8_args import Fp8Args
 from ..heuristics import KernelConfig, Problem, select
 from ..heuristics.configs import TypeConfig
-from ..heuristics.invariant import class_of
+from ..heuristics.invariant import class_of, computes_class
 from ..heuristics.launches import launches
 from ..heuristics.legal import has_kernels, why_not
 from ..heuristics.problem import CODE_LAYOUTS, is_read, layouts_of
@@ -86,8 +86,8 @@ def preferred(problem: Problem, dtype: str, table: Table | None) -> KernelConfig
 
 
 def is_of_class(config: KernelConfig, problem: Problem) -> bool:
-    """Whether a configuration may compute a weight: in the batch-invariant mode those of its class alone."""
-    return not problem.invariant or class_of(config, problem) == invariant_class(problem)
+    """Whether a configuration may compute a weight: in the batch-invariant mode those that compute its class alone."""
+    return not problem.invariant or computes_class(config, problem, invariant_class(problem))
 
 
 def choose(

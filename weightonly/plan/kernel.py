@@ -13,8 +13,10 @@ from ..args import GemmArgs
 from ..codebooks import codebook_on
 from ..heuristics import KernelConfig, Problem
 from ..heuristics.configs import TypeConfig
+from ..heuristics.families.gemm_sm90 import Order
 from ..heuristics.launches import launches
 from ..heuristics.machine import resident_clusters
+from ..heuristics.select import invariant_class
 from ..kernels import _C, kernel_numbers
 from ..plain import aligned_rows
 from .base import Plan
@@ -77,6 +79,9 @@ class KernelPlan(Plan):
         self.bias_in_place = bias is None or bias.is_contiguous()
         splits_in_memory = config.split_k > 1 and not config.shares_cluster
         self.partials = config.split_k * self.m * n_padded if splits_in_memory else 0  # fp32 elements
+        order = (0, 0)
+        if problem.invariant and isinstance(of := invariant_class(problem), Order) and config.rules.takes_order:
+            order = (of.split_k, of.warpgroups)
 
         def launch(config: KernelConfig, begin: int, end: int, columns: int) -> Launch:
             """For columns begin..end, `columns` with the padding; each call gives addresses of column `begin`."""
@@ -94,6 +99,7 @@ class KernelPlan(Plan):
                 split_k=config.split_k,
                 clusters=resident_clusters(problem.sm_count, config.split_k) if config.shares_cluster else 1,
                 activation=activation_of(args.activation).number,
+                order=order,
             )
             return plan.launch if x.element_size() == 2 else plan.launch_fp8
 

@@ -53,12 +53,26 @@ CUTLASS_DEVICE bool multicasts_x(Params const& p) {
   return Traits::kMayMulticastX && p.multicast_ctas > 1;
 }
 
-/// The largest k that divides group_size and kTileK.
+/// The largest k that divides group_size and kTileK. With an order it is at most a k_block: scales then multiply weights
+/// (Mainloop::run).
 template <class Traits>
-int scale_k(int group_size) {
-  int k = Traits::kTileK;
-  while (group_size % k != 0) k /= 2;
+int scale_k(GemmParams const& p) {
+  int k = p.order_split > 0 ? Traits::Layout::kBlockK : Traits::kTileK;
+  while (p.group_size % k != 0) k /= 2;
   return k;
+}
+
+/// k of a warpgroup in a k_tile of the kernel that an order is of.
+constexpr int kOrderStep = 128;
+
+/// Whether a kernel adds as a call has it: in its own order, or in that of parts that it computes one after another.
+template <class Traits>
+bool has_order(GemmParams const& p) {
+  if (p.order_split == 0 && p.order_warpgroups == 0) return true;
+  bool const is_own = p.order_split == p.split_k && p.order_warpgroups == Traits::kWarpgroupsK &&
+                      (p.split_k == 1 || Traits::kTileK == kOrderStep * Traits::kWarpgroupsK);
+  bool const may_follow = Traits::kMayFollow && (p.split_k == 1 || p.split_k == p.order_split);
+  return is_own || (may_follow && p.order_split > 0 && p.order_warpgroups > 0);
 }
 
 template <class Traits>
@@ -88,7 +102,7 @@ cudaError_t make_params(GemmParams const& call, Params& p) {
   static_cast<GemmParams&>(p) = call;
   p.k_tiles = divide_up(p.k_padded, Traits::kTileK);
   p.k_tiles_per_cta = divide_up(p.k_tiles, p.split_k);
-  p.scale_k = scale_k<Traits>(p.group_size);
+  p.scale_k = scale_k<Traits>(p);
   p.groups = divide_up(p.k, p.group_size);
   int const n_tiles = divide_up(p.n_padded, Traits::kTileN);
   // Two CTAs that share x read it from the L2 once. That saves power, which limits kernels with many tokens. But they
@@ -101,7 +115,7 @@ cudaError_t make_params(GemmParams const& call, Params& p) {
   p.x_box_rows = Traits::kXBlocks == 1 ? p.x_rows / p.multicast_ctas : p.x_rows;
   p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? max(1, Traits::kXBlocks / p.multicast_ctas) : 1;
   p.scale_rows = Traits::kTileK / p.scale_k;
-  p.scale_box_rows = Traits::kTileK % p.group_size == 0 ? Traits::kTileK / p.group_size : 1;
+  p.scale_box_rows = p.scale_k == p.group_size ? p.scale_rows : 1;
   p.reduce.remote_partials = Traits::remote_partials(p.split_k);
   p.reduce.tiles = Traits::reduction_tiles_per_cta(1, p.m);
   p.reduce.tiles_per_cta = Traits::reduction_tiles_per_cta(p.split_k, p.m);

@@ -110,8 +110,8 @@ struct ClusterReduce {
     }
   }
 
-  /// Adds the partials, finishes y and stores it. The order of the sum is fixed, so results are reproducible: this
-  /// CTA's partials, then those of the others by rank.
+  /// Adds the partials, finishes y and stores it. The order of the sum is that of the CTAs' ranks, whichever of them
+  /// adds, and within a CTA that of its warpgroups: the bits of a row do not depend on its place.
   template <bool kIsIdentity>
   CUTLASS_DEVICE void reduce() {
     ColumnEpilogue const columns[2] = {constants.column(0, !Traits::kHasScales),
@@ -161,19 +161,26 @@ struct ClusterReduce {
 
   /// The sum of all partials of a reduction tile, of this thread's values. Moves on to the warp's next reduction tile.
   CUTLASS_DEVICE float4 add_partials() {
-    float4 sum = load_shared(local);
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 1; k < kWarpgroupsK; ++k) add(sum, load_shared(local + k * kTileBytes));
-    local += kWarpgroups * kPartialsBytes;
+    float4 sum{-0.f, -0.f, -0.f, -0.f};  // what changes no addend, not even a zero
     if constexpr (kMaySplitK) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < p.reduce.remote_partials; i += kWarpgroupsK) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kWarpgroupsK; ++k) add(sum, load_shared(remote + k * kTileBytes));
-        remote += kPartialsBytes;
+      for (int rank = 0; rank < p.split_k; ++rank) {
+        bool const is_local = rank == work.split_rank;
+        add(sum, partials_of_cta(is_local ? local : remote));
+        remote += is_local ? 0 : kPartialsBytes;
       }
       remote += (kWarpgroups - 1) * remote_tile_bytes();
+    } else {
+      sum = partials_of_cta(local);
     }
+    local += kWarpgroups * kPartialsBytes;
+    return sum;
+  }
+
+  CUTLASS_DEVICE static float4 partials_of_cta(uint32_t source) {
+    float4 sum = load_shared(source);
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 1; k < kWarpgroupsK; ++k) add(sum, load_shared(source + k * kTileBytes));
     return sum;
   }
 

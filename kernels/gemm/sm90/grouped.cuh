@@ -151,7 +151,7 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   p.n_tiles = cutlass::FastDivmod(call.is_gated ? divide_up(p.columns, Traits::kHalfColumns)
                                                 : divide_up(p.n_padded, Traits::kTileN));
   p.k_tiles = divide_up(p.k_padded, Traits::kTileK);
-  p.scale_k = scale_k<Traits>(p.group_size);
+  p.scale_k = scale_k<Traits>(p);
   p.groups = divide_up(p.k, p.group_size);
   p.multicast_ctas = 1;
   p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? Traits::kXBlocks : 1;

@@ -22,6 +22,7 @@
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90/arguments.h"
 #include "kernels/gemm/sm90/epilogue.h"
+#include "kernels/gemm/sm90/k_order.h"
 #include "kernels/gemm/sm90/load.h"
 #include "kernels/gemm/sm90/mainloop.h"
 #include "kernels/gemm/sm90/tile_scheduler.h"
@@ -50,7 +51,7 @@ struct Consumers {
     bool const is_staged = Epilogue::Store::serves(p);
     auto const compute = [&](WorkTile const& work) {
       if constexpr (!Traits::kHasScales && !Traits::kPreparesReduction) Epilogue::prefetch(p, work);
-      Mainloop::run(p, work, reader, tCrX, accum);
+      multiply(p, work, smem, reader, tCrX, accum);
       if constexpr (Traits::kMayStageStore) {
         if (is_staged) Epilogue::Store::store(p, work, smem, accum);
       }
@@ -64,6 +65,45 @@ struct Consumers {
       if (is_staged) return;
       Reduce reduction(p, first, smem);
       Epilogue::reduce(p, reduction, accum);
+    }
+  }
+
+ private:
+  /// accum = w x of a tile, added in the order that the launch asks for.
+  template <class Reader, class XFragment, class Accumulators>
+  CUTLASS_DEVICE static void multiply(Params const& p, WorkTile const& work, Smem const& smem, Reader& reader,
+                                      XFragment const& x, Accumulators& accum) {
+    if constexpr (!Traits::kMayFollow) {
+      Mainloop::run(p, work, reader, x, accum);
+    } else {
+      using namespace cute;
+      KOrder const order(p, work);
+      // Of single warpgroups the parts are one chain. Else those of a CTA are, and then the CTAs.
+      int const chains = order.warpgroups > 1 ? order.splits : 1;
+      int const links = order.splits * order.warpgroups / chains;
+      SumOfCtas<Traits> const total(smem);
+      Tensor sum = make_fragment_like(accum);  // (V,1,1)
+      WorkTile part = work;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int chain = 0; chain < chains; ++chain) {
+        fill(sum, -0.f);  // what changes no addend, not even a zero
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int link = 0; link < links; ++link) {
+          if (order.follows) {
+            part.k_tile_begin = 0;
+            part.k_tile_end = order.k_tiles_of(chain * links + link);
+          }
+          if (part.k_tile_end == part.k_tile_begin) continue;
+          Mainloop::run(p, part, reader, x, accum);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < size(sum); ++i) sum(i) += accum(i);
+        }
+        if (chain > 0) total.add_to(sum);
+        if (chain + 1 < chains) total.store(sum);
+      }
+      copy(sum, accum);
+      // The epilogue uses the same shared memory.
+      if (chains > 1) named_barrier_sync<BarrierId::kConsumers, Traits::kConsumers>();
     }
   }
 };
@@ -160,6 +200,7 @@ cudaError_t launch_gemm_sm90(GemmParams const& call, cudaStream_t stream) {
   // A codebook is passed as the zero points.
   constexpr bool kNeedsZeros = Traits::kHasZeros || WeightFormat<typename Traits::Weight>::kIsCodebook;
   if (call.split_k > 1 && !Traits::kMaySplitK) return cudaErrorInvalidValue;
+  if (!sm90::has_order<Traits>(call)) return cudaErrorInvalidValue;
   if (kNeedsZeros && call.zeros == nullptr) return cudaErrorInvalidValue;
   sm90::Params p;
   cudaError_t const error = sm90::make_params<Traits, typename Kernel::TileScheduler>(call, p);
@@ -169,7 +210,7 @@ cudaError_t launch_gemm_sm90(GemmParams const& call, cudaStream_t stream) {
   dim3 const grid(Kernel::TileScheduler::clusters(p, is_persistent), cluster.y);
   static std::atomic<uint64_t> devices_done{0};
   return launch_clusters(sm90::gemm_sm90_kernel<Kernel>, devices_done, p, grid, cluster, Traits::kThreads,
-                         Traits::smem_bytes(p.split_k, p.m), stream);
+                         Traits::smem_bytes(p.split_k, p.m, p.order_split > p.split_k), stream);
 }
 
 }  // namespace weightonly

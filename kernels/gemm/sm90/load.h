@@ -12,6 +12,7 @@
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass_ext/arch/prefetch_l2.h"
+#include "kernels/gemm/sm90/k_order.h"
 #include "kernels/gemm/sm90/tile_scheduler.h"
 
 namespace weightonly::sm90 {
@@ -177,8 +178,13 @@ struct Load {
       int to_fill = Loader::kIsPaced ? kStages - issued : 0;  // stages that were never filled
       uint32_t next_cycle = clock() + (issued > 0 ? kFillCycles : 0);
       TileScheduler::for_each(p, first, [&](auto const& work) {
+        KOrder const order(p, work);
+        bool const follows = Traits::kMayFollow && order.follows;
+        int const begin = follows ? 0 : work.k_tile_begin, end = follows ? order.all_steps() : work.k_tile_end;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int k_tile = work.k_tile_begin + issued; k_tile < work.k_tile_end; ++k_tile) {
+        for (int step = begin + issued; step < end; ++step) {
+          int const k_tile = follows ? order.k_tile(step) : step;
+          if (follows && k_tile >= p.k_tiles) continue;
           cute::wait_barrier(smem.empty()[stage], phase);
           if (to_fill > 0) {
             --to_fill;
@@ -217,9 +223,10 @@ struct Load {
   }
 
   /// k_tiles of an operand that issue_first issues. A multicast has to wait until both CTAs have initialized their
-  /// barriers.
+  /// barriers. Another order has other first k_tiles.
   template <class Loader>
   CUTLASS_DEVICE static int first_k_tiles(WorkTile const& work, Loader const& loader) {
+    if (Traits::kMayFollow && KOrder(loader.p, work).follows) return 0;
     return loader.is_multicast ? 0 : min(kFirstKTiles, work.k_tile_end - work.k_tile_begin);
   }
 

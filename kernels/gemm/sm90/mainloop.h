@@ -192,7 +192,7 @@ struct Mainloop {
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(accum);
-    if constexpr (Traits::kMayPersist) reader.release(previous_stage);
+    if constexpr (Traits::kMayPersist || Traits::kMayFollow) reader.release(previous_stage);
   }
 
   /// accum += scales * partial, the accumulators of one k_tile.

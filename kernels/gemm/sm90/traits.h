@@ -81,6 +81,11 @@ struct Traits {
   /// Whether y may be stored by epilogue_store.h. Smaller tiles gain nothing by it, and their main loops become slower.
   static constexpr bool kMayStageStore = kWarpgroupsK == 1 && (kTileM >= 96 || kTileM * kTileN >= 128 * 128);
 
+  /// Whether its tiles may be added in the order of another kernel, whose warpgroups and CTAs share K (k_order.h). They
+  /// have registers for the accumulators of one part of K beside their sum, and shared memory for that of several CTAs.
+  static constexpr bool kMayFollow =
+      kWarpgroupsK == 1 && kWarpgroupsN == 2 && kTileM >= 96 && kTileM <= 128 && Config::kLeastGroup == 32;
+
   // ---- Threads and registers ----
 
   static constexpr int kWarpgroupThreads = 128;
@@ -143,6 +148,7 @@ struct Traits {
 
   static constexpr int kBarrierBytes = 1024;  // x is aligned to 1024 bytes: its swizzle counts from there
   static constexpr int kStagesBytes = kStages * (kXStageBytes + kWeightStageBytes + kScaleStageBytes) + kCodebookBytes;
+  static constexpr int kSumOfCtasBytes = kMayFollow ? kTileM * kTileN * int(sizeof(float)) : 0;
   static constexpr int kLocalPartialsBytes = kWarpgroups * kReductionTilesM * kReductionTileBytes;
   static constexpr int kEpilogueOffset = cutlass::const_max(kStagesBytes, kLocalPartialsBytes);  // from x
   static_assert(kEpilogueOffset % 16 == 0);
@@ -159,13 +165,14 @@ struct Traits {
   CUTLASS_HOST_DEVICE static constexpr int remote_partials(int split_k) { return (split_k - 1) * kWarpgroupsK; }
 
   /// Dynamic shared memory of a CTA, bytes. m: rows of x; fewer than kTileM need less. A static_assert in the generated
-  /// units can compare it with the formula of heuristics/.
-  CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int split_k, int m = kTileM) {
+  /// units can compare it with the formula of heuristics/, which leaves the sum of CTAs out.
+  CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int split_k, int m = kTileM, bool sums_ctas = false) {
     int const epilogue_bytes =
         split_k > 1 ? remote_partials(split_k) * reduction_tiles_per_cta(split_k, m) * kReductionTileBytes
-                    : kStagedBytes;
+                    : cutlass::const_max(kStagedBytes, sums_ctas ? kSumOfCtasBytes : 0);
     return kBarrierBytes + kEpilogueOffset + epilogue_bytes;
   }
+  static_assert(smem_bytes(1, kTileM, true) <= kMaxSmemBytesSm90);
 
   /// Whether CTAs of a cluster may share K: there is room for the partials of one other CTA.
   static constexpr bool kMaySplitK = smem_bytes(2) <= kMaxSmemBytesSm90;
@@ -184,6 +191,7 @@ struct Traits {
     CUTLASS_DEVICE char* codebook() const { return scales() + kStages * kScaleStageBytes; }
     CUTLASS_DEVICE char* local_partials() const { return x(); }
     CUTLASS_DEVICE char* remote_partials() const { return x() + kEpilogueOffset; }
+    CUTLASS_DEVICE char* sum_of_ctas() const { return x() + kEpilogueOffset; }
     CUTLASS_DEVICE Element* staged_y() const { return reinterpret_cast<Element*>(x() + kEpilogueOffset); }
   };
 };

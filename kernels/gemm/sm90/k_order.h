@@ -1,0 +1,84 @@
+// The order in which a tile's k_tiles are added, where a launch asks for that of another kernel.
+//
+// A kernel whose K is shared by S CTAs of W warpgroups has S W sums, one for each warpgroup: a CTA has one S-th of the
+// k_tiles, and each of its warpgroups 128 k of every one of them. Those of a CTA are added first, then those of the CTAs
+// (epilogue_reduce.h). A tile that follows this order computes these sums, its parts, one after another: those of all
+// CTAs, or of one where as many CTAs share its K. With S = 2, W = 2 and K = 1024 its k_tiles are:
+//
+//   part 0: 0, 2 | part 1: 1, 3 | part 2: 4, 6 | part 3: 5, 7
+#pragma once
+
+#include "cutlass_ext/arch/ld_shared.h"
+#include "kernels/gemm/sm90/tile_scheduler.h"
+
+namespace weightonly::sm90 {
+
+struct KOrder {
+  int k_tiles;  // of K, each of kOrderStep k
+  int warpgroups;
+  int steps;  // k_tiles of a part, at most
+  int first_part;
+  int splits;  // parts are those of so many CTAs
+  bool follows;
+
+  CUTLASS_DEVICE KOrder(Params const& p, WorkTile const& work)
+      : k_tiles(p.k_tiles),
+        warpgroups(max(1, int(p.order_warpgroups))),
+        steps(divide_up(divide_up(k_tiles, warpgroups), max(1, int(p.order_split)))),
+        first_part(work.split_rank * warpgroups),
+        splits(max(1, p.order_split / p.split_k)),
+        follows(splits * warpgroups > 1) {}
+
+  /// Steps of all parts; where K ends within a part some of them have no k_tile.
+  CUTLASS_DEVICE int all_steps() const { return splits * warpgroups * steps; }
+
+  /// The k_tile of a step; from k_tiles on: there is none.
+  CUTLASS_DEVICE int k_tile(int step) const {
+    int const part = first_part + step / steps;
+    return (part / warpgroups * steps + step % steps) * warpgroups + part % warpgroups;
+  }
+
+  /// How many k_tiles a part has.
+  CUTLASS_DEVICE int k_tiles_of(int part) const {
+    part += first_part;
+    int const begin = part / warpgroups * steps;
+    int const end = divide_up(max(0, k_tiles - part % warpgroups), warpgroups);
+    return max(0, min(begin + steps, end) - begin);
+  }
+};
+
+/// The sum of the parts of several CTAs that a thread keeps in shared memory: its accumulators fill the registers.
+template <class Traits>
+struct SumOfCtas {
+  uint32_t address;
+
+  CUTLASS_DEVICE explicit SumOfCtas(typename Traits::Smem const& smem)
+      : address(cute::cast_smem_ptr_to_uint(smem.sum_of_ctas()) + threadIdx.x * uint32_t(sizeof(float4))) {}
+
+  template <class Accumulators>
+  CUTLASS_DEVICE void store(Accumulators const& accum) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum) / 4; ++i) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address + i * kStride), "f"(accum(4 * i)),
+                   "f"(accum(4 * i + 1)), "f"(accum(4 * i + 2)), "f"(accum(4 * i + 3))
+                   : "memory");
+    }
+  }
+
+  /// accum = sum + accum
+  template <class Accumulators>
+  CUTLASS_DEVICE void add_to(Accumulators& accum) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum) / 4; ++i) {
+      uint32_t words[4];
+      read_shared(words, address + i * kStride);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) accum(4 * i + j) += __uint_as_float(words[j]);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kStride = Traits::kConsumers * sizeof(float4);
+};
+
+}  // namespace weightonly::sm90
