@@ -10,13 +10,14 @@ from tests.gemm_cases import Case, make, own_layout, this_gpu
 
 import weightonly as wo
 from weightonly.device import sm_count
-from weightonly.heuristics import KernelConfig, Problem
+from weightonly.heuristics import KernelConfig, Problem, select
 from weightonly.heuristics.configs import GROUPED_CONFIGS, TypeConfig
 from weightonly.heuristics.grouped import why_not_grouped
-from weightonly.heuristics.invariant import class_of
+from weightonly.heuristics.invariant import class_of, computes_class
 from weightonly.heuristics.legal import considered, why_not
 from weightonly.heuristics.problem import FP8_LAYOUT
 from weightonly.kernels import is_compiled, runs_on
+from weightonly.plan import cache, choose, kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -49,25 +50,27 @@ def problem(m: int, case: Case, layout: str) -> Problem:
 
 
 def by_class(configs: Iterable[KernelConfig], case: Case, layout: str) -> dict[Hashable, list[KernelConfig]]:
-    """Those that this build has, by their classes."""
-    found: dict[Hashable, list[KernelConfig]] = {}
-    types = TypeConfig(case.dtype, case.format, case.mode)
-    for config in configs:
-        of = class_of(config, problem(1, case, layout))
-        if of is not None and is_compiled(config, types) and runs_on(config, this_gpu()):
-            found.setdefault(of, []).append(config)
-    return found
+    """Those that this build has, by the classes that they compute."""
+    types, p = TypeConfig(case.dtype, case.format, case.mode), problem(1, case, layout)
+    built = [c for c in configs if is_compiled(c, types) and runs_on(c, this_gpu())]
+    classes = {class_of(config, p) for config in built} - {None}
+    return {of: [config for config in built if computes_class(config, p, of)] for of in classes}
 
 
 def bits(y: torch.Tensor) -> torch.Tensor:
     return y.view(torch.int16)
 
 
-def check_classes(case: Case, layout: str, multiply: Multiply) -> None:
-    """Each class gives a row one result, whatever its configuration, M, and the place of the row."""
+def check_classes(case: Case, layout: str, multiply: Multiply, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each class gives a row one result, near that of the mode off, whatever its configuration, M, and the row's place."""
+    near = multiply(0, ROWS, select(problem(ROWS, case, layout))).float()
     classes = by_class(considered(problem(1, case, layout)), case, layout)
     assert classes, "nothing is compiled for this GPU"
+    wo.set_batch_invariant(True)
     for of, configs in classes.items():
+        cache.clear()  # a plan has the class that it was made for
+        for module in (choose, kernel):  # as if it were the one of the weight
+            monkeypatch.setattr(module, "invariant_class", lambda problem, of=of: of)
         expected: torch.Tensor | None = None  # of rows that some configuration has computed; others are NaN
         for config in sorted(configs, key=lambda c: -c.max_m):
             for m in (ROWS, 1, 2, 7, 8, 9, 17, 33, 65, config.block_m, config.block_m + 1, 2 * config.block_m - 3):
@@ -81,12 +84,18 @@ def check_classes(case: Case, layout: str, multiply: Multiply) -> None:
                     is_known = ~known.isnan().any(1)
                     assert torch.equal(bits(y)[is_known], bits(known)[is_known]), f"{of}: {config}, {m} from {begin}"
                     known.copy_(y)
+        assert expected is not None
+        torch.testing.assert_close(expected.float(), near, rtol=0, atol=0.02 * float(near.abs().max()))
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_class_has_one_result(
-    cuda_device: torch.device, generator: torch.Generator, name: str, activation: str | None
+    cuda_device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    activation: str | None,
 ) -> None:
     case = CASES[name]
     o = make(case, generator, own_layout(), exact=False)
@@ -97,12 +106,12 @@ def test_each_class_has_one_result(
         given = {"zeros": o.zeros, "bias": bias, "activation": activation, "config": config}
         return wo.gemm(x[begin:end], o.qweight, o.scales, **given)  # type: ignore[arg-type]
 
-    check_classes(case, own_layout(), multiply)
+    check_classes(case, own_layout(), multiply, monkeypatch)
 
 
 @pytest.mark.parametrize("name", FP8_CASES)
 def test_each_class_of_x_in_8_bits_has_one_result(
-    cuda_device: torch.device, generator: torch.Generator, name: str
+    cuda_device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     if this_gpu() != 90:
         pytest.skip("kernels of Hopper")
@@ -113,7 +122,7 @@ def test_each_class_of_x_in_8_bits_has_one_result(
     def multiply(begin: int, end: int, config: KernelConfig) -> torch.Tensor:
         return wo.gemm(x8[begin:end], o.qweight, o.scales, x_scales=x_scales[begin:end], config=config)
 
-    check_classes(case, FP8_LAYOUT, multiply)
+    check_classes(case, FP8_LAYOUT, multiply, monkeypatch)
 
 
 @pytest.mark.parametrize(

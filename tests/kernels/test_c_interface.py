@@ -18,6 +18,7 @@ from tests.kernels.test_numeric_conversion import built_library, compile_header
 
 POINTERS = ("x", "weight", "scales", "zeros", "bias", "y", "partials")
 _TYPES: dict[str, Any] = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "GroupIndex": ctypes.c_uint32 * 2}
+_TYPES |= {"uint16_t": ctypes.c_uint16, "uint8_t": ctypes.c_uint8}
 
 
 def struct_of(header: str, name: str) -> type[ctypes.Structure]:
@@ -52,7 +53,7 @@ STRUCTS = [
 ]
 """In the order of wo_struct_bytes."""
 
-GEMV, GEMM, DECODE, OF_16, FP8 = range(5)
+GEMV, GEMM, DECODE, OF_16, FP8, ORDERED = range(6)
 TILED, INTERLEAVED, SORTING, GROUPED_FP8 = range(4)
 """Kernels of interface_host.cpp, and its grouped ones."""
 
@@ -146,6 +147,12 @@ REFUSED: list[tuple[int, dict[str, int], str]] = [
     (DECODE, {"clusters": 65536}, "clusters must be 1 to 65535"),
     (DECODE, {"pdl_mode": 3}, "pdl_mode must be 0 to 2"),
     (DECODE, {"pdl_mode": -1}, "pdl_mode must be 0 to 2"),
+    (GEMV, {"order_split": 1}, "order_split must be 0 for this kernel, got 1"),
+    (DECODE, {"order_warpgroups": 2}, "order_warpgroups must be 0 for this kernel, got 2"),
+    (ORDERED, {"order_split": 9, "order_warpgroups": 1}, "order_split must be 0 to 8, got 9"),
+    (ORDERED, {"order_split": 1, "order_warpgroups": 5}, "order_warpgroups must be 1 to 4, .*, got 5"),
+    (ORDERED, {"order_split": 1}, "order_warpgroups must be 1 to 4, or 0 with an order_split of 0, got 0"),
+    (ORDERED, {"order_warpgroups": 1}, "order_warpgroups must be"),
     (GEMV, {"activation": 4}, "activation must be 0 to 3"),
     (GEMV, {"activation": -1}, "activation must be 0 to 3"),
 ]
@@ -182,6 +189,7 @@ def host_name(library: ctypes.CDLL, kernel: int) -> str:
         (DECODE, {"split_k": 8, "partials": 0}),
         (DECODE, {"pdl_mode": 2, "activation": 3, "clusters": 65535}),
         (DECODE, {"ld_scales": 2**30 - 8}),
+        (ORDERED, {"order_split": 8, "order_warpgroups": 4}),
     ],
     ids=str,
 )
@@ -379,10 +387,10 @@ def test_grouped_kernels_take_x_in_the_bits_that_they_are_for(host: ctypes.CDLL)
     assert host.launches_so_far() == before + 1
 
 
-@pytest.mark.parametrize("kernel", [-1, 5, 2**31 - 1])
+@pytest.mark.parametrize("kernel", [-1, 6, 2**31 - 1])
 def test_other_kernels_are_refused(kernel: int, host: ctypes.CDLL) -> None:
     status, text = gemm(host, kernel, params())
-    assert status != 0 and text == f"kernel must be 0 to 4, got {kernel}"
+    assert status != 0 and text == f"kernel must be 0 to 5, got {kernel}"
     host.wo_kernel_name.restype = ctypes.c_char_p
     assert host.wo_kernel_name(kernel) is None
 

@@ -1,4 +1,4 @@
-"""Shared memory, limits and what scales multiply, of the Hopper and the grouped kernels: in Python, beside C++."""
+"""Shared memory, limits and orders of K, of the Hopper and the grouped kernels: in Python, beside C++."""
 
 from __future__ import annotations
 
@@ -77,20 +77,10 @@ def assertions(kernel: generate.Kernel, name: str) -> Iterator[str]:
         yield f"static_assert(GroupedTiles<{name}>::smem_bytes({MAX_INTERLEAVED}) {compare} {bytes});"
         yield f"static_assert(GroupedTiles<{name}>::kMaxExperts == {MAX_INTERLEAVED});"
         return
-    if config.family == "gemm_sm90" and kernel.types.scale_mode != "channel" and not config.groups_of_16:
-        p = Problem(
-            1,
-            4096,
-            4096,
-            kernel.types.format,
-            FORMAT_GROUPS.get(kernel.types.format, 128),
-            90,
-            132,
-            config.layout,
-            kernel.types.scale_mode == "group_zeros",
-        )
-        sums = str(config.rules.scaled(config, p) == "sums").lower()
-        yield f"static_assert(sm90::Mainloop<sm90::Traits<{name}>>::kMayScaleAccumulators == {sums});"
+    if config.family == "gemm_sm90":
+        order = config.rules.bits_class(config, next(problems(kernel)))._replace(split_k=8, warpgroups=4)
+        follows = str(config.rules.may_follow(config, order)).lower()
+        yield f"static_assert(sm90::Traits<{name}>::kMayFollow == {follows});"
     for split_k, clusters in CLUSTERS.items():
         if split_k > kernel.config.max_split_k:
             continue

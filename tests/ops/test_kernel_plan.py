@@ -50,7 +50,7 @@ def test_sizes_and_addresses(module: Module) -> None:
         "scales_in_place": True,
     }  # fmt: skip
     assert {name: launch[name] for name in expected} == expected
-    assert launch.keys() - expected == {"kernel", "split_k", "clusters"}
+    assert launch.keys() - expected == {"kernel", "split_k", "clusters", "order"}
 
 
 def test_later_calls_bring_their_own_addresses(module: Module) -> None:
