@@ -50,6 +50,7 @@ struct KOrder {
 /// The sum of the parts of several CTAs that a thread keeps in shared memory: its accumulators fill the registers.
 template <class Traits>
 struct SumOfCtas {
+  static_assert(Traits::smem_bytes(1, Traits::kTileM, true) <= kMaxSmemBytesSm90);
   uint32_t address;
 
   CUTLASS_DEVICE explicit SumOfCtas(typename Traits::Smem const& smem)

@@ -172,7 +172,6 @@ struct Traits {
                     : cutlass::const_max(kStagedBytes, sums_ctas ? kSumOfCtasBytes : 0);
     return kBarrierBytes + kEpilogueOffset + epilogue_bytes;
   }
-  static_assert(smem_bytes(1, kTileM, true) <= kMaxSmemBytesSm90);
 
   /// Whether CTAs of a cluster may share K: there is room for the partials of one other CTA.
   static constexpr bool kMaySplitK = smem_bytes(2) <= kMaxSmemBytesSm90;
