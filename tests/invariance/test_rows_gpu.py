@@ -62,7 +62,7 @@ def bits(y: torch.Tensor) -> torch.Tensor:
 
 
 def check_classes(case: Case, layout: str, multiply: Multiply, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each class gives a row one result, near that of the mode off, whatever its configuration, M, and the row's place."""
+    """Each class gives a row one result, near that of the mode off, whatever its configuration, M, and place."""
     near = multiply(0, ROWS, select(problem(ROWS, case, layout))).float()
     classes = by_class(considered(problem(1, case, layout)), case, layout)
     assert classes, "nothing is compiled for this GPU"

@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.fp8_cases import random_e4m3
@@ -31,6 +33,7 @@ from weightonly.gate import Gate
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.families import FAMILIES
+from weightonly.heuristics.families.gemm_sm90 import Order
 from weightonly.heuristics.families.grouped_decode_sm90 import MAX_SORTED_CHOICES
 from weightonly.heuristics.grouped import LayerChoice
 from weightonly.heuristics.machine import resident_clusters
@@ -38,11 +41,14 @@ from weightonly.heuristics.problem import CODE_FORMATS, FLOAT_FORMATS
 from weightonly.kernels import is_compiled
 from weightonly.ops.around_experts import combine, in_pairs, sort_by_expert
 from weightonly.plan import cache
+from weightonly.plan import choose as plan_choice
 from weightonly.plan import experts as layer_plans
 from weightonly.plan import grouped as grouped_plans
+from weightonly.plan import kernel as plan_kernel
 from weightonly.plan.choose import choose
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+ORDERS = (Order("gemm_sm90", 2, 2), Order("gemm_sm90", 1, 4), Order("gemm_sm90", 3, 1))
 CONVERSIONS = "conversions"
 GROUPED = "grouped"
 
@@ -57,9 +63,10 @@ class Launch:
     m: int
     n: int
     k: int
+    order: Order | None = None  # that it is told to add in
 
     def __str__(self) -> str:
-        return f"{self.config}_{self.types.name}, groups of {self.group_size}"
+        return f"{self.config}_{self.types.name}, groups of {self.group_size}, {self.order}"
 
 
 def launch_of(config: KernelConfig, types: TypeConfig, group_size: int, sms: int) -> Launch:
@@ -87,8 +94,12 @@ def launches(configs: Iterable[KernelConfig], arch: int, sms: int) -> list[Launc
                 for size in sizes:
                     one = launch_of(config.with_split_k(split_k), types, size, sms)
                     if can_run(one, arch, sms):
-                        found.append(one)
+                        found += [one, *(replace(one, order=order) for order in ORDERS if may_follow(one, order))]
     return found
+
+
+def may_follow(one: Launch, order: Order) -> bool:
+    return one.config.rules.may_follow(one.config, order)
 
 
 def can_run(one: Launch, arch: int, sms: int) -> bool:
@@ -141,8 +152,25 @@ def is_exact(one: Launch, generator: torch.Generator) -> bool:
     scales = scales.to(dtype).cuda()
     zeros = None if zeros is None else zeros.to(dtype).cuda()
     torch.cuda.synchronize()  # from here on the weights are constant
-    y = wo.gemm(qweight=qweight, scales=scales, zeros=zeros, config=one.config, **given)
+    with in_order(one.order):
+        y = wo.gemm(qweight=qweight, scales=scales, zeros=zeros, config=one.config, **given)
     return torch.equal(y.cpu(), expected)
+
+
+@contextmanager
+def in_order(order: Order | None) -> Iterator[None]:
+    """Inside the with statement kernels are those of the batch-invariant mode, as if weights had this class."""
+    if order is None:
+        yield
+        return
+    with ExitStack() as stack:
+        for module in (plan_choice, plan_kernel):
+            stack.enter_context(mock.patch.object(module, "invariant_class", return_value=order))
+        stack.callback(cache.clear)
+        stack.callback(wo.set_batch_invariant, False)
+        cache.clear()
+        wo.set_batch_invariant(True)
+        yield
 
 
 def converts(dtype: torch.dtype, generator: torch.Generator) -> bool:
