@@ -107,7 +107,7 @@ def build(
     begin_bytes = _allocated_bytes(device)
     load_s = 0.0
     for place, layer in enumerate(tqdm(model.model.layers, disable=not progress, unit="layer", leave=False)):
-        _fill(layer, device, seed=place)
+        fill(layer, device, seed=place)
         wait(device)
         start = time.perf_counter()
         provider.quantize(layer)
@@ -119,12 +119,12 @@ def build(
             rest_bytes = sum(module_bytes(part) for part in (model.model.embed_tokens, model.lm_head))
             _check_fits(_held_bytes(layer, begin_bytes, device), layers, rest_bytes, free_bytes)
     for place, part in enumerate((model.model.embed_tokens, model.model.norm, model.lm_head)):
-        _fill(part, device, seed=layers + place)
+        fill(part, device, seed=layers + place)
     provider.finish(model)
     return Built(model, _held_bytes(model, begin_bytes, device), load_s)
 
 
-def _fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
+def fill(module: torch.nn.Module, device: torch.device, seed: int) -> None:
     """Random matrices and norms of 1, on the device, in the place of tensors on meta."""
     generator = torch.Generator(device).manual_seed(seed)
     module.to_empty(device=device)

@@ -1,10 +1,11 @@
-"""Tensor parallel: the linears of a model's layers, cut over 1, 2, 4 ranks, and their all-reduces.
+"""The linears of a model's layers, or their experts, cut over 1, 2, 4 ranks, and their all-reduces.
 
 `python -m weightonly.bench parallel --shapes llama3-70b --out parallel` starts a process for each GPU; under torchrun
 it takes the processes that are there.
 
     ranks.py    the processes, as one of them sees the others
     pieces.py   a linear, or all of a decoder layer, whole and cut
+    experts.py  the experts of a decoder layer, whole and cut
     decode.py   decode steps of whole models
     rows.py     the rows of a piece: compared with one rank, then timed
     measure.py  the cells, for ../runner.py
@@ -15,10 +16,13 @@ from __future__ import annotations
 
 from .. import command, runner
 from ..model.providers import MODEL_PROVIDERS, DenseModel, Ours
-from ..shapes import LLAMAS
+from ..shapes import MODELS
 
 BATCH = (1, 16, 64, 128, 1024)
 RANKS = (1, 2, 4)
+
+PIECES = ("layer", "qkv", "o", "gate_up", "down", "experts", "decode")
+"""What the column `piece` may say; `experts` of mixtures, the others of models of Llama's kind."""
 
 PROVIDERS = {name: one for name, one in MODEL_PROVIDERS.items() if isinstance(one, Ours | DenseModel)}
 """The providers of models that can be sharded."""
@@ -27,7 +31,7 @@ DEFAULT_PROVIDERS = ("ours-int4", "ours-int8", "dense")
 
 
 def _add_options(parser: command.Parser) -> None:
-    runner.add_options(parser, "parallel", list(LLAMAS), "llama3-70b")
+    runner.add_options(parser, "parallel", list(MODELS), "llama3-70b")
     cut, default = ",".join(PROVIDERS), ",".join(DEFAULT_PROVIDERS)
     parser.add_argument(
         "--providers", type=command.all_or_names, default=default, help=f"all, or some of {cut} (default {default})"
@@ -38,6 +42,7 @@ def _add_options(parser: command.Parser) -> None:
         help="such as 1,2,4 (default: as many as there are GPUs; on a CPU 1,2)",
     )
     command.add_batch(parser, BATCH)
+    parser.add_argument("--pieces", type=command.names, default=PIECES, help=f"some of {','.join(PIECES)}")
     parser.add_argument(
         "--decode", metavar="LINES", type=command.integers, default=[], help="such as 1,16: also steps of whole models"
     )

@@ -15,13 +15,14 @@ import torch
 from .. import runner
 from ..devices import NoGpu
 from ..kept import require_packages
+from ..model.providers import Ours
 from ..report.results import Results
 from ..roofline import Ceilings
-from ..shapes import LLAMAS
+from ..shapes import LLAMAS, MODELS
 from ..weights import dtype_name
-from . import BATCH, DEFAULT_PROVIDERS, PROVIDERS, RANKS, tables
+from . import BATCH, DEFAULT_PROVIDERS, PIECES, PROVIDERS, RANKS, tables
 from .decode import STEP, DecodeRows
-from .pieces import LAYER, LINEARS, check_ranks
+from .pieces import EXPERTS, LAYER, check_ranks
 from .ranks import Ranks, is_first, launched_ranks, run
 from .rows import CALLS, ERRORS, GRAPHS, KEY, METHOD, TIMES, Cell, PieceRows
 
@@ -33,8 +34,8 @@ class ParallelBench(runner.Bench):
     """The linears of models, cut over several ranks.
 
     ranks: how many; None: of `RANKS` as many as there are GPUs, on a CPU 1 and 2, under torchrun as many as it
-    started. batch: rows of x. decode: batches of decode
-    steps of whole models, after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the
+    started. batch: rows of x. pieces: some of `PIECES`, in this order. decode: batches of decode steps of whole models,
+    after `context` tokens each, of `layers` decoder layers (None: all). compile: whether the
     ranks are compared with one rank under torch.compile, too, at the most rows of the batch; None: on GPUs. device:
     "cuda" or "cpu". Other arguments as `runner.Bench`.
 
@@ -44,13 +45,14 @@ class ParallelBench(runner.Bench):
     providers: str | Sequence[str] = DEFAULT_PROVIDERS
     ranks: Sequence[int] | None = None
     batch: Sequence[int] = BATCH
+    pieces: Sequence[str] = PIECES
     decode: Sequence[int] = ()
     context: int = 512
     layers: int | None = None
     compile: bool | None = None
 
     name = "parallel"
-    models = LLAMAS
+    models = MODELS
     registry = PROVIDERS
     columns = COLUMNS
     positive = ("context", "layers")
@@ -59,11 +61,12 @@ class ParallelBench(runner.Bench):
         if str(self.where) not in ("cuda", "cpu"):
             raise ValueError(f"device: expected cuda or cpu, as each rank has its own GPU, got {self.where}")
         runner.check_integers("batch", self.batch)
+        runner.check_some("pieces", self.pieces, PIECES)
         if self.decode:
             runner.check_integers("decode", self.decode)
         for name, number in itertools.product(self.shapes, self.numbers()):
-            check_ranks(LLAMAS[name], name, number)
-        if self.decode:
+            check_ranks(MODELS[name], name, number)
+        if self.decode or not all(name in LLAMAS for name in self.shapes):
             require_packages("parallel", "transformers")
 
     def numbers(self) -> list[int]:
@@ -85,11 +88,19 @@ class ParallelBench(runner.Bench):
     def cells(self, labels: Sequence[str]) -> Iterator[Cell]:
         compile = self.where.type == "cuda" if self.compile is None else self.compile
         dtype = dtype_name(self.dtype)
+        providers = self.by_label(self.where)
         for ranks in self.numbers():
-            for model, label, piece, m in itertools.product(self.shapes, labels, (LAYER, *LINEARS), self.batch):
-                compiled = compile and piece == LAYER and m == max(self.batch)
-                yield Cell(model, label, dtype, ranks, piece, m, compiled)
-            for model, label, m in itertools.product(self.shapes, labels, self.decode):
+            for model, label, piece in itertools.product(self.shapes, labels, self.pieces):
+                is_mixture = model not in LLAMAS
+                if piece == STEP or is_mixture != (piece == EXPERTS):
+                    continue
+                if is_mixture and not isinstance(providers[label], Ours):
+                    continue  # dense experts are not cut here
+                for m in self.batch:
+                    compiled = compile and piece == LAYER and m == max(self.batch)
+                    yield Cell(model, label, dtype, ranks, piece, m, compiled)
+            models = [model for model in self.shapes if model in LLAMAS and STEP in self.pieces]
+            for model, label, m in itertools.product(models, labels, self.decode):
                 layers = self.layers or LLAMAS[model].layers
                 yield Cell(model, label, dtype, ranks, STEP, m, compile, layers, self.context)
 

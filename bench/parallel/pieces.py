@@ -23,7 +23,7 @@ from weightonly.parallel.exchange import Exchange
 from weightonly.parallel.ranges import chunk, columns_of
 from weightonly.parallel.sums import LIMITS, SharedSums
 
-from ..shapes import LlamaSizes, Shape
+from ..shapes import LlamaSizes, MixtureModelSizes, Shape
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, in order."""
@@ -31,14 +31,17 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 LAYER = "layer"
 """The name of the piece that has all of them."""
 
+EXPERTS = "experts"
+"""The name of the piece of a mixture: all experts of a decoder layer, see experts.py."""
+
 ROWWISE = ("o", "down")
 
 Multiply = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 def names_of(piece: str) -> tuple[str, ...]:
-    """The linears of a piece: of `LAYER`, or of one linear."""
-    return LINEARS if piece == LAYER else (piece,)
+    """The linears of a piece: of `LAYER`, of each of the `EXPERTS`, or of one linear."""
+    return {LAYER: LINEARS, EXPERTS: LINEARS[2:]}.get(piece, (piece,))
 
 
 def parts_of(sizes: LlamaSizes, linear: str) -> tuple[int, ...]:
@@ -58,7 +61,11 @@ def shape_of(sizes: LlamaSizes, linear: str) -> Shape:
 
 
 def check_ranks(sizes: LlamaSizes, name: str, ranks: int) -> None:
-    """Raises ValueError unless every rank gets as much of each linear. name: of the model."""
+    """Raises ValueError unless every rank gets as much of each linear, or as many experts. name: of the model."""
+    if isinstance(sizes, MixtureModelSizes):
+        if sizes.experts % ranks:
+            raise ValueError(f"ranks: expected a divisor of {sizes.experts}, the experts of {name}, got {ranks}")
+        return
     for linear in LINEARS:
         for size in (shape_of(sizes, linear)[0], *parts_of(sizes, linear)):
             if size % ranks:

@@ -16,10 +16,11 @@ from weightonly.parallel.sums import ONE_SHOT, TWO_SHOT, SharedSums, shared_of
 
 from ..model.providers import ModelProvider
 from ..roofline import Ceilings, activation_bytes, least_us
-from ..shapes import LLAMAS
+from ..shapes import MODELS, MixtureModelSizes
 from ..timing import Call, CallTimer, captured, copies_beyond_l2, overlapping, time_in_rounds
+from .experts import ExpertsPiece
 from .pieces import (
-    LAYER,
+    LINEARS,
     ROWWISE,
     Piece,
     all_reduce,
@@ -37,9 +38,10 @@ METHOD = (
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
     "the all-reduces alone; us: both, as the layers run them; nccl_sums, nccl: the same with all sums by NCCL; "
     "one_shot, two_shot: the sums alone, from memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
-    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. decode: a step of "
-    "transformers' LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output "
-    "embeddings dense and on every rank. "
+    "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. experts: those of a decoder "
+    "layer, chosen evenly, of which a rank has some and computes them for all tokens. decode: a step of transformers' "
+    "LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output embeddings dense and "
+    "on every rank. "
 )
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
@@ -96,9 +98,13 @@ class PieceRows:
     ) -> None:
         """max_m: the most rows of x that will be asked for. limits: of the roofline; None for a CPU."""
         self.ranks, self.limits, self.budget_ms = ranks, limits, budget_ms
-        self.sizes, self.name, self.dtype = LLAMAS[model], name, dtype
+        self.sizes, self.name, self.dtype = MODELS[model], name, dtype
         device, count = ranks.device, ranks.count
-        whole = Piece(self.sizes, name, dtype, device)
+        whole: Piece
+        if isinstance(self.sizes, MixtureModelSizes):
+            whole = ExpertsPiece(self.sizes, max_m, dtype, device)
+        else:
+            whole = Piece(self.sizes, name, dtype, device)
         provider.quantize(whole)
         generator = torch.Generator(device).manual_seed(0)
         k = shape_of(self.sizes, names_of(name)[0])[0]
@@ -106,7 +112,7 @@ class PieceRows:
         with torch.no_grad():
             self.expected = own_output(whole(x), self.sizes, name, count, ranks.rank)  # [max_m, N of this rank]
         self.weight_bytes = module_bytes(whole) // count
-        copies = int(ranks.most(copies_beyond_l2(self.weight_bytes, device)))
+        copies = int(ranks.most(copies_beyond_l2(self._read_bytes(1), device)))
         pieces = [copy.deepcopy(whole) for _ in range(copies - 1)] + [whole]
         self.pieces = pieces if ranks.mesh is None else [piece.cut(ranks.mesh) for piece in pieces]
         self.shared = self._share(max_m)
@@ -156,7 +162,7 @@ class PieceRows:
     # --- times -----------------------------------------------------------------------------------------------------
 
     def _times(self, x: torch.Tensor) -> dict[str, float]:
-        count = copies_beyond_l2(self.weight_bytes, self.ranks.device, x.nbytes)
+        count = copies_beyond_l2(self._read_bytes(len(x)), self.ranks.device, x.nbytes)
         pieces = self.pieces[: int(self.ranks.most(count))]
         calls: dict[str, list[Call]] = {"product_us": [partial(piece.products, x) for piece in pieces]}
         mesh, rowwise = self.ranks.mesh, pieces[0].rowwise
@@ -172,23 +178,30 @@ class PieceRows:
                 for name, way in (("one_shot_us", ONE_SHOT), ("two_shot_us", TWO_SHOT)):
                     calls[name] = [partial(shared_sums, self.shared, terms, way)]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
-        with overlapping(self.name == LAYER):
+        with overlapping(self.name not in LINEARS):
             timings = time_in_rounds(timers, self.budget_ms)
         found = {name: self.ranks.most(timing.us) for name, timing in zip(calls, timings, strict=True)}
         found["product_us_min"] = self.ranks.most(timings[0].min_us)
         return {"us": found["product_us"]} | found
+
+    def _read_bytes(self, m: int) -> int:
+        """Of this rank's weights, what m rows read."""
+        if not isinstance(self.sizes, MixtureModelSizes):
+            return self.weight_bytes
+        return self.weight_bytes * min(m * self.sizes.top_k, self.sizes.experts) // self.sizes.experts
 
     def _roofline_us(self, m: int) -> float:
         """Of the products of a rank; NaN on a CPU."""
         if self.limits is None:
             return math.nan
         shapes = [shape_of(self.sizes, name) for name in names_of(self.name)]
-        count = self.ranks.count
-        moved = float(self.weight_bytes)
+        count, rows, moved = self.ranks.count, m, float(self._read_bytes(m))
+        if isinstance(self.sizes, MixtureModelSizes):
+            rows *= self.sizes.top_k  # of all experts
         for name, (k, n) in zip(names_of(self.name), shapes, strict=True):
-            own_k, own_n = (k // count, n) if name in ROWWISE else (k, n // count)
-            moved += activation_bytes(m, own_k, own_n, self.dtype)
-        operations = 2 * m * sum(k * n for k, n in shapes) // count
+            own = (m, k // count, n) if name in ROWWISE else (m, k, n // count)
+            moved += activation_bytes(*(own if rows == m else (rows // count, k, n)), self.dtype)
+        operations = 2 * rows * sum(k * n for k, n in shapes) // count
         return least_us(moved, operations, self.limits) + len(shapes) * self.limits.launch_us
 
 

@@ -11,10 +11,10 @@ from ..providers import is_dense
 from ..report.results import Results
 from ..report.tables import MEAN, geometric_mean, notes, page, text
 from .decode import STEP
-from .pieces import LAYER, LINEARS
+from .pieces import EXPERTS, LAYER, LINEARS
 from .rows import ERRORS
 
-_PLACES = {name: place for place, name in enumerate((*LINEARS, LAYER))}
+_PLACES = {name: place for place, name in enumerate((*LINEARS, LAYER, EXPERTS))}
 _MANY_ROWS = 16  # from so many on products are to scale; fewer are near the time of a launch
 _MODEL = ["model", "dtype", "layers", "context"]
 _NOTE = "{provider}, {piece}, M = {m}, {ranks} ranks"

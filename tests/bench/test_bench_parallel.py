@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from functools import partial
@@ -15,21 +16,24 @@ import torch
 pytest.importorskip("torch.distributed.tensor", reason="needs PyTorch with torch.distributed")
 
 from tests.parallel import parallel_ranks
+from torch import distributed
 
 import weightonly as wo
 from weightonly.bench.__main__ import main
 from weightonly.bench.kept import read
 from weightonly.bench.model.providers import MODEL_PROVIDERS
+from weightonly.bench.parallel import PIECES
 from weightonly.bench.parallel import measure as measure_module
 from weightonly.bench.parallel import rows as rows_module
-from weightonly.bench.parallel.decode import DecodeRows
+from weightonly.bench.parallel.decode import STEP, DecodeRows
+from weightonly.bench.parallel.experts import ExpertsPiece
 from weightonly.bench.parallel.measure import COLUMNS, ParallelBench
-from weightonly.bench.parallel.pieces import LAYER, LINEARS, Piece, check_ranks, local_product
+from weightonly.bench.parallel.pieces import EXPERTS, LAYER, LINEARS, Piece, check_ranks, local_product
 from weightonly.bench.parallel.ranks import Ranks, RanksApart, run
 from weightonly.bench.parallel.rows import Cell, PieceRows
 from weightonly.bench.parallel.tables import markdown, reductions, scaling, times_dense, tokens, write
 from weightonly.bench.report.results import Results
-from weightonly.bench.shapes import LLAMAS
+from weightonly.bench.shapes import LLAMAS, MODELS
 from weightonly.bench.timing import CallTimer, time_in_rounds
 
 CPU = torch.device("cpu")
@@ -129,11 +133,28 @@ def _greedy(ranks: Ranks) -> None:
             assert torch.equal(part.decoder(2, 40, True, "aot_eager").greedy(prompt, 9), expected)
 
 
+def _terms_of_experts(ranks: Ranks) -> None:
+    """The terms of all ranks are the whole, and none of them is."""
+    assert ranks.mesh is not None
+    torch.manual_seed(0)
+    sizes: Any = MODELS["tiny-qwen3-moe"]
+    whole = ExpertsPiece(sizes, 5, torch.float32, CPU)
+    MODEL_PROVIDERS["ours-int4"].quantize(whole)
+    part = copy.deepcopy(whole).cut(ranks.mesh)
+    x = torch.randn(5, sizes.hidden)
+    expected, term = whole(x), part.products(x)
+    assert torch.equal(whole.products(x), expected)
+    assert not torch.allclose(term, expected, atol=1e-3 * float(expected.abs().max()))
+    distributed.all_reduce(term)
+    for y in (term, part(x)):
+        assert torch.allclose(y, expected, atol=1e-5 * float(expected.abs().max()))
+
+
 @over_gloo
 @pytest.mark.parametrize(
     "work",
-    [_compiled, _unequal, _apart, _agree, _greedy],
-    ids=["compiled", "unequal ranks", "apart", "one has failed", "greedy tokens"],
+    [_compiled, _unequal, _apart, _agree, _greedy, _terms_of_experts],
+    ids=["compiled", "unequal ranks", "apart", "one has failed", "greedy tokens", "terms of experts"],
 )
 def test_on_two_ranks(work: Any) -> None:
     run(2, "cpu", work)
@@ -205,6 +226,19 @@ def test_decode_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens(two[two["piece"] == "decode"])["2 x 1 rank"].to_list() == [2.0]
 
 
+@over_gloo
+def test_experts(tmp_path: Path) -> None:
+    """A rank has some of them; of dense ones there are no rows, and of a mixture none of its linears."""
+    assert main(command(tmp_path, "--shapes", "tiny-qwen3-moe", "--dtype", "fp32")) == 0
+    rows = read(tmp_path / "results.csv", "parallel", COLUMNS).rows
+    assert len(rows) == 2 * 2 and set(rows["piece"]) == {EXPERTS} and set(rows["provider"]) == {"ours int4"}
+    assert (
+        (rows["note"] == "").all() and (rows["us"] > 0).all() and (rows["ranks"] == 2).equals(rows["sums_us"].notna())
+    )
+    assert (rows["eager_error_percent"] < 1e-3).all()
+    assert "| experts |" in (tmp_path / "parallel.md").read_text()
+
+
 def made_up() -> pd.DataFrame:
     """Products that scale to 80% of ideal on two ranks, sums of 10 us."""
     rows = []
@@ -271,6 +305,8 @@ def test_no_rows_no_tables(tmp_path: Path) -> None:
         ("--batch 0", r"batch: expected integers from 1 on, got \[0\]"),
         ("--ranks 0", r"ranks: expected integers from 1 on, got \[0\]"),
         ("--ranks 3", "ranks: expected a divisor of 128, of qkv of tiny, got 3"),
+        ("--shapes tiny-qwen3-moe --ranks 3", "ranks: expected a divisor of 4, the experts of tiny-qwen3-moe, got 3"),
+        ("--pieces head", f"pieces: expected some of {', '.join(PIECES)}, got 'head'"),
         ("--decode 0", r"decode: expected integers from 1 on, got \[0\]"),
         ("--context 0", "context: expected a positive number, got 0"),
         ("--layers 0", "layers: expected a positive number, got 0"),
@@ -311,6 +347,10 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(None) == [2] == numbers([2])
     with pytest.raises(ValueError, match=r"ranks: expected 2, the processes of torchrun, got \[1, 2\]"):
         numbers([1, 2])
+
+
+def test_pieces() -> None:
+    assert (LAYER, *LINEARS, EXPERTS, STEP) == PIECES
 
 
 def test_ranks_that_cut_a_model() -> None:

@@ -165,7 +165,7 @@ def test_command_for_a_gpu_has_valid_options(words: list[str], monkeypatch: pyte
     name = words[0] if words[0] in TOOLS else options.command
     if name in ("experts", "tools.regret_experts"):
         assert set(options.shapes) <= set(shapes.MIXTURES)
-    elif name == "model":
+    elif name in ("model", "parallel"):
         assert set(options.shapes) <= set(shapes.MODELS)
     else:
         assert shapes.resolve(options.shapes)

@@ -1,15 +1,17 @@
 """Runs cases on several processes: `python -m tests.parallel.parallel_ranks DEVICE MODULE OUT RANKS...`.
 
 MODULE, of this folder, has CASES, name -> function(mesh) -> error, a number or None, and RANKS, name -> on how many
-ranks it runs. OUT becomes JSON: how many ranks -> name -> the greatest error of all of them, or the traceback of the
-first that failed. DEVICE: cpu, where ranks talk over gloo, or cuda, where each has a GPU and they talk over NCCL. On a
-CPU one process imports torch and is forked: a rank costs no start.
+ranks it runs. OUT becomes JSON: how many ranks -> name -> the greatest error of all of them, or the tracebacks of those
+that failed. Where a case fails, its processes end, as others may wait for the one that failed: new ones run the
+cases after it. DEVICE: cpu, where ranks talk over gloo, or cuda, where each has a GPU and they talk over NCCL. On a CPU
+one process imports torch and is forked: a rank costs no start.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import faulthandler
 import gc
 import importlib
 import json
@@ -28,14 +30,15 @@ from typing import Any
 
 from tests import ROOT
 
-TIMEOUT_S = {"cpu": 900, "cuda": 150}
-
+TIMEOUT_S = {"cpu": 900, "cuda": 240}
+CASE_S = {"cpu": 600, "cuda": 60}
+"""A rank that is so long in one case ends: a kernel waits for another GPU for ever."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def run(module: str, ranks: Sequence[int], folder: Path, device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """The results of a module's cases on 2 ranks, on 4, and so on, up to a number where one fails; for tests."""
+    """The results of a module's cases on 2 ranks, on 4, and so on; for tests."""
     from weightonly.parallel.sums import SWITCH
 
     out = folder / f"{module}.json"
@@ -50,9 +53,8 @@ def run(module: str, ranks: Sequence[int], folder: Path, device: str = "cpu") ->
     with log.open("w") as file:
         done = subprocess.run(command, env=environment, cwd=folder, stdout=file, stderr=file, timeout=TIMEOUT_S[device])
     assert done.returncode == 0, log.read_text()
-    found = json.loads(out.read_text())
-    missing = f"not run: a case failed on {list(found)[-1]} ranks"
-    return {str(number): found.get(str(number)) or dict.fromkeys(names(module, number), missing) for number in ranks}
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return found
 
 
 def has_loopback() -> bool:
@@ -82,8 +84,8 @@ def check(results: dict[str, Any], name: str, bound: float) -> None:
     assert result is None or result <= bound, f"{name}: error {result}, bound {bound}"
 
 
-def _rank(device: str, module: str, rank: int, ranks: int, folder: Path) -> bool:
-    """Whether all cases passed."""
+def _rank(device: str, module: str, rank: int, ranks: int, folder: Path, first: int) -> bool:
+    """Runs the cases from place `first` on; whether all of them passed."""
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -103,37 +105,45 @@ def _rank(device: str, module: str, rank: int, ranks: int, folder: Path) -> bool
     results: dict[str, Any] = {}
     start = time.monotonic()
     cases = cases_of(module).CASES
-    for name in names(module, ranks):
+    for name in names(module, ranks)[first:]:
         if rank == 0:
             print(f"{time.monotonic() - start:.2f} s until {name}", flush=True)
+        faulthandler.dump_traceback_later(CASE_S[device], exit=True)
         try:
             results[name] = cases[name](mesh)
         except BaseException:  # that of pytest.raises, too
             results[name] = f"rank {rank}: {traceback.format_exc()}"
-            break  # the others may wait for this rank: their cases are over, too
+            print(f"{name}: {results[name]}", flush=True)
+            return False  # without a goodbye: the others may be in the middle of a sum
         finally:
             (folder / f"{rank}.json").write_text(json.dumps(results))
-    if any(isinstance(result, str) for result in results.values()):
-        return False  # without a goodbye: the others may be in the middle of a sum
     gc.collect()  # graphs that hold sums go before NCCL, which waits for them
     distributed.destroy_process_group()
     return True
 
 
 def _results(device: str, module: str, ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while len(found) < len(names(module, ranks)):
+        found |= _up_to_a_failure(device, module, ranks, len(found))
+    return found
+
+
+def _up_to_a_failure(device: str, module: str, ranks: int, first: int) -> dict[str, Any]:
+    """The results of cases from place `first` on, in new processes; the last one is that of a failure, if there is."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         children = []
         for rank in range(ranks):
             if device == "cuda":  # which lives through no fork
                 command = [sys.executable, "-m", "tests.parallel.parallel_ranks", "rank", device, module]
-                children.append(subprocess.Popen([*command, str(rank), str(ranks), name]).pid)
+                children.append(subprocess.Popen([*command, str(rank), str(ranks), name, str(first)]).pid)
                 continue
             child = os.fork()
             if child == 0:
                 status = 1
                 try:
-                    status = 0 if _rank(device, module, rank, ranks, folder) else 1
+                    status = 0 if _rank(device, module, rank, ranks, folder, first) else 1
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -150,28 +160,26 @@ def _results(device: str, module: str, ranks: int) -> dict[str, Any]:
                     os.kill(other, signal.SIGKILL)
         found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
     merged: dict[str, Any] = {}
-    for name in names(module, ranks):
+    for name in names(module, ranks)[first:]:
         values = [result[name] for result in found if name in result]
         failures = [value for value in values if isinstance(value, str)]
         if failures or len(values) < ranks:
-            merged[name] = failures[0] if failures else f"{len(values)} of {ranks} ranks came to this case"
-        else:
-            errors = [value for value in values if value is not None]
-            merged[name] = max(errors, default=None)
+            merged[name] = "\n".join(failures) or f"{len(values)} of {ranks} ranks came to the end of this case"
+            break
+        errors = [value for value in values if value is not None]
+        merged[name] = max(errors, default=None)
     return merged
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a GPU would wait for the others for ever
-        device, module, rank, count, place = sys.argv[2:]
-        os._exit(0 if _rank(device, module, int(rank), int(count), Path(place)) else 1)
+        device, module, rank, count, place, first = sys.argv[2:]
+        os._exit(0 if _rank(device, module, int(rank), int(count), Path(place), int(first)) else 1)
     device, module, out = sys.argv[1:4]
     cases_of(module)
     importlib.import_module("torch._dynamo")  # DTensor does, in each rank, where it is not there yet
     results_of: dict[str, Any] = {}
     for number in sys.argv[4:]:
         results_of[number] = _results(device, module, int(number))
-        if any(isinstance(result, str) for result in results_of[number].values()):
-            break
-    Path(out).write_text(json.dumps(results_of))
+        Path(out).write_text(json.dumps(results_of))

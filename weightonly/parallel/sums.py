@@ -58,7 +58,7 @@ class SharedSums:
         with torch.inference_mode(False):
             make = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p
             self._buffer = make((capacity,), (1,), torch.uint8, device)
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.current_stream(device)  # of the last sum; not None: `stream != None` is False
         symmetric.rendezvous(self._buffer, self.name)
 
     def term(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -86,8 +86,7 @@ class SharedSums:
         """Sums on another stream wait for those before: there is one buffer. Graphs are left to those who replay."""
         stream = torch.cuda.current_stream(self._buffer.device)
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
+            stream.wait_stream(self._stream)
             self._stream = stream
 
 
