@@ -102,6 +102,18 @@ def combine(
     stream: int,
     /,
 ) -> None: ...
+def sum_over_ranks(
+    device: int,
+    type: int,
+    count: int,
+    y: int,
+    memory: list[int],
+    rank: int,
+    capacity: int,
+    state: int,
+    stream: int,
+    /,
+) -> None: ...
 
 class Plan:
     def __init__(

@@ -16,6 +16,7 @@
 #include "kernels/convert/dequantize.h"
 #include "kernels/convert/conversions.h"
 #include "kernels/experts/experts.h"
+#include "kernels/parallel/sum_over_ranks.h"
 
 namespace {
 
@@ -301,6 +302,24 @@ void combine(int device, int type, int tokens, int top_k, int columns, uintptr_t
   throw_if(wo_combine(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
+void sum_over_ranks(int device, int type, int64_t count, uintptr_t y, std::vector<uintptr_t> const& memory, int rank,
+                    int64_t capacity, uintptr_t state, uintptr_t stream) {
+  weightonly::SumOverRanksParams params = {};
+  params.y = reinterpret_cast<void*>(y);
+  params.ranks = int(std::min<size_t>(memory.size(), weightonly::kMaxRanks + 1));
+  for (int i = 0; i < std::min(params.ranks, weightonly::kMaxRanks); ++i) {
+    params.memory[i] = reinterpret_cast<void*>(memory[i]);
+  }
+  params.rank = rank;
+  params.capacity = capacity;
+  params.state = reinterpret_cast<uint32_t*>(state);
+  params.count = count;
+  params.type = type;
+  params.pdl_mode = overlap();
+  Failure message;
+  throw_if(wo_sum_over_ranks(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
 template <auto count, auto name>
 std::vector<std::string> names() {
   std::vector<std::string> found;
@@ -367,6 +386,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");
   module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");
+  module.def("sum_over_ranks", &sum_over_ranks, "Enqueues wo_sum_over_ranks of kernels/parallel/sum_over_ranks.h.");
   py::class_<Plan>(module, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),
            py::arg("n"), py::arg("k"), py::arg("n_padded"), py::arg("k_padded"), py::arg("group_size"),
