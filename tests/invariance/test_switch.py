@@ -19,7 +19,7 @@ from weightonly.heuristics import Problem, candidates, select
 from weightonly.plan import cache
 from weightonly.plan.choose import is_of_class
 from weightonly.plan.cpu import CpuPlan
-from weightonly.vllm import is_batch_invariant
+from weightonly.vllm import follow_batch_invariance
 
 
 @pytest.fixture
@@ -144,7 +144,9 @@ def test_explain_says_what_runs() -> None:
         assert [row.kernel for row in wo.explain(layer, m=[1, 300]).rows] == ["many", "many"]
 
 
-def test_vllms_mode_is_seen() -> None:
-    assert not is_batch_invariant(SimpleNamespace())
-    assert not is_batch_invariant(SimpleNamespace(VLLM_BATCH_INVARIANT=False))
-    assert is_batch_invariant(SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+def test_vllm_turns_it_on() -> None:
+    follow_batch_invariance(SimpleNamespace())
+    follow_batch_invariance(SimpleNamespace(VLLM_BATCH_INVARIANT=False))
+    assert not wo.batch_invariant()
+    follow_batch_invariance(SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    assert wo.batch_invariant()

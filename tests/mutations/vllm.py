@@ -28,8 +28,7 @@ MUTATIONS = [
             ("the kernel is there twice", "_register_kernel", "WeightOnlyLinearKernel not in kernels", "True"),
             ("another vLLM stops all", "register", "(ImportError, AttributeError)", "ImportError"),
             ("experts are taken without being asked", "register", "wanted:", "True:"),
-            ("results that depend on the batch", "register", "        set_batch_invariant(True)\n", "        pass\n"),
-            ("a mode that no GPU has run", "register", "(is_set(VARIABLE) or not is_batch_invariant(envs))", "True"),
+            ("results that depend on the batch", "register", "    follow_batch_invariance(envs)\n", ""),
         ],
     ),
     *of(

@@ -3,7 +3,7 @@
 logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes. folders: of
 the prompts of each of `FOLDERS`.
 features MODEL: prompts longer than a step takes (chunked prefill), cached prefixes, LoRA, sleep, weights that are
-loaded again. The last line is what was found, as JSON.
+loaded again. invariant CASE: what is written after a prompt alone and among 63 others. The last line is what was found, as JSON.
 """
 
 from __future__ import annotations
@@ -85,6 +85,18 @@ def ranks(provider: str, case_and_ranks: str) -> dict[str, Any]:
     return found | {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "steps": steps}
 
 
+def invariant(provider: str, case: str) -> dict[str, Any]:
+    """Tokens after each prompt, and their log-probabilities, in vLLM's batch-invariant mode."""
+    llm = engine(replace(CASES[case], provider=provider, batch=(64,), mode="graphs"))
+    given = prompts(llm, 64, LENGTH)
+    found: dict[str, Any] = {"kernels": llm.apply_model(kernels)[0]}
+    for name, requests in (("alone", [given[5]]), ("among 63", given), ("among 7", given[3:11])):
+        outputs = llm.generate(requests, sampling(32, logprobs=1), use_tqdm=False)
+        written = outputs[requests.index(given[5])].outputs[0]
+        found[name] = [[token, step[token].logprob] for token, step in zip(written.token_ids, written.logprobs)]
+    return found
+
+
 def _free(llm: Any) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -147,6 +159,8 @@ def _adapter(job: Job) -> Path:
 if __name__ == "__main__":
     what, provider, *of = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
-    found = {run.__name__: run for run in (logprobs, folders, features, ranks)}[what](provider, *of)
+    if what == invariant.__name__:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    found = {run.__name__: run for run in (logprobs, folders, features, ranks, invariant)}[what](provider, *of)
     print(RESULT + json.dumps(found), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py

@@ -109,6 +109,15 @@ def test_two_ranks_write_what_one_writes(case: str) -> None:
     assert len(far) <= (2 if case.endswith("experts") else 0), parted
 
 
+@pytest.mark.parametrize("case", ["gptq-fp16", "awq-bf16", "ct-fp16", "ct8-bf16"])
+def test_the_batch_invariant_mode(case: str) -> None:
+    """A prompt alone and among others: the same tokens and the same log-probabilities, to the bit, by our kernels."""
+    found = _run("invariant", "weightonly", case)
+    assert "WeightOnlyLinearKernel" in str(found["kernels"]), found["kernels"]
+    assert len(found["alone"]) == 32
+    assert found["among 63"] == found["alone"] == found["among 7"]
+
+
 def test_the_mode_that_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Served with us, without us, and dense, with one cache; test_vllm_kernel.py has the keys of the cache."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

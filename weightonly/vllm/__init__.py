@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import __version__
-from ..invariance import VARIABLE, batch_invariant, set_batch_invariant
+from ..invariance import batch_invariant, set_batch_invariant
 from ..kernels import arch_runs_on, built_archs
-from ..require import is_set
 from .support import experts_wanted, is_asked_for
 
 logger = logging.getLogger("vllm.weightonly")
@@ -23,20 +22,21 @@ def register() -> None:
     """Registers the quantization method and the load format "weightonly", and our linear kernels as the first.
 
     The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and unless
-    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. VLLM_BATCH_INVARIANT=1 turns our batch-invariant mode
-    on; our kernels are then first only beside WEIGHTONLY_BATCH_INVARIANT=1. Calls after the first one change nothing.
+    WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. VLLM_BATCH_INVARIANT=1 turns our batch-invariant mode on.
+    Calls after the first one change nothing.
 
     A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """
     import vllm
     from vllm import envs
 
-    if is_batch_invariant(envs):
-        set_batch_invariant(True)
+    is_invariant = follow_batch_invariance(envs)
     wanted = experts_wanted()
     parts: dict[str, Callable[[], None]] = {"compile cache": _register_cache, "quantization method": _register_method}
-    if _runs_here() and (is_set(VARIABLE) or not is_batch_invariant(envs)):
+    if _runs_here():
         parts["linear kernel"] = _register_kernel
+        if is_invariant:
+            parts["layers of the batch-invariant mode"] = _register_invariant_layers
         parts["kernel of 4-bit floats"] = _register_fp4_kernels
         parts["kernel of FP8"] = _register_fp8_kernel
         if wanted:
@@ -48,9 +48,12 @@ def register() -> None:
             logger.warning("weightonly has no %s for vLLM %s: %s", name, vllm.__version__, error)
 
 
-def is_batch_invariant(envs: Any) -> bool:
-    """Whether vLLM's own mode is on. envs: vLLM's module of environment variables."""
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+def follow_batch_invariance(envs: Any) -> bool:
+    """Turns the batch-invariant mode on where vLLM's is, and says so. envs: vLLM's module of environment variables."""
+    if not getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        return False
+    set_batch_invariant(True)
+    return True
 
 
 def _register_cache() -> None:
@@ -99,6 +102,12 @@ def _register_kernel() -> None:
     kernels = _POSSIBLE_KERNELS.setdefault(current_platform._enum, [])
     if WeightOnlyLinearKernel not in kernels:
         kernels.insert(0, WeightOnlyLinearKernel)
+
+
+def _register_invariant_layers() -> None:
+    from .invariant_layers import take_invariant_layers
+
+    take_invariant_layers()
 
 
 def _register_fp4_kernels() -> None:
