@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ awq = pytest.importorskip("vllm.model_executor.layers.quantization.auto_awq")  #
 from tests.vllm import vllm_cases as cases
 from vllm import envs
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
-from vllm.platforms import current_platform
 
 from weightonly import invariance
 from weightonly.vllm.invariant_layers import InvariantAwqMethod, take_invariant_layers
@@ -90,7 +90,8 @@ def test_awq(why: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPat
         other_kernels_answer(monkeypatch, why)
     with cases.serving():
         with monkeypatch.context() as built:  # on a CPU vLLM's AWQ asks for a kernel in any case
-            built.setattr(type(current_platform), "is_cpu", lambda self: False)
+            no = dict.fromkeys(("is_cpu", "is_xpu", "is_cuda"), lambda: False)
+            built.setattr(awq, "current_platform", SimpleNamespace(**no))
             built.setattr(awq, "verify_marlin_supported", lambda **_: None)
             layer, w = build("awq", True, generator)
         if why:
