@@ -3,7 +3,8 @@
 logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes. folders: of
 the prompts of each of `FOLDERS`.
 features MODEL: prompts longer than a step takes (chunked prefill), cached prefixes, LoRA, sleep, weights that are
-loaded again. invariant CASE: what is written after a prompt alone and among 63 others. The last line is what was found, as JSON.
+loaded again. invariant CASE: what is written after a prompt alone and among others. The last line is what was found,
+as JSON.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def invariant(provider: str, case: str) -> dict[str, Any]:
     for name, requests in (("alone", [given[5]]), ("among 63", given), ("among 7", given[3:11])):
         outputs = llm.generate(requests, sampling(32, logprobs=1), use_tqdm=False)
         written = outputs[requests.index(given[5])].outputs[0]
-        found[name] = [[token, step[token].logprob] for token, step in zip(written.token_ids, written.logprobs)]
+        found[name] = [[token, step[token].logprob] for token, step in zip(written.token_ids, written.logprobs, strict=True)]
     return found
 
 

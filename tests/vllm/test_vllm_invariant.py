@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-awq = pytest.importorskip("vllm.model_executor.layers.quantization.auto_awq")  # other names before vLLM 0.33
+pytest.importorskip("vllm.model_executor.layers.quantization.auto_awq")  # other names before vLLM 0.33
 
 from tests.vllm import vllm_cases as cases
 from vllm import envs
+from vllm.model_executor.layers.quantization import auto_awq as awq
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
 from weightonly import invariance

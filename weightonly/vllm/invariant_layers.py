@@ -20,7 +20,7 @@ from .linear_kernel import WeightOnlyLinearKernel
 
 
 class InvariantAwqMethod(AutoAWQMarlinLinearMethod):  # type: ignore[misc]
-    """The method that asks for a kernel; where another one than ours answers, the layer gets the one that dequantizes."""
+    """The method that asks for a kernel; where ours does not answer, the layer gets the one that dequantizes."""
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         if not _creates_ours(self, super().create_weights, layer, *args, **kwargs):
@@ -48,10 +48,10 @@ def take_invariant_layers() -> None:
     @functools.wraps(create_weights)
     def of_compressed_tensors(self: Any, *args: Any, **kwargs: Any) -> None:
         create = functools.partial(create_weights, self)
-        if not self.use_batch_invariant:
-            return create(*args, **kwargs)
-        self.use_batch_invariant = False
-        if not _creates_ours(self, create, *args, **kwargs):
+        is_invariant, self.use_batch_invariant = self.use_batch_invariant, False
+        if not is_invariant:
+            create(*args, **kwargs)
+        elif not _creates_ours(self, create, *args, **kwargs):
             self.use_batch_invariant, self.kernel = True, None
             create(*args, **kwargs)
 
