@@ -176,17 +176,17 @@ def all_reduce(mesh: DeviceMesh, terms: Sequence[torch.Tensor]) -> None:
 def only_nccl() -> Iterator[None]:
     """Inside, layers leave all sums to torch.distributed."""
     limits = dict(LIMITS)
-    LIMITS.update(dict.fromkeys(LIMITS, (-1, -1)))
+    LIMITS.update(dict.fromkeys(LIMITS, -1))
     try:
         yield
     finally:
         LIMITS.update(limits)
 
 
-def shared_sums(shared: SharedSums, terms: Sequence[torch.Tensor], way: str) -> None:
-    """Adds up as many numbers as terms have, one after another, from where products write them."""
+def shared_sums(shared: SharedSums, terms: Sequence[torch.Tensor]) -> None:
+    """Adds terms up in place, one after another, as products are."""
     for term in terms:
-        shared.sum(term.shape, term.dtype, way)
+        shared.add_(term)
 
 
 def _finished(y: torch.Tensor) -> torch.Tensor:

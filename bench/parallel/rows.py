@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightonly.nn.summary import module_bytes
-from weightonly.parallel.sums import ONE_SHOT, TWO_SHOT, SharedSums, shared_of
+from weightonly.parallel.sums import SharedSums, shared_of
 
 from ..model.providers import ModelProvider
 from ..roofline import Ceilings, activation_bytes, least_us
@@ -37,7 +37,7 @@ METHOD = (
     "random weights, x random. A layer is its four linears one after another, without attention and norms; what it "
     "computes is compared with one rank before its timing. product: what a rank multiplies, without all-reduces; sums: "
     "the all-reduces alone; us: both, as the layers run them; nccl_sums, nccl: the same with all sums by NCCL; "
-    "one_shot, two_shot: the sums alone, from memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
+    "shared: the sums alone, over memory that GPUs share. Of all ranks the slowest counts. Weights rotate "
     "beyond the L2 cache. Launches of a layer overlap, launches of single linears do not. experts: those of a decoder "
     "layer, chosen evenly, of which a rank has some and computes them for all tokens. decode: a step of transformers' "
     "LlamaForCausalLM as `bench model` measures it, its decoder layers cut, embeddings and output embeddings dense and "
@@ -46,7 +46,7 @@ METHOD = (
 GRAPHS = "Times are medians of replays of CUDA graphs."
 CALLS = "Times are medians of single calls."
 
-SUMS = ["sums_us", "nccl_sums_us", "one_shot_us", "two_shot_us"]
+SUMS = ["sums_us", "nccl_sums_us", "shared_us"]
 TIMES = ["product_us", "product_us_min", *SUMS, "us", "nccl_us", "roofline_us", "tokens_s"]
 ERRORS = ["eager_error_percent", "graph_error_percent", "compiled_error_percent"]
 """Greatest ||y - y of one rank|| / ||y of one rank|| of all ranks."""
@@ -115,21 +115,15 @@ class PieceRows:
         copies = int(ranks.most(copies_beyond_l2(self._read_bytes(1), device)))
         pieces = [copy.deepcopy(whole) for _ in range(copies - 1)] + [whole]
         self.pieces = pieces if ranks.mesh is None else [piece.cut(ranks.mesh) for piece in pieces]
-        self.shared = self._share(max_m)
+        self.shared = self._shared()
         self.x = own_input(x, name, count, ranks.rank)  # [max_m, K of this rank]
 
-    def _share(self, max_m: int) -> SharedSums | None:
-        """For sums of each way, of packed layers of GPUs that share memory."""
-        mesh, widths = self.ranks.mesh, [shape_of(self.sizes, name)[1] for name in self.pieces[0].rowwise]
-        if mesh is None or not widths or not self.pieces[0].is_packed:
+    def _shared(self) -> SharedSums | None:
+        """That of packed layers, of GPUs that share memory."""
+        mesh = self.ranks.mesh
+        if mesh is None or not self.pieces[0].rowwise or not self.pieces[0].is_packed:
             return None
-        size = max_m * max(widths)
-        term = torch.ones(1, 8, device=self.ranks.device, dtype=self.dtype)
-        if shared_of(mesh.get_group(), term) is None:
-            return None
-        shared = SharedSums(mesh.get_group(), self.ranks.device, size * self.dtype.itemsize)
-        shared.term(torch.Size((size,)), self.dtype).zero_()
-        return shared
+        return shared_of(mesh.get_group(), torch.ones(1, 8, device=self.ranks.device, dtype=self.dtype))
 
     @torch.no_grad()
     def row(self, cell: Cell, backend: str = "inductor") -> dict[str, Any]:
@@ -175,8 +169,7 @@ class PieceRows:
             if self.shared is not None:
                 calls["sums_us"] = [partial(all_reduce, mesh, terms)]
                 calls["nccl_sums_us"], calls["nccl_us"] = by_nccl, [partial(_by_nccl, call) for call in ours]
-                for name, way in (("one_shot_us", ONE_SHOT), ("two_shot_us", TWO_SHOT)):
-                    calls[name] = [partial(shared_sums, self.shared, terms, way)]
+                calls["shared_us"] = [partial(shared_sums, self.shared, terms)]
         timers = [CallTimer(of_one, self.ranks.device, self.ranks.most) for of_one in calls.values()]
         with overlapping(self.name not in LINEARS):
             timings = time_in_rounds(timers, self.budget_ms)

@@ -91,7 +91,7 @@ def reductions(rows: pd.DataFrame) -> pd.DataFrame:
     table["products"], table["all-reduces alone"] = rows["product_us"], rows["sums_us"]
     table["both"], table["share"] = rows["us"], 1 - rows["product_us"] / rows["us"]
     if rows["nccl_us"].notna().any():
-        names = {"nccl_sums": "by NCCL", "one_shot": "one-shot", "two_shot": "two-shot", "nccl": "both, NCCL"}
+        names = {"nccl_sums": "by NCCL", "shared": "over shared memory", "nccl": "both, NCCL"}
         for column, name in names.items():
             table[name] = rows[f"{column}_us"]
         table["times NCCL"] = rows["nccl_us"] / rows["us"]

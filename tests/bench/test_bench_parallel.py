@@ -276,9 +276,9 @@ def test_ratios() -> None:
     sums = reductions(rows[rows["sums_us"].notna()]).set_index(["provider", "M"])
     assert sums.loc[("ours int4", 1), "share"] == pytest.approx(10 / 72.5)
     assert "times NCCL" not in sums
-    shared = rows[rows["sums_us"].notna()].assign(nccl_us=rows["us"] * 2, one_shot_us=3.0)
+    shared = rows[rows["sums_us"].notna()].assign(nccl_us=rows["us"] * 2, shared_us=3.0)
     assert reductions(shared)["times NCCL"].to_list() == pytest.approx([2.0] * len(shared))
-    assert (reductions(shared)["one-shot"] == 3).all()
+    assert (reductions(shared)["over shared memory"] == 3).all()
     beside = times_dense(rows).set_index(["piece", "M"])
     assert beside.loc[("down", 16)].to_dict() == pytest.approx(
         {"ours int4, 1 rank": 3.0, "ours int4, 2 ranks": (187.5 + 10) / (62.5 + 10)}

@@ -56,8 +56,13 @@ MUTATIONS = [
         "parallel",
         [
             ("a term is written over", "_sum", "term.clone(memory_format=torch.contiguous_format)", "term"),
-            ("terms are not added", "_sum", "distributed.all_reduce(y, group=group)", "pass"),
-            ("products are not added", "_sum_of_products", "distributed.all_reduce(y, group=group)", "pass"),
+            ("terms are not added", "_add", "distributed.all_reduce(term, group=group)", "pass"),
+            (
+                "products are not added",
+                "_sum_of_products",
+                "_add(compute(args), _group_of(group_name))",
+                "compute(args)",
+            ),
         ],
     ),
     *of(

@@ -29,9 +29,9 @@ def name_of(mesh: DeviceMesh) -> str:
 
 
 def sizes(mesh: DeviceMesh, dtype: torch.dtype) -> list[tuple[int, ...]]:
-    """Shapes of few and of ragged numbers, and on both sides of each limit."""
+    """Shapes of few and of ragged numbers, and on both sides of the limit and of a piece."""
     shapes: list[tuple[int, ...]] = [(0, 8), (1,), (3, 1), (1, 8192), (5, 4099), (16, 8192), (2, 3, 777)]
-    for limit in LIMITS[mesh.size()]:
+    for limit in (LIMITS[mesh.size()], 4 << 20, 3 * (4 << 20)):
         count = limit // dtype.itemsize
         shapes += [(count - 1,), (2, count // 2), (count + 1,)]
     return shapes

@@ -94,7 +94,8 @@ def invariant(provider: str, case: str) -> dict[str, Any]:
     for name, requests in (("alone", [given[5]]), ("among 63", given), ("among 7", given[3:11])):
         outputs = llm.generate(requests, sampling(32, logprobs=1), use_tqdm=False)
         written = outputs[requests.index(given[5])].outputs[0]
-        found[name] = [[token, step[token].logprob] for token, step in zip(written.token_ids, written.logprobs, strict=True)]
+        steps = zip(written.token_ids, written.logprobs, strict=True)
+        found[name] = [[token, step[token].logprob] for token, step in steps]
     return found
 
 

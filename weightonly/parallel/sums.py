@@ -1,9 +1,7 @@
 """Sums over the ranks of a group: small ones over memory that GPUs of one host share, others by torch.distributed.
 
-One-shot: each rank reads the terms of all and adds them. Two-shot: each rank adds its part of the rows, and reads the
-parts of the others. Both are kernels of PyTorch (torch.distributed._symmetric_memory) and add in the order of ranks:
-they have the same bits, on every rank, in every run. They wait for all ranks before the first read and after the last
-one, so that one buffer for a group is enough: when a sum is over nobody reads it, and the next product may fill it.
+Each rank writes its term into the memory of all others, and adds in the order of ranks, in fp32: results have the same
+bits on every rank and in every run (kernels/parallel/sum_over_ranks.cu).
 """
 
 from __future__ import annotations
@@ -19,72 +17,68 @@ from torch import distributed
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..args import OP_SCHEMA, GemmArgs
+from ..device import device_arch
 from ..gemm import autocast, compute, dispatch
+from ..kernels import _C, FLOAT_TYPES
 from ..plain import are_plain, is_virtual, is_watched
 from ..require import is_set
 from ..weight import QuantizedWeight
 
-ONE_SHOT, TWO_SHOT, NCCL = "one-shot", "two-shot", "nccl"
+LIMITS = {2: 32 << 20, 4: 1 << 20, 8: 256 << 10}
+"""Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, are left to torch.distributed.
+Of two ranks as measured (bench/measurements/h200x2_sums.csv), of others guessed."""
 
-LIMITS = {2: (1 << 20, 16 << 20), 4: (256 << 10, 1 << 20), 8: (128 << 10, 1 << 20)}
-"""Ranks -> up to how many bytes a sum is one-shot, and two-shot; larger ones, and other numbers of ranks, are left to
-torch.distributed. Of two ranks as measured on H200s (bench/measurements/h200x2_sums.csv), of others guessed."""
+_PIECE_BYTES = 4 << 20
+"""Of a larger sum that are added at a time."""
+
+_PLACES = 3
 
 SWITCH = "WEIGHTONLY_SYMMETRIC_SUMS"
 """Environment variable: 1 on all ranks asks for shared memory; else all sums are left to torch.distributed."""
 
 is_set(SWITCH)  # a wrong value is an error of the import: one rank that fails later lets the others wait
 
-_DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels add
-_ALIGN_BYTES = 16
-
 _group_of: Any = _resolve_process_group
 
 
 class SharedSums:
-    """The buffer of a group: each rank has one, which the others read.
+    """The memory of a group: each rank has some, which the others write.
 
     Attributes:
         ranks: of the group.
-        capacity: bytes of a term.
+        capacity: bytes of a term that are added at a time.
     """
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device, capacity: int) -> None:
-        """All ranks have to call it. Raises RuntimeError where PyTorch cannot share the memory."""
+        """All ranks have to call it, and to know that all have, before the first sum. Raises RuntimeError where PyTorch
+        cannot share the memory.
+        """
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.ranks, self.capacity, self.name = group.size(), capacity, group.group_name
-        # Not by symmetric.empty: tensors of its pool may share the flags on which ranks wait for each other.
+        self.ranks, self.capacity, self._rank, self._device = group.size(), capacity, group.rank(), device
         with torch.inference_mode(False):
             make = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p
-            self._buffer = make((capacity,), (1,), torch.uint8, device)
+            self._memory = make((_PLACES * self.ranks * capacity,), (1,), torch.uint8, device)
+            self._state = torch.zeros(3, dtype=torch.int32, device=device)
+        self._memory.fill_(255)
+        handle = symmetric.rendezvous(self._memory, group.group_name)  # lives as long as the memory
+        self._addresses = [int(address) for address in handle.buffer_ptrs]  # of all ranks, as this one sees them
         self._stream = torch.cuda.current_stream(device)  # of the last sum; not None: `stream != None` is False
-        symmetric.rendezvous(self._buffer, self.name)
+        torch.cuda.synchronize(device)
 
-    def term(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Where this rank's term of the next sum belongs; of `capacity` bytes at most."""
+    def add_(self, term: torch.Tensor) -> None:
+        """Adds the terms of all ranks to this one. term: contiguous, of fp16 or bf16, at a 16-byte aligned address."""
         self._follow()
-        return self._padded(shape.numel(), dtype)[: shape.numel()].view(shape)
-
-    def sum(self, shape: torch.Size, dtype: torch.dtype, way: str) -> torch.Tensor:
-        """Adds up the terms of all ranks; a tensor of its own."""
-        buffer = self._padded(shape.numel(), dtype)
-        y = torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
-        ops = torch.ops.symm_mem
-        add = ops.two_shot_all_reduce_out if way == TWO_SHOT else ops.one_shot_all_reduce_out
-        with torch.cuda.device(buffer.device):
-            add(buffer, "sum", self.name, y)
-        return y[: shape.numel()].view(shape)
-
-    def _padded(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first elements of the buffer, `count` and more: the kernels add 16 bytes at a time."""
-        whole = self._buffer.view(dtype)
-        unit = _ALIGN_BYTES // dtype.itemsize
-        return whole[: -(-count // unit) * unit]
+        number, stream = FLOAT_TYPES[term.dtype], torch.cuda.current_stream(self._device).cuda_stream
+        most, state = self.capacity // term.element_size(), self._state.data_ptr()
+        for begin in range(0, term.numel(), most):
+            count, address = min(most, term.numel() - begin), term.data_ptr() + begin * term.element_size()
+            where = (self._addresses, self._rank, self.capacity, state, stream)
+            _C.sum_over_ranks(self._device.index, number, count, address, *where)
 
     def _follow(self) -> None:
-        """Sums on another stream wait for those before: there is one buffer. Graphs are left to those who replay."""
-        stream = torch.cuda.current_stream(self._buffer.device)
+        """Sums on another stream wait for those before: they share memory. Graphs are left to those who replay."""
+        stream = torch.cuda.current_stream(self._device)
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
             self._stream = stream
@@ -94,12 +88,12 @@ _shared: WeakKeyDictionary[distributed.ProcessGroup, SharedSums | None] = WeakKe
 
 
 def shared_of(group: distributed.ProcessGroup, term: torch.Tensor) -> SharedSums | None:
-    """The buffer for sums of such terms on a GPU; None where torch.distributed is to add them.
+    """The memory for sums of such terms on a GPU; None where torch.distributed is to add them.
 
-    The first sum of a group makes the buffer, together with all ranks. A sum whose group has none yet is left to
+    The first sum of a group makes the memory, together with all ranks. A sum whose group has none yet is left to
     torch.distributed while a CUDA graph is captured.
     """
-    if not term.is_cuda or term.dtype not in _DTYPES:
+    if not term.is_cuda or term.dtype not in FLOAT_TYPES:
         return None
     try:
         return _shared[group]
@@ -110,16 +104,18 @@ def shared_of(group: distributed.ProcessGroup, term: torch.Tensor) -> SharedSums
     return _shared[group]
 
 
-def way_of(ranks: int, size_bytes: int) -> str:
-    """How so many bytes are added, where ranks share memory."""
-    one_shot, two_shot = LIMITS[ranks]
-    if size_bytes <= one_shot:
-        return ONE_SHOT
-    return TWO_SHOT if size_bytes <= two_shot else NCCL
+def _add(term: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+    """The term, which has become the sum. term: contiguous, in memory of its own."""
+    shared = shared_of(group, term)
+    if shared is None or term.nbytes > LIMITS[shared.ranks]:
+        distributed.all_reduce(term, group=group)
+    else:
+        shared.add_(term)
+    return term
 
 
 def sum_of_products(x: torch.Tensor, w: QuantizedWeight, group_name: str) -> torch.Tensor:
-    """`sum_over_ranks` of `gemm(x, w)`, which writes where the other ranks read. Not differentiable.
+    """`sum_over_ranks` of `gemm(x, w)`, in its memory. Not differentiable.
 
     The operator `weightonly::sum_of_products` under torch.compile and modes.
     """
@@ -130,17 +126,7 @@ def sum_of_products(x: torch.Tensor, w: QuantizedWeight, group_name: str) -> tor
 
 
 def _sum_of_products(args: GemmArgs, group_name: str) -> torch.Tensor:
-    group, x = _group_of(group_name), args.x
-    shape = torch.Size((*x.shape[:-1], args.weight.n))
-    shared = shared_of(group, x)
-    way = NCCL if shared is None else way_of(shared.ranks, shape.numel() * x.element_size())
-    if shared is None or way == NCCL:
-        y = compute(args)
-        distributed.all_reduce(y, group=group)
-        return y
-    args.out = shared.term(shape, x.dtype)
-    compute(args, checks_out=False)
-    return shared.sum(shape, x.dtype, way)
+    return _add(compute(args), _group_of(group_name))
 
 
 @torch.library.custom_op(
@@ -164,15 +150,7 @@ def sum_over_ranks(term: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _sum(term: torch.Tensor, group_name: str) -> torch.Tensor:
-    group = _group_of(group_name)
-    shared = shared_of(group, term)
-    way = NCCL if shared is None else way_of(shared.ranks, term.nbytes)
-    if shared is None or way == NCCL:
-        y = term.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(y, group=group)
-        return y
-    shared.term(term.shape, term.dtype).copy_(term)
-    return shared.sum(term.shape, term.dtype, way)
+    return _add(term.clone(memory_format=torch.contiguous_format), _group_of(group_name))
 
 
 _sum_op: Any = torch.library.custom_op(
@@ -186,7 +164,7 @@ def _result_of_op(term: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _share(group: distributed.ProcessGroup, device: torch.device) -> SharedSums | None:
-    """A buffer, where all ranks have one; all ranks have to call it."""
+    """Memory, where all ranks have some; all ranks have to call it."""
     if group.size() not in LIMITS:
         return None
     with torch.cuda.device(device):
@@ -197,7 +175,7 @@ def _shared_by_all(group: distributed.ProcessGroup, device: torch.device) -> Sha
     if not _all_agree(group, _says(group, device)):
         return None
     try:
-        shared = SharedSums(group, device, max(LIMITS[group.size()]))
+        shared = SharedSums(group, device, min(LIMITS[group.size()], _PIECE_BYTES))
     except RuntimeError:  # such as of a container that may not pass memory on
         shared = None
     return shared if _all_agree(group, shared is not None) else None
@@ -205,8 +183,7 @@ def _shared_by_all(group: distributed.ProcessGroup, device: torch.device) -> Sha
 
 def _says(group: distributed.ProcessGroup, device: torch.device) -> bool:
     """Whether this rank, having heard of the others, can share memory with them."""
-    ops = torch.ops.symm_mem
-    has_kernels = hasattr(ops, "one_shot_all_reduce_out") and hasattr(ops, "two_shot_all_reduce_out")
+    has_kernels = _C is not None and device_arch(torch.cuda._get_device_index(device)) == 90
     mine = (_host(), str(torch.cuda.get_device_properties(device).uuid))
     all_of: list[Any] = [None] * group.size()
     distributed.all_gather_object(all_of, mine, group=group)
