@@ -223,6 +223,21 @@ def _fp4(format: str) -> Quantizer:
     return Quantizer(config, layer)
 
 
+def _fp8() -> Quantizer:
+    """E4M3 of compressed-tensors with a scale for each channel; x stays in 16 bits (W8A16)."""
+
+    def config(group: int) -> dict[str, Any]:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+        return _compressed("float-quantized", weights)
+
+    def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, _ = wo.quantize(w, group_size=-1, format="fp8")
+        found = {"weight": codes.t().contiguous(), "weight_scale": scales.t().float()}
+        return found, codes.float() * scales.float()
+
+    return Quantizer(config, layer)
+
+
 QUANTIZERS: dict[str, Quantizer] = {
     "gptq": _gptq(4),
     "gptq8": _gptq(8),
@@ -237,6 +252,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     "ct-zeros": _ct(4, False),
     "nvfp4": _fp4("nvfp4"),
     "mxfp4": _fp4("mxfp4"),
+    "fp8": _fp8(),
 }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tests import fp8_cases
 from tests.quantized_cases import Weight, config, tensors
 
 import weightonly as wo
@@ -73,16 +72,6 @@ def _bitsandbytes(kind: str) -> Quantizer:
     return Quantizer(lambda group: options, layer)
 
 
-def _fp8() -> Quantizer:
-    """x in 16 bits, for which vLLM takes no kernel that quantizes it, whatever the GPU."""
-
-    def layer(w: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-        q, scale = fp8_cases.quantize(w.t().float(), (1, -1))
-        return {"weight": q, "weight_scale": scale}, q.t().float() * scale.t()
-
-    return Quantizer(lambda group: fp8_cases.ct_config("channel", None), layer)
-
-
 FOLDERS = {
     "gptq-act-order": Folder(_act_order(4, False)),
     "gptq8-act-order-zeros": Folder(_act_order(8, True)),
@@ -91,7 +80,7 @@ FOLDERS = {
     "converted": Folder(QUANTIZERS["ct-zeros"], is_converted=True),
     "converted-experts": Folder(QUANTIZERS["ct"], "tiny-mixtral", is_converted=True),
     "ct-groups-of-16": Folder(QUANTIZERS["ct"], group=16, provider="weightonly"),
-    "ct-fp8": Folder(_fp8(), provider="weightonly", kernel="WeightOnlyFp8LinearKernel"),
+    "ct-fp8": Folder(QUANTIZERS["fp8"], provider="weightonly", kernel="WeightOnlyFp8LinearKernel"),
 }
 
 

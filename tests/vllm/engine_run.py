@@ -1,7 +1,7 @@
 """Engines of vLLM, on a GPU, in a process of their own: `python -m tests.vllm.engine_run WHAT PROVIDER`.
 
-logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes. folders: of
-the prompts of each of `FOLDERS`.
+logprobs PART: of the prompts of a part of `CASES`. ranks CASE:GPUS: of one of them, and what it writes. folders PART:
+of the prompts of a part of `FOLDERS`.
 features MODEL: prompts longer than a step takes (chunked prefill), cached prefixes, LoRA, sleep, weights that are
 loaded again. invariant CASE: what is written after a prompt alone and among others. The last line is what was found,
 as JSON.
@@ -43,12 +43,12 @@ CASES = {
     **{f"{quant}-fp16": replace(_JOB, quant=quant) for quant in QUANTIZERS},
     **{f"{quant}-bf16": replace(_JOB, quant=quant, dtype="bfloat16") for quant in ("gptq", "awq", "ct8")},
     **{f"ct-groups-of-{group}": replace(_JOB, group_size=group) for group in (32, 64)},
-    **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS},
+    **{f"{quant}-experts": replace(_JOB, quant=quant, model="tiny-mixtral") for quant in QUANTIZERS if quant != "fp8"},
     "gpt-oss-experts": replace(_JOB, quant="mxfp4", model="tiny-gpt-oss", layers=2, dtype="bfloat16"),
 }
 
 PARTS = 3
-"""Processes that share the cases: tests may run side by side."""
+"""Processes that share the cases, and as many the folders: tests may run side by side."""
 
 
 def logprobs(provider: str, part: str) -> dict[str, Any]:
@@ -58,10 +58,11 @@ def logprobs(provider: str, part: str) -> dict[str, Any]:
     return found
 
 
-def folders(provider: str) -> dict[str, Any]:
+def folders(provider: str, part: str) -> dict[str, Any]:
     """Ours or their dense twins."""
     found, is_dense = {}, provider == "dense"
-    for name, case in FOLDERS.items():
+    for name in list(FOLDERS)[int(part) :: PARTS]:
+        case = FOLDERS[name]
         with tempfile.TemporaryDirectory() as place:
             folder = write(case, Path(place), is_dense)
             job = replace(_JOB, model=str(folder), provider=provider if is_dense else case.provider)

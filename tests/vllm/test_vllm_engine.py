@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,11 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> torch.Tensor:
     return (torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])).abs().mean()
 
 
-@pytest.mark.parametrize(("part", "case"), [(f"part{i % PARTS}", case) for i, case in enumerate(CASES)])
+def _in_parts(cases: Iterable[str]) -> list[tuple[str, str]]:
+    return [(f"part{i % PARTS}", case) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("part", "case"), _in_parts(CASES))
 def test_log_probabilities_of_the_dense_model(part: str, case: str) -> None:
     ours, dense = (found[case] for found in _both("logprobs", part.removeprefix("part")))
     wanted = "WeightOnlyExpertsMethod" if case.endswith("experts") else "WeightOnly.*LinearKernel"
@@ -66,10 +71,10 @@ def test_log_probabilities_of_the_dense_model(part: str, case: str) -> None:
     assert _difference(ours, dense) < LOGPROB_BOUND  # 0 where weights are dequantized for cuBLAS
 
 
-@pytest.mark.parametrize("case", FOLDERS)
-def test_folders(case: str) -> None:
+@pytest.mark.parametrize(("part", "case"), _in_parts(FOLDERS))
+def test_folders(part: str, case: str) -> None:
     """test_vllm_engine_folders.py loads them on the CPU."""
-    ours, dense = (found[case] for found in _both("folders"))
+    ours, dense = (found[case] for found in _both("folders", part.removeprefix("part")))
     assert FOLDERS[case].kernels.items() <= ours["kernels"].items(), ours["kernels"]
     assert "WeightOnly" not in str(dense["kernels"])
     assert _difference(ours, dense) < LOGPROB_BOUND

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from tests.vllm import vllm_cases as cases
 from tests.vllm import vllm_experts as moe
-from tests.vllm import vllm_fp4
+from tests.vllm import vllm_fp4, vllm_fp8
 from tests.vllm import vllm_models as models
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
@@ -45,6 +45,7 @@ def test_quantized_model_has_the_numbers_of_the_dense_one(
 ) -> None:
     cases.take_first(monkeypatch)
     vllm_fp4.take_place(monkeypatch)
+    vllm_fp8.take_place(monkeypatch, capability=(9, 0))
     job = replace(_JOB, quant=quant)
     ours = dict(_built(tmp_path / "ours", job).named_modules())
     dense = dict(_built(tmp_path / "dense", replace(job, provider="dense")).named_modules())
