@@ -176,8 +176,9 @@ class GemmSm90(ClusterFamily):
     def may_follow(self, config: KernelConfig, order: Hashable) -> bool:
         """Tiles that have registers for a sum of parts beside the accumulators of one: kMayFollow of struct Traits."""
         has_room = self.warpgroups_k(config) == 1 and config.block_n == 128 and 96 <= config.block_m <= 128
-        is_known = self.takes_order and isinstance(order, Order) and order.family == self.name
-        return is_known and has_room and config.split_k in (1, order.split_k)
+        if not (has_room and self.takes_order and isinstance(order, Order) and order.family == self.name):
+            return False
+        return config.split_k in (1, order.split_k)
 
     def loops(self, config: KernelConfig) -> bool:
         """They do where tiles are large, if K is not shared."""

@@ -32,6 +32,7 @@ _PIECE_BYTES = 4 << 20
 """Of a larger sum that are added at a time."""
 
 _PLACES = 3
+_DTYPES = (torch.float16, torch.bfloat16)
 
 SWITCH = "WEIGHTONLY_SYMMETRIC_SUMS"
 """Environment variable: 1 on all ranks asks for shared memory; else all sums are left to torch.distributed."""
@@ -93,7 +94,7 @@ def shared_of(group: distributed.ProcessGroup, term: torch.Tensor) -> SharedSums
     The first sum of a group makes the memory, together with all ranks. A sum whose group has none yet is left to
     torch.distributed while a CUDA graph is captured.
     """
-    if not term.is_cuda or term.dtype not in FLOAT_TYPES:
+    if not term.is_cuda or term.dtype not in _DTYPES:
         return None
     try:
         return _shared[group]

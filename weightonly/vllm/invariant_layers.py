@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 from .linear_kernel import WeightOnlyLinearKernel
 
 
-class InvariantAwqMethod(AutoAWQMarlinLinearMethod):  # type: ignore[misc]
+class InvariantAwqMethod(AutoAWQMarlinLinearMethod):
     """The method that asks for a kernel; where ours does not answer, the layer gets the one that dequantizes."""
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
