@@ -18,12 +18,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "heuristics/families/gemm_sm90.py",
         "classes",
         [
-            ("sums of three CTAs", "GemmSm90.bits_class", "config.split_k * warpgroups > 2", "config.split_k > 3"),
-            ("two CTAs of warpgroups along K", "GemmSm90.bits_class", "config.split_k * warpgroups", "config.split_k"),
-            ("parts of any length", "GemmSm90.bits_class", "part_k, self", "0, self"),
-            ("scales multiply the same", "GemmSm90.bits_class", "self.scaled(config, problem)", '""'),
-            ("registers of four warpgroups", "GemmSm90.scaled", "<= 3", "<= 4"),
-            ("small groups scale sums", "GemmSm90.scaled", "problem.group_step == 128 and ", ""),
+            ("CTAs do not count", "GemmSm90.bits_class", "config.split_k, warpgroups", "1, warpgroups"),
+            ("warpgroups do not count", "GemmSm90.bits_class", "config.split_k, warpgroups", "config.split_k, 1"),
+            ("parts of any length", "GemmSm90.bits_class", "config.split_k > 1 and ", "False and "),
+            ("any tile follows", "GemmSm90.may_follow", "96 <= config.block_m <= 128", "True"),
+            ("parts of other CTAs", "GemmSm90.may_follow", "(1, order.split_k)", "(1, 2, 3, order.split_k)"),
         ],
     ),
     *of(
@@ -36,7 +35,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "classes",
         [
             ("the mode is not seen", "kernels_for", "p.invariant", "False"),
-            ("no class is refused", "invariant_kernels", "found is not None", "True"),
+            (
+                "no kernel follows",
+                "invariant_kernels",
+                "computes_class(launch.config, problem, of)",
+                "launch.config.rules.bits_class(launch.config, problem) == of",
+            ),
             ("cuBLAS for more rows", "_last_resort", "p.invariant", "False"),
         ],
     ),

@@ -66,19 +66,19 @@ def test_a_unit_defines_a_function_for_each_kernel() -> None:
 @pytest.mark.parametrize(
     ("symbol", "facts", "flags"),
     [
-        # rows, CTAs of a cluster, whether it reads zeros, the smallest groups, bytes of an element of x
-        ("gemm_sm90_32x256x128_w32x64_s6_f16_int4_group", "2097120, 8, false, 32, 2", ""),
-        ("gemm_sm90_256x128x64_w256x64_s5_bf16_int8_group_zeros", "16776960, 1, true, 32, 2", ""),
-        ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32, 2", ""),
-        ("gemv_1x16x1024_f16_int4_channel", "1, 0, false, 32, 2", ""),
-        ("gemv_1x16x2048_g16_f16_int4_group", "1, 0, false, 16, 2", ""),
-        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_group", "12582720, 8, false, 128, 1", ""),
-        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_channel", "12582720, 8, false, 32, 1", ""),
+        # rows, CTAs of a cluster, whether it reads zeros, the smallest groups, bytes of an element of x, whether it takes an order
+        ("gemm_sm90_32x256x128_w32x64_s6_f16_int4_group", "2097120, 8, false, 32, 2, true", ""),
+        ("gemm_sm90_256x128x64_w256x64_s5_bf16_int8_group_zeros", "16776960, 1, true, 32, 2, true", ""),
+        ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32, 2, false", ""),
+        ("gemv_1x16x1024_f16_int4_channel", "1, 0, false, 32, 2, false", ""),
+        ("gemv_1x16x2048_g16_f16_int4_group", "1, 0, false, 16, 2, false", ""),
+        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_group", "12582720, 8, false, 128, 1, false", ""),
+        ("gemm_sm90_fp8_192x128x128_w192x64_s5_bf16_int4_channel", "12582720, 8, false, 32, 1, false", ""),
         # and whether it sorts, and may be in a layer, with gates
-        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32, 2", ", false, true"),
-        ("grouped_sm90_32x256x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32, 2", ", false, true"),
-        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "2147483647, 1, false, 32, 2", ", true, true"),
-        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "2147483647, 0, false, 32, 2", ", false, false"),
+        ("grouped_sm90_64x256x128_w64x64_s4_f16_int4_group", "2147483647, 1, false, 32, 2, false", ", false, true"),
+        ("grouped_sm90_32x256x128_w32x64_s5_f16_code4_group", "2147483647, 1, true, 32, 2, false", ", false, true"),
+        ("grouped_decode_sm90_8x64x512_w8x64_s2_f16_int4_group", "2147483647, 1, false, 32, 2, false", ", true, true"),
+        ("grouped_sm80_16x64x64_w16x32_s4_f16_int4_group", "2147483647, 0, false, 32, 2, false", ", false, false"),
     ],
 )
 def test_facts_of_a_kernel_stand_in_the_registry(symbol: str, facts: str, flags: str, tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from weightonly.device import device_arch, sm_count
 from weightonly.heuristics import KernelConfig, Problem
 from weightonly.heuristics.configs import TypeConfig, kernel_types
 from weightonly.heuristics.legal import computes_groups_of_16
-from weightonly.heuristics.problem import CODE_FORMATS, CODEBOOK_FORMATS, FORMAT_GROUPS, FORMATS, LAYOUTS, layouts_of
+from weightonly.heuristics.problem import (
+    CODE_FORMATS,
+    CODEBOOK_FORMATS,
+    FLOAT_FORMATS,
+    FORMAT_GROUPS,
+    FORMATS,
+    LAYOUTS,
+    layouts_of,
+)
 from weightonly.kernels import dequantizes_groups_of_16, is_compiled, kernels
 from weightonly.launch import LaunchOverlap
 from weightonly.plan.choose import choose, scale_mode
@@ -63,7 +71,7 @@ class Weight:
     @property
     def types(self) -> TypeConfig:
         """As kernels are named."""
-        if self.format in CODE_FORMATS:
+        if self.format in CODEBOOK_FORMATS:
             return TypeConfig(self.dtype, "code4", "group")
         return TypeConfig(self.dtype, self.format, scale_mode(self.group_size, self.zeros != "none"))
 
@@ -114,7 +122,8 @@ class Drawer:
         """Any format, dtype, layout and group size; K a multiple of the group, N anything."""
         format, dtype, layout = self._types(draw)
         longest = draw.choice(self.limits.k)
-        sizes = (*GROUP_SIZES, 16) if self.groups_of_16 else GROUP_SIZES
+        has_16 = self.groups_of_16 and not (self.configs and format in FLOAT_FORMATS)  # GPUs dequantize those
+        sizes = (*GROUP_SIZES, 16) if has_16 else GROUP_SIZES
         group_size = FORMAT_GROUPS.get(format) or draw.choice([size for size in sizes if size <= longest])
         if group_size == -1:
             step = draw.choice([1, 8, 64])
