@@ -66,8 +66,7 @@ def test_a_unit_defines_a_function_for_each_kernel() -> None:
 @pytest.mark.parametrize(
     ("symbol", "facts", "flags"),
     [
-        # rows, CTAs of a cluster, whether it reads zeros, the smallest groups, bytes of an element of x, whether it takes
-        # an order
+        # rows, CTAs of a cluster, whether it reads zeros, the smallest groups, bytes of x, whether it takes an order
         ("gemm_sm90_32x256x128_w32x64_s6_f16_int4_group", "2097120, 8, false, 32, 2, true", ""),
         ("gemm_sm90_256x128x64_w256x64_s5_bf16_int8_group_zeros", "16776960, 1, true, 32, 2, true", ""),
         ("gemm_sm80_16x64x64_w16x32_s4_f16_code4_group", "2147483647, 0, true, 32, 2, false", ""),

@@ -26,7 +26,7 @@ from ..weight import QuantizedWeight
 
 LIMITS = {2: 32 << 20, 4: 1 << 20, 8: 256 << 10}
 """Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, are left to torch.distributed.
-Of two ranks as measured (bench/measurements/h200x2_sums.csv), of others guessed."""
+Of two ranks as measured (bench/measurements/h100x2_sums.csv), of others guessed."""
 
 _PIECE_BYTES = 4 << 20
 """Of a larger sum that are added at a time."""
