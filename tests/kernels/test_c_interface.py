@@ -18,7 +18,8 @@ from tests.kernels.test_numeric_conversion import built_library, compile_header
 
 POINTERS = ("x", "weight", "scales", "zeros", "bias", "y", "partials")
 _TYPES: dict[str, Any] = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "GroupIndex": ctypes.c_uint32 * 2}
-_TYPES |= {"uint16_t": ctypes.c_uint16, "uint8_t": ctypes.c_uint8}
+_TYPES |= {"uint16_t": ctypes.c_uint16, "uint8_t": ctypes.c_uint8, "uint32_t": ctypes.c_uint32}
+_NUMBERS = {"kMaxRanks": 8}
 
 
 def struct_of(header: str, name: str) -> type[ctypes.Structure]:
@@ -27,9 +28,9 @@ def struct_of(header: str, name: str) -> type[ctypes.Structure]:
     body = re.search(rf"struct {name} (?:: (\w+) )?{{(.*?)\n}};", text, re.DOTALL)
     assert body
     fields: list[tuple[str, Any]] = [*_TYPES[body[1]]._fields_] if body[1] else []
-    for kind, field, count in re.findall(r"^  ([\w ]+?[\w*])\s+(\w+)(?:\[(\d+)\])?;", body[2], re.MULTILINE):
+    for kind, field, count in re.findall(r"^  ([\w ]+?[\w*])\s+(\w+)(?:\[(\w+)\])?;", body[2], re.MULTILINE):
         made = ctypes.c_void_p if kind.endswith("*") else ctypes.c_float if kind == "float" else _TYPES[kind]
-        fields.append((field, made * int(count) if count else made))
+        fields.append((field, made * int(_NUMBERS.get(count, count)) if count else made))
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -460,6 +461,7 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
         "wo_route",
         "wo_gather",
         "wo_combine",
+        "wo_sum_over_ranks",
     ],
 )
 def test_every_function_of_the_library_refuses_null_and_zeros(function: str) -> None:
@@ -540,6 +542,38 @@ def test_what_is_right_around_experts_comes_to_the_device(function: str) -> None
     message = ctypes.create_string_buffer(512)
     assert call(ctypes.byref(struct(**AROUND_EXPERTS[function])), 99, None, message, len(message)) == 1
     assert b" on device 99: " in message.value
+
+
+SumOverRanksParams = struct_of("kernels/parallel/sum_over_ranks.h", "SumOverRanksParams")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ".* on device 99: "),
+        ({"y": 4104}, "y must be a 16-byte aligned address, got 4104"),
+        ({"state": 0}, "state must be a 4-byte aligned address, got 0"),
+        ({"ranks": 1}, "ranks must be 2 to 8, got 1"),
+        ({"ranks": 9}, "ranks must be 2 to 8, got 9"),
+        ({"rank": 2}, "rank must be one of the ranks, got 2"),
+        ({"ranks": 3}, "memory must be 16-byte aligned addresses, got 0"),
+        ({"capacity": 120}, "capacity must be a multiple of 16 up to 2.32, got 120"),
+        ({"count": 0}, "count must be 1 to what capacity holds, got 0"),
+        ({"count": 65}, "count must be 1 to what capacity holds, got 65"),
+        ({"type": 2}, "type must be 0 or 1, got 2"),
+        ({"pdl_mode": 3}, "pdl_mode must be 0 to 2, got 3"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_of_sums_over_ranks_is_refused(changed: dict[str, int], reason: str) -> None:
+    """What is right comes to the device, of which there is no 99."""
+    given = SumOverRanksParams(**{"y": 4096, "state": 4096, "count": 64, "capacity": 128, "ranks": 2} | changed)
+    given.memory[:2] = (4096, 8192)
+    message = ctypes.create_string_buffer(512)
+    call: Callable[..., int] = ctypes.CDLL(str(built_library())).wo_sum_over_ranks
+    assert call(ctypes.byref(given), 99, None, message, len(message)) == 1
+    text = message.value.decode()
+    assert re.match(f"sum_over_ranks:? ?{reason}", text), text
 
 
 def test_the_module_compares_itself_with_the_library_when_it_is_imported() -> None:

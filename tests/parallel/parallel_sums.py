@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from weightonly.gemm import gemm
 from weightonly.nn.linear import Linear
 from weightonly.parallel import ExpertParallel, RowwiseParallel
-from weightonly.parallel.sums import LIMITS, sum_of_products, sum_over_ranks
+from weightonly.parallel.sums import LIMITS, PIECE_BYTES, sum_of_products, sum_over_ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,7 +32,7 @@ def name_of(mesh: DeviceMesh) -> str:
 def sizes(mesh: DeviceMesh, dtype: torch.dtype) -> list[tuple[int, ...]]:
     """Shapes of few and of ragged numbers, and on both sides of the limit and of a piece."""
     shapes: list[tuple[int, ...]] = [(0, 8), (1,), (3, 1), (1, 8192), (5, 4099), (16, 8192), (2, 3, 777)]
-    for limit in (LIMITS[mesh.size()], 4 << 20, 3 * (4 << 20)):
+    for limit in (LIMITS[mesh.size()], PIECE_BYTES, 3 * PIECE_BYTES):
         count = limit // dtype.itemsize
         shapes += [(count - 1,), (2, count // 2), (count + 1,)]
     return shapes
@@ -96,11 +97,12 @@ def of_integers(mesh: DeviceMesh, step: int, shape: tuple[int, ...], dtype: torc
 def many_in_a_row(mesh: DeviceMesh) -> None:
     """Of distinct integers and sizes, without a wait between them: no sum reads terms of the next or the last one."""
     shapes = [(1, 8192), (16, 8192), (3, 1111), (64, 8192), (1, 8)]
+    sleeps = random.Random(mesh.get_local_rank())
     for dtype in DTYPES:
         found = []
-        for step in range(60 if mesh.device_type == "cuda" else 10):
-            if mesh.device_type == "cuda" and step % 4 == mesh.get_local_rank():
-                torch.cuda._sleep(200_000)  # ranks come at different times
+        for step in range(200 if mesh.device_type == "cuda" else 10):
+            if mesh.device_type == "cuda" and sleeps.random() < 0.2:
+                torch.cuda._sleep(sleeps.randrange(400_000))  # cycles; ranks come at different times
             shape = shapes[step % len(shapes)]
             found.append(sum_over_ranks(integers(mesh, step, shape, dtype, mesh.get_local_rank()), name_of(mesh)))
         for step, y in enumerate(found):

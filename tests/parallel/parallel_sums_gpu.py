@@ -11,7 +11,7 @@ from tests.parallel.parallel_sums import device_of, integers, name_of, of_intege
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from weightonly.parallel.sums import LIMITS, SWITCH, shared_of, sum_over_ranks
+from weightonly.parallel.sums import LIMITS, PIECE_BYTES, SWITCH, shared_of, sum_over_ranks
 
 
 def shared(mesh: DeviceMesh) -> None:
@@ -19,7 +19,7 @@ def shared(mesh: DeviceMesh) -> None:
     are NCCL's."""
     term = torch.ones(1, 8192, device=device_of(mesh), dtype=torch.bfloat16)
     found = shared_of(mesh.get_group(), term)
-    assert found is not None and found.capacity <= LIMITS[mesh.size()]
+    assert found is not None and found.capacity == min(LIMITS[mesh.size()], PIECE_BYTES)
     assert shared_of(mesh.get_group(), term) is found
     assert shared_of(mesh.get_group(), term.half()) is found
     assert shared_of(mesh.get_group(), term.float()) is None
@@ -46,13 +46,30 @@ def in_order(of_all: list[torch.Tensor]) -> torch.Tensor:
 
 def many_sizes(mesh: DeviceMesh) -> None:
     """Large and small in turns, which clear after each other; numbers behind the last whole 16 bytes; bit for bit."""
-    shapes = [(400, 8192), (1,), (33, 8191), (7,), (4100, 1024), (1, 8192), (128, 8192), (3, 5), (2048, 8192), (8,)]
+    shapes: list[tuple[int, ...]] = [(400, 8192), (1,), (33, 8191), (7,), (4100, 1024), (1, 8192), (3, 5), (128, 8192)]
+    for size in (PIECE_BYTES, LIMITS[mesh.size()]):
+        shapes += [(size // 2 - 1,), (8191,), (size // 2,), (8,), (size // 2 + 1,)]
     for dtype in DTYPES:
         for seed, shape in enumerate(shapes * 2):
             of_all = terms(mesh, shape, dtype, seed)
             y = sum_over_ranks(of_all[mesh.get_local_rank()], name_of(mesh))
             if 2 * y.numel() <= LIMITS[mesh.size()]:
                 assert torch.equal(y, in_order(of_all)), (dtype, shape)
+
+
+def in_place(mesh: DeviceMesh) -> None:
+    """Of numbers in the middle of a tensor, at any address; what is beside them stays."""
+    found = shared_of(mesh.get_group(), torch.ones(8, device=device_of(mesh), dtype=torch.bfloat16))
+    assert found is not None
+    for dtype in DTYPES:
+        for begin in (8, 1, 15):
+            for count in (1, 7, 8, 4097, found.capacity // 2 + 9):
+                of_all = terms(mesh, (begin + count + 9,), dtype, count)
+                y = of_all[mesh.get_local_rank()].clone()
+                found.add_(y[begin : begin + count])
+                expected = of_all[mesh.get_local_rank()].clone()
+                expected[begin : begin + count] = in_order([term[begin : begin + count] for term in of_all])
+                assert torch.equal(y, expected), (dtype, begin, count)
 
 
 def any_bits(mesh: DeviceMesh) -> None:
@@ -149,7 +166,7 @@ def in_modes(mesh: DeviceMesh) -> None:
     """What is made in inference mode is of use outside of it, and the other way round."""
     group = distributed.new_group(list(range(mesh.size())))
     assert group is not None
-    term = integers(mesh, 2, (3, 512), torch.float32, mesh.get_local_rank())
+    term = integers(mesh, 2, (3, 512), torch.bfloat16, mesh.get_local_rank())
     expected = sum_over_ranks(term, name_of(mesh))
     with torch.inference_mode():
         assert torch.equal(sum_over_ranks(term, group.group_name), expected)
@@ -176,6 +193,7 @@ def compiled_by_inductor(mesh: DeviceMesh) -> None:
 CASES: dict[str, Callable[[DeviceMesh], float | None]] = {
     "shared memory": shared,
     "many sizes": many_sizes,
+    "in place": in_place,
     "any bits": any_bits,
     **parallel_sums.CASES,
     "streams": on_streams,

@@ -28,7 +28,7 @@ LIMITS = {2: 32 << 20, 4: 1 << 20, 8: 256 << 10}
 """Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, are left to torch.distributed.
 Of two ranks as measured (bench/measurements/h100x2_sums.csv), of others guessed."""
 
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 """Of a larger sum that are added at a time."""
 
 _PLACES = 3
@@ -61,6 +61,7 @@ class SharedSums:
             make = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p
             self._memory = make((_PLACES * self.ranks * capacity,), (1,), torch.uint8, device)
             self._state = torch.zeros(3, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # PyTorch may clear it on another stream
         self._memory.fill_(255)
         handle = symmetric.rendezvous(self._memory, group.group_name)  # lives as long as the memory
         self._addresses = [int(address) for address in handle.buffer_ptrs]  # of all ranks, as this one sees them
@@ -68,7 +69,12 @@ class SharedSums:
         torch.cuda.synchronize(device)
 
     def add_(self, term: torch.Tensor) -> None:
-        """Adds the terms of all ranks to this one. term: contiguous, of fp16 or bf16, at a 16-byte aligned address."""
+        """Adds the terms of all ranks to this one, which is contiguous, of fp16 or bf16."""
+        if term.data_ptr() % 16:
+            copy = term.clone()
+            self.add_(copy)
+            term.copy_(copy)
+            return
         self._follow()
         number, stream = FLOAT_TYPES[term.dtype], torch.cuda.current_stream(self._device).cuda_stream
         most, state = self.capacity // term.element_size(), self._state.data_ptr()
@@ -176,7 +182,7 @@ def _shared_by_all(group: distributed.ProcessGroup, device: torch.device) -> Sha
     if not _all_agree(group, _says(group, device)):
         return None
     try:
-        shared = SharedSums(group, device, min(LIMITS[group.size()], _PIECE_BYTES))
+        shared = SharedSums(group, device, min(LIMITS[group.size()], PIECE_BYTES))
     except RuntimeError:  # such as of a container that may not pass memory on
         shared = None
     return shared if _all_agree(group, shared is not None) else None
