@@ -23,7 +23,7 @@ namespace sum_over_ranks_cu {
 constexpr int kVector = 8;  // elements of 16 bytes
 constexpr int kThreads = 256;
 constexpr uint32_t kEmpty = 0xffffffff;
-constexpr uint32_t kNan = 0x7fff7fff;  // in its place, should a term have it: two NaNs as well
+[[maybe_unused]] constexpr uint32_t kNan = 0x7fff7fff;  // in its place, should a term have it: two NaNs as well
 constexpr int kPlaces = 3;
 
 template <class Element>
