@@ -17,16 +17,14 @@ from . import autograd, reference
 from .args import GRADIENT_SCHEMA
 from .device import device_arch
 from .grouped import rows_of
-from .layout import K_ALIGN, blocks_of
+from .layout import K_ALIGN, Range, blocks_of
 from .ops.dequantize import dequantize_columns, has_kernel
 from .packed import PackedWeight
 from .plain import aligned_rows
-from .slicing import cut_rows
 from .weight import LooseWeight, QuantizedWeight
 
-SLICE_BYTES = 128 << 20
-"""The most that a slice of the weights of all experts may take when it is dense. Its packed bytes are copied beside it,
-a quarter of that in 4 bits."""
+SLICE_BYTES = 240 << 20
+"""The most that a slice of the weights of all experts may take when it is dense."""
 
 _ROWS_OF_A_SUM = 128
 
@@ -88,40 +86,57 @@ def by_slices(grad: torch.Tensor, w: QuantizedWeight, offs: torch.Tensor, limit_
 def _dequantized_rows(w: QuantizedWeight, limit_bytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(begin, end, rows begin..end of the weights of all experts, and of one more of zeros: [E + 1, end - begin, N]),
     slice after slice. Each is memory that the next one overwrites."""
-    packed, experts, groups = w.packed, w.experts or 0, w.group_rows
-    columns = packed.n_padded
-    workspace = w.scales.new_empty(0)
-    step = limit_bytes // ((experts + 1) * columns * w.scales.element_size())
-    align = groups if K_ALIGN <= groups <= step and groups % K_ALIGN == 0 else K_ALIGN
-    slices = -(-w.k // max(align, step // align * align))
-    step = -(-w.k // (slices * align)) * align
+    experts, n_padded = w.experts or 0, w.packed.n_padded
+    step = _rows_of_a_slice(w, limit_bytes // ((experts + 1) * n_padded * w.scales.element_size()))
+    wide, scales, zeros = _side_by_side(w)
+    dequantize = _by_kernel if has_kernel(wide, scales, zeros) else _by_reference
+    workspace = scales.new_empty(step, experts + 1, n_padded)
+    workspace[:, experts] = 0
     for begin in range(0, w.k, step):
         end = min(begin + step, w.k)
-        part = w if step >= w.k else cut_rows(w, begin, end)
-        if not workspace.numel():
-            workspace = w.scales.new_empty(part.k, experts + 1, columns)
-            workspace[:, experts] = 0
-        rows = workspace[: part.k]
-        _dequantize_beside(part, rows.view(part.k, -1))
+        rows = workspace[: end - begin]
+        dequantize(wide, scales, zeros, (begin, end), rows.view(end - begin, -1))
         yield begin, end, rows.permute(1, 0, 2)[..., : w.n]
 
 
-def _dequantize_beside(w: QuantizedWeight, out: torch.Tensor) -> None:
-    """Writes the weights of all experts side by side to out [K, at least E * n_padded]."""
+def _rows_of_a_slice(w: QuantizedWeight, most: int) -> int:
+    """About as many in each slice, `most` or at least 64, whose groups are whole or one."""
+    size = w.group_rows
+    if w.groups > 1 and size > most and size % K_ALIGN == 0:
+        return max(rows for rows in range(K_ALIGN, max(most, K_ALIGN) + 1, K_ALIGN) if size % rows == 0)
+    align = size if w.groups > 1 and size % K_ALIGN == 0 else K_ALIGN
+    slices = -(-w.k // max(align, most // align * align))
+    return min(w.k, -(-w.k // (slices * align)) * align)
+
+
+def _side_by_side(w: QuantizedWeight) -> tuple[PackedWeight, torch.Tensor, torch.Tensor | None]:
+    """The weights of all experts as one [K, E * n_padded], and its scales and zeros [groups, E * n_padded].
+
+    Bytes of these layouts are columns first: those of experts, one after another, are those of one wide weight.
+    """
     packed, columns = w.packed, (w.experts or 0) * w.packed.n_padded
-    # Bytes of these layouts are columns first: those of experts, one after another, are those of one wide weight.
     code = packed.code if packed.format == "code4" else None
     wide = PackedWeight(packed.data, packed.k, columns, packed.format, packed.layout, code)
     scales, zeros = (
-        None if t is None else aligned_rows(t, packed.n_padded).transpose(0, 1).reshape(t.shape[1], columns)
+        None if t is None else aligned_rows(t, packed.n_padded).transpose(0, 1).reshape(w.groups, columns)
         for t in (w.scales, w.zeros)
     )
     assert scales is not None
-    if has_kernel(wide, scales, zeros):
-        dequantize_columns(wide, scales, zeros, 0, columns, out)
-        return
-    for begin, end in reference.column_blocks(wide):
-        out[:, begin:end] = reference.dequantize_columns(wide, scales, zeros, begin, end)
+    return wide, scales, zeros
+
+
+def _by_kernel(
+    w: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, rows: Range, out: torch.Tensor
+) -> None:
+    """Writes these rows of w [K, N] to out [rows, at least N]."""
+    dequantize_columns(w, scales, zeros, 0, w.n, out, rows)
+
+
+def _by_reference(
+    w: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, rows: Range, out: torch.Tensor
+) -> None:
+    for begin, end in reference.column_blocks(w):
+        out[:, begin:end] = reference.dequantize_columns(w, scales, zeros, begin, end)[slice(*rows)]
 
 
 @_gradient_op.register_fake

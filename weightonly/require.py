@@ -12,12 +12,13 @@ from torch.compiler import is_compiling
 from .plain import PLAIN, has_memory, is_virtual
 
 
-def is_set(variable: str) -> bool:
-    """Whether an environment variable is 1; 0, empty and not set: it is not. Raises ValueError for another value."""
+def is_set(variable: str, default: bool = False) -> bool:
+    """Whether an environment variable is 1; default: where it is empty or not set. Raises ValueError for another value
+    than 0 and 1."""
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{variable}: expected 0 or 1, got {value!r}")
-    return value == "1"
+    return value == "1" if value else default
 
 
 def require_tensor(name: str, value: object, in_memory: bool = True) -> None:

@@ -67,7 +67,7 @@ MODELS: dict[str, Served] = {
     "mixtral-8x7b": _mixture(MIXTURES["mixtral-8x7b"], 32, 32, 8, 32000, "mixtral"),
     "qwen3-30b-a3b": _mixture(MIXTURES["qwen3-30b-a3b"], 48, 32, 4, 151936, "qwen3_moe", 128),
     "gpt-oss-20b": _mixture(MixtureSizes(2880, 2880, 32, 4), 24, 64, 8, 201088, "gpt_oss", 64),
-    "tiny": Served(LlamaSizes(512, 1536, 4, 8, 4, 2048)),
+    "tiny": Served(LlamaSizes(512, 1536, 4, 4, 2, 2048)),
     "tiny-mixtral": _mixture(MixtureSizes(512, 512, 8, 2), 4, 8, 4, 2048, "mixtral"),
     "tiny-gpt-oss": _mixture(MixtureSizes(512, 512, 8, 4), 4, 8, 4, 2048, "gpt_oss"),
 }

@@ -300,7 +300,7 @@ template <class Element, class Reader, Values kValues>
 cudaError_t launch(DequantizeParams const& p, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   constexpr int kColumns = kWarps * Block<Element, Reader, kValues>::kColumns;
-  config.gridDim = dim3(divide_up(p.n_end - p.n_begin, kColumns), divide_up(p.k_padded, Reader::kWarpK));
+  config.gridDim = dim3(divide_up(p.n_end - p.n_begin, kColumns), divide_up(p.k, Reader::kWarpK));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, dequantize_kernel<Element, Reader, kValues>, p);

@@ -19,7 +19,7 @@ struct DequantizeParams {
   int64_t ld_scales;  // elements, at least n_padded
   int64_t ldw;  // elements
   int32_t k;
-  int32_t k_padded;  // a multiple of 64
+  int32_t k_padded;  // of the packed weight, a multiple of 64; of it k rows are read
   int32_t n_begin;  // a multiple of 64
   int32_t n_end;
   int32_t n_padded;  // a multiple of 32, of tiled weights of 64

@@ -189,6 +189,29 @@ def test_columns_go_where_they_belong(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", ["int4", "int8", "nf4", FP8])
+@pytest.mark.parametrize("group_size", [32, 64, 256, -1])
+def test_rows_go_where_they_belong(
+    kernel_only: torch.device, generator: torch.Generator, format: str, layout: str, group_size: int
+) -> None:
+    """A range of rows, of whole groups or of one, in a frame of NaN that stays as it is."""
+    skip_unless_read(format, layout, False)
+    k, n = 512 if group_size > 0 else 456, 200
+    weight = random_weight(k, n, format, layout, torch.bfloat16, group_size, format == "int8", generator)
+    expected = wo.dequantize(weight.qweight, weight.scales, weight.zeros)
+    qweight, scales, zeros = weight.on(kernel_only)
+    scales = aligned_rows(scales, qweight.n_padded)
+    zeros = None if zeros is None else aligned_rows(zeros, qweight.n_padded)
+    for begin, end in ((0, 64), (64, 128), (192, 256), (256, k), (k // 64 * 64 - 64, k)):
+        frame = torch.full((end - begin + 2, n + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
+        w = frame[1:-1, :n]
+        DEQUANTIZE.dequantize_columns(qweight, scales, zeros, 0, n, w, (begin, end))
+        assert torch.equal(w.cpu(), expected[begin:end]), (begin, end)
+        w.fill_(float("nan"))
+        assert frame.isnan().all(), (begin, end)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_than_two_to_the_31_weights(cuda_device: torch.device, generator: torch.Generator, layout: str) -> None:
     """Offsets are 64 bits wide: 66560 x 33024 is 2.2e9 weights; the last columns are the ones that wrap."""
     k, n = 66560, 33024

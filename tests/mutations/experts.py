@@ -112,11 +112,11 @@ MUTATIONS = [
             ("columns that are padded", "_dequantized_rows", "[..., : w.n]", ""),
             (
                 "groups of experts, one after another",
-                "_dequantize_beside",
-                ".transpose(0, 1).reshape(t.shape[1], columns)",
-                ".reshape(t.shape[1], columns)",
+                "_side_by_side",
+                ".transpose(0, 1).reshape(w.groups, columns)",
+                ".reshape(w.groups, columns)",
             ),
-            ("more than the limit", "_dequantized_rows", "(slices * align)) * align", "(slices * align) + 1) * align"),
+            ("more than the limit", "_rows_of_a_slice", "(slices * align)) * align", "(slices * align) + 1) * align"),
         ],
     ),
     *of(

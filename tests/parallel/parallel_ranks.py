@@ -39,14 +39,10 @@ _PR_SET_PDEATHSIG = 1
 
 def run(module: str, ranks: Sequence[int], folder: Path, device: str = "cpu") -> dict[str, dict[str, Any]]:
     """The results of a module's cases on 2 ranks, on 4, and so on; for tests."""
-    from weightonly.parallel.sums import SWITCH
-
     out = folder / f"{module}.json"
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = os.environ | one_thread | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1"} | (
-        {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {SWITCH: "1"}
-    )
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.parallel.parallel_ranks", device, module, str(out), *map(str, ranks)]
     log = folder / f"{module}.log"

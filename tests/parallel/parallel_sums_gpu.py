@@ -15,8 +15,8 @@ from weightonly.parallel.sums import LIMITS, PIECE_BYTES, SWITCH, shared_of, sum
 
 
 def shared(mesh: DeviceMesh) -> None:
-    """This is what the other cases are of: the GPUs share memory. Sums of fp32, and of a group where one rank says so,
-    are NCCL's."""
+    """This is what the other cases are of: the GPUs share memory, unless told otherwise. Sums of fp32, and of a group
+    where one rank says so, are NCCL's."""
     term = torch.ones(1, 8192, device=device_of(mesh), dtype=torch.bfloat16)
     found = shared_of(mesh.get_group(), term)
     assert found is not None and found.capacity == min(LIMITS[mesh.size()], PIECE_BYTES)
@@ -28,7 +28,7 @@ def shared(mesh: DeviceMesh) -> None:
         os.environ[SWITCH] = "0"
     assert other is not None
     total = sum_over_ranks(term, other.group_name)
-    os.environ[SWITCH] = "1"
+    os.environ.pop(SWITCH, None)
     assert shared_of(other, term) is None and torch.equal(total, mesh.size() * term)
     distributed.destroy_process_group(other)
 

@@ -14,7 +14,7 @@ from ..heuristics.legal import has_kernels as computes_format
 from ..heuristics.problem import FLOAT_FORMATS
 from ..heuristics.slices import slice_columns
 from ..kernels import _C, FLOAT_TYPES, MAX_K, MAX_N, dequantizes_fp8, dequantizes_groups_of_16, dequantizes_on
-from ..layout import INTERLEAVED, TILE, TILED
+from ..layout import INTERLEAVED, TILE, TILED, Range, blocks_of
 from ..packed import PackedWeight
 from ..plain import aligned_rows, are_plain
 
@@ -64,28 +64,38 @@ def kernel_slices(
 
 
 def dequantize_columns(
-    qweight: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, begin: int, end: int, w: torch.Tensor
+    qweight: PackedWeight,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    begin: int,
+    end: int,
+    w: torch.Tensor,
+    rows: Range | None = None,
 ) -> None:
-    """Writes columns begin..end of a weight to w [K, end - begin], on the current stream of its GPU.
+    """Writes columns begin..end of a weight, all rows or these, to w [rows, end - begin], on the current stream of its
+    GPU.
 
-    scales, zeros: what `aligned_rows` returns. begin: a multiple of 64. w: its last stride is 1.
+    scales, zeros: what `aligned_rows` returns. begin: a multiple of 64. w: its last stride is 1. rows: their first one
+    is a multiple of 64, and of the rows of a group unless all of them are of one.
     """
-    groups = scales.shape[0]
+    first, last = rows or (0, qweight.k)
+    size = qweight.k // scales.shape[0]
+    group, blocks = first // size, blocks_of(qweight.k_padded, qweight.n_padded, qweight.bits, qweight.layout)
     device = w.get_device()
     _C.dequantize(
         device=device,
         bits=qweight.bits,
         type=FLOAT_TYPES[w.dtype],
         layout=_LAYOUT_NUMBERS[qweight.layout],
-        k=qweight.k,
+        k=last - first,
         k_padded=qweight.k_padded,
         n_begin=begin,
         n_end=end,
         n_padded=qweight.n_padded,
-        group_size=qweight.k_padded if groups == 1 else qweight.k // groups,
-        weight=qweight.data.data_ptr(),
-        scales=scales.data_ptr(),
-        zeros=0 if zeros is None else zeros.data_ptr(),
+        group_size=qweight.k_padded if last <= (group + 1) * size else size,
+        weight=qweight.data.data_ptr() + first // blocks.rows * blocks.shape[2],
+        scales=scales[group].data_ptr(),
+        zeros=0 if zeros is None else zeros[group].data_ptr(),
         codebook=0 if qweight.code is None else codebook_on(qweight.code, w.device, torch.float32).data_ptr(),
         w=w.data_ptr(),
         ld_scales=qweight.n_padded,

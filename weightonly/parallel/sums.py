@@ -35,9 +35,9 @@ _PLACES = 3
 _DTYPES = (torch.float16, torch.bfloat16)
 
 SWITCH = "WEIGHTONLY_SYMMETRIC_SUMS"
-"""Environment variable: 1 on all ranks asks for shared memory; else all sums are left to torch.distributed."""
+"""Environment variable: 0 on a rank leaves all sums of its groups to torch.distributed."""
 
-is_set(SWITCH)  # a wrong value is an error of the import: one rank that fails later lets the others wait
+is_set(SWITCH, True)  # a wrong value is an error of the import: one rank that fails later lets the others wait
 
 _group_of: Any = _resolve_process_group
 
@@ -198,7 +198,7 @@ def _says(group: distributed.ProcessGroup, device: torch.device) -> bool:
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     peers = [visible[gpu] for gpu in gpus if gpu in visible and gpu != mine[1]]  # others show when memory is shared
     return (
-        is_set(SWITCH)
+        is_set(SWITCH, True)
         and has_kernels
         and len(hosts) == 1
         and len(set(gpus)) == len(gpus)
