@@ -45,26 +45,42 @@ def gemm(
         out = x.new_empty(*x.shape[:-1], n)  # in half the time of torch.empty
     if m == 0:
         return out
-    if qweight.layout == TILED_FP8 or (qweight.layout != CPU and qweight.n_padded % TILE):
-        qweight = relayout(qweight, CPU)  # the second: int8 of GPUs before sm90, padded to 32 columns
+    if not is_read(qweight):
+        qweight = relayout(qweight, CPU)
     rows, scales = _rows(x if x.dim() == 2 else x.reshape(m, k)), _rows(scales)
     zeros = None if zeros is None else _rows(zeros)
     bias = None if bias is None else aligned(bias, bias.element_size())
     weight = aligned(qweight.data, 4)
-    codebook = None if qweight.code is None else codebook_on(qweight.code, _CPU, torch.float32)
-    groups = scales.shape[0]
+    params = sizes(backend, rows, qweight, scales, zeros, out.stride(0) if out.dim() == 2 else n, activation, invariant)
+    addresses = (None if t is None else t.data_ptr() for t in (rows, weight, scales, zeros, bias, out))
+    run(backend, params, *addresses)
+    return out
+
+
+def is_read(qweight: PackedWeight) -> bool:
+    """Whether the kernels read a weight as it is packed."""
+    # The second: int8 of GPUs before sm90, padded to 32 columns.
+    return qweight.layout != TILED_FP8 and (qweight.layout == CPU or qweight.n_padded % TILE == 0)
+
+
+def sizes(
+    backend: Backend,
+    x: torch.Tensor,
+    qweight: PackedWeight,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    ldy: int,
+    activation: str | None,
+    invariant: bool,
+) -> Params:
+    """What `run` takes: all but addresses and threads. x: [M, K]; it, scales and zeros as `_rows` gives them."""
+    m, k, n, groups = x.shape[0], qweight.k, qweight.n, scales.shape[0]
     params = Params(
-        x=rows.data_ptr(),
-        weight=weight.data_ptr(),
-        scales=scales.data_ptr(),
-        zeros=None if zeros is None else zeros.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        y=out.data_ptr(),
-        codebook=None if codebook is None else codebook.data_ptr(),
-        ldx=rows.stride(0),
+        codebook=None if qweight.code is None else codebook_on(qweight.code, _CPU, torch.float32).data_ptr(),
+        ldx=x.stride(0),
         ld_scales=scales.stride(0),
         ld_zeros=0 if zeros is None else zeros.stride(0),
-        ldy=out.stride(0) if out.dim() == 2 else n,
+        ldy=ldy,
         m=m,
         n=n,
         k=k,
@@ -74,26 +90,43 @@ def gemm(
         type=_TYPES[x.dtype],
         format=_FORMATS.get(qweight.format, _CODES),
         activation=activation_of(activation).number,
-        threads=1 if m * n * k < _SMALL else torch.get_num_threads(),
+        threads=1 if m * n * k < _SMALL else 0,
         level=backend.level,
         invariant=invariant,
     )
     if qweight.layout != CPU:
         for field, value in zip(FIELDS, blocks_of(qweight), strict=True):
             setattr(params, field, value)
+    return params
+
+
+def run(
+    backend: Backend,
+    params: Params,
+    x: int,
+    weight: int,
+    scales: int,
+    zeros: int | None,
+    bias: int | None,
+    y: int,
+) -> None:
+    """Computes y. params: what `sizes` returns, or a copy. Raises what `gemm` does."""
+    params.x, params.weight, params.scales, params.zeros, params.bias, params.y = x, weight, scales, zeros, bias, y
+    if params.threads == 0:
+        params.threads = torch.get_num_threads()
     if status := backend.library.wo_cpu_gemm(params):
         if status == REFUSED:
             raise ValueError(f"gemm: {backend.library.wo_cpu_error().decode()}")
-        raise MemoryError(f"gemm: no memory for {m} rows of K = {k} and their sums")
-    return out
+        raise MemoryError(f"gemm: no memory for {params.m} rows of K = {params.k} and their sums")
+
+
+def are_rows(matrix: torch.Tensor) -> bool:
+    """Whether the kernels read [rows, columns] where they are: contiguous inside, without an overlap."""
+    apart = matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1
+    return apart and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] with rows that are contiguous inside, do not overlap, and begin at a multiple of an element."""
-    apart = matrix.stride(0) >= matrix.shape[1] or matrix.shape[0] == 1
-    is_dense = apart and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
-    return (
-        matrix
-        if is_dense and matrix.data_ptr() % matrix.element_size() == 0
-        else aligned(matrix, matrix.element_size())
-    )
+    """The matrix or a copy that the kernels read, at a multiple of the size of an element."""
+    in_place = are_rows(matrix) and matrix.data_ptr() % matrix.element_size() == 0
+    return matrix if in_place else aligned(matrix, matrix.element_size())

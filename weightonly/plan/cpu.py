@@ -18,7 +18,7 @@ MAX_K = 1 << 28
 class CpuPlan(Plan):
     """Raises ValueError for a `config`, which names a kernel of GPUs."""
 
-    __slots__ = ("backend", "invariant")
+    __slots__ = ("backend", "invariant", "itemsize", "params")
 
     def __init__(self, args: GemmArgs) -> None:
         super().__init__(args)
@@ -27,6 +27,21 @@ class CpuPlan(Plan):
         self.backend, self.invariant = library.backend(), args.invariant
         if self.backend.library is not None:
             check_sizes(self.m, self.n, args.weight.k)
+        self.itemsize, self.params = args.x.element_size(), self._params(args)
+
+    def _params(self, args: GemmArgs) -> native.Params | None:
+        """What `native.run` takes but for addresses, where all operands are read as they are."""
+        x, w = args.x, args.weight
+        if self.backend.library is None or not self.m or not native.is_read(w.packed) or w.perm is not None:
+            return None
+        if x.dim() != 2 and not x.is_contiguous():
+            return None
+        rows = x.view(self.m, w.k)
+        in_place = all(t is None or native.are_rows(t) for t in (rows, w.scales, w.zeros))
+        if not in_place or not (args.bias is None or args.bias.is_contiguous()):
+            return None
+        operands = (rows, w.packed, w.scales, w.zeros, self.n, args.activation, args.invariant)
+        return native.sizes(self.backend, *operands)
 
     def holds(self, args: GemmArgs) -> bool:
         """As of all plans. Lengths of storages are looked at in each call: freed memory may be grown again, shorter, at
@@ -63,6 +78,16 @@ class CpuPlan(Plan):
 
     def run(self, args: GemmArgs) -> torch.Tensor:
         w = args.weight
+        if self.params is not None and args.out is None:
+            data, _, scales, _, zeros, bias, _ = args.addresses  # type: ignore[misc]
+            zeros, bias = zeros and zeros[0], bias and bias[0]
+            if not (args.x_address | scales | zeros | bias) % self.itemsize and not data % 4:
+                y = args.x.new_empty(self.shape)
+                params = native.Params.from_buffer_copy(self.params)  # threads share the plan
+                native.run(
+                    self.backend, params, args.x_address, data, scales, zeros or None, bias or None, y.data_ptr()
+                )
+                return y
         operands = (args.x, w._packed, w._scales, w._zeros, args.bias, args.activation, args.out)
         if self.backend.library is None:
             return reference.gemm(*operands, invariant=self.invariant)
