@@ -227,6 +227,24 @@ MUTATIONS = [
         ],
     ),
     *of(
+        "weightonly/plan/cpu.py",
+        "operands act_order arguments",
+        [
+            ("x in the order of its columns", "CpuPlan._params", " or w.perm is not None", ""),
+            ("x of three dimensions where it is", "CpuPlan._params", "x.dim() != 2 and ", "False and "),
+            ("rows apart are read", "CpuPlan._params", "if not in_place or", "if"),
+            ("a bias apart is read", "CpuPlan._params", "args.bias is None or args.bias.is_contiguous()", "True"),
+            ("addresses of bytes", "CpuPlan.run", " | bias) % self.itemsize", " | bias) % 1"),
+            (
+                "plans are shared",
+                "CpuPlan.run",
+                "native.Params.from_buffer_copy(self.params)",
+                "self.params",
+                "of threads",
+            ),
+        ],
+    ),
+    *of(
         "weightonly/flops.py",
         "tensor_kinds",
         [
