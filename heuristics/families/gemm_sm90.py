@@ -58,7 +58,14 @@ _SHAPES = (
     (128, 3, 1, 3, 3, 3),
     (192, 2, 1, 5, 5, 5),
     (256, 2, 1, 5, 5, 5),
-    (192, 2, 1, 4, 3, 3),  # beside fewer stages there is room for a sum of parts of K: in the batch-invariant mode alone
+    (
+        192,
+        2,
+        1,
+        4,
+        3,
+        3,
+    ),  # beside fewer stages there is room for a sum of parts of K: in the batch-invariant mode alone
 )
 
 # Tokens, warpgroups along N and K of the tiles that are compiled for groups of 16, too. decode_sm90 has fewer tokens;
