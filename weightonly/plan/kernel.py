@@ -49,8 +49,8 @@ class KernelPlan(Plan):
         "rows_aligned",
         "scales_in_place",
         "tail",
-        "tail_partials",
         "tail_offsets",
+        "tail_partials",
         "x_k",
     )
 
