@@ -158,6 +158,7 @@ GEMM_SM90 = GemmSm90Constants(
         ("gemm_sm90_64x64x256_w64x64_s4", "int8"): TileTimes(0.4701, 2.676),
         ("gemm_sm90_64x128x128_w64x64_s6", "int4"): TileTimes(0.434, 3.0),
         ("gemm_sm90_64x128x128_w64x64_s6", "int8"): TileTimes(0.4426, 2.998),
+        ("gemm_sm90_64x128x256_w64x64_s3", "int4"): TileTimes(0.88, 3.3),
         ("gemm_sm90_64x128x256_w64x64_s3", "code4"): TileTimes(0.9326, 3.559),
         ("gemm_sm90_64x192x128_w64x64_s4", "int4"): TileTimes(0.6121, 3.54),
         ("gemm_sm90_64x192x128_w64x64_s4", "code4"): TileTimes(0.7136, 3.856),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 from .cost import total_us
@@ -41,9 +42,12 @@ def launches(config: KernelConfig, problem: Problem) -> list[tuple[KernelConfig,
     ]
 
 
-def estimate_us(config: KernelConfig, problem: Problem) -> float:
-    """Estimated time of a legal, calibrated configuration, us: of a launch (with its reduction), or of two."""
-    us = sum(total_us(c.rules.work(c, p)) for c, p in launches(config, problem))
+def estimate_us(config: KernelConfig, problem: Problem, order: Hashable = None) -> float:
+    """Estimated time of a legal, calibrated configuration, us: of a launch (with its reduction), or of two.
+
+    order: the class that it computes in, in the batch-invariant mode.
+    """
+    us = sum(total_us(c.rules.work(c, p, order)) for c, p in launches(config, problem))
     return us if config.tail is None else us - config.rules.tail_overlap_us
 
 

@@ -37,7 +37,8 @@ class Kernel:
     """A kernel on one GPU, for one format and kind of scales: its launches, and what bounds their time from below.
 
     launches        (fixed_us, launch) for each split_k that `select` considers, fewest parts of K first: none is
-                    quicker than its fixed_us, which does not shrink from one to the next
+                    quicker than its fixed_us
+    fixed_us        the least of these
     start_us, k_us  see `Launch`
     byte_us         of the memory for one byte
     unhidden        see `Work`
@@ -50,9 +51,11 @@ class Kernel:
         self.block_m, self.block_n = config.block_m, config.block_n
         self.takes_tail, self.tail_overlap_us = family.takes_tail, family.tail_overlap_us
         self.first_parts = family.first_parts(config)
-        self.start_us, self.k_us = first.start_us * _ROUNDING, first.k_us * _ROUNDING
+        self.start_us = min(launch.start_us for launch in launches) * _ROUNDING
+        self.k_us = min(launch.k_us for launch in launches) * _ROUNDING
         # The rest is asked of the model: of launches without bytes, and of one with so many that nothing else counts.
         self.launches = [(launch.work(1, 1, K_ALIGNMENT, 1, 0.0)[0] * _ROUNDING, launch) for launch in launches]
+        self.fixed_us = min(fixed_us for fixed_us, _ in self.launches)
         _, _, memory_us, self.unhidden = first.work(1, 1, K_ALIGNMENT, 1, _MANY_BYTES)
         self.byte_us = memory_us / _MANY_BYTES * _ROUNDING
 
@@ -92,14 +95,14 @@ def invariant_kernels(problem: Problem) -> tuple[Hashable, tuple[Kernel, ...]]:
 
     Raises ValueError where no class has kernels for every M.
     """
-    launches = [launch for kernel in kernels_for(replace(problem, invariant=False)) for _, launch in kernel.launches]
+    configs = considered(problem)
     kernels: dict[Hashable, tuple[Kernel, ...]] = {}
-    for of in {launch.config.rules.bits_class(launch.config, problem) for launch in launches} - {None}:
-        of_kernels: dict[str, list[Launch]] = {}
-        for launch in launches:
-            if computes_class(launch.config, problem, of):
-                of_kernels.setdefault(launch.config.kernel, []).append(launch)
-        kernels[of] = tuple(map(Kernel, of_kernels.values()))
+    for of in {config.rules.bits_class(config, problem) for config in configs} - {None}:
+        launches: dict[str, list[Launch]] = {}
+        for config in configs:
+            if computes_class(config, problem, of):
+                launches.setdefault(config.kernel, []).append(config.rules.launch(config, problem, of))
+        kernels[of] = tuple(map(Kernel, launches.values()))
 
     def time_us(of: Hashable, m: int) -> float | None:
         best, us = _best(kernels[of], replace(problem, m=m))
@@ -124,7 +127,7 @@ def quickest(
             tiles = -(-m // kernel.block_m) * -(-n // kernel.block_n)
             compute_us = kernel.start_us + tiles * k * kernel.k_us
             beside_us = total_us((0.0, compute_us, total_bytes * kernel.byte_us, kernel.unhidden))
-            bound_us = kernel.launches[0][0] + beside_us
+            bound_us = kernel.fixed_us + beside_us
             if bound_us < limit_us:
                 bounded.append((bound_us, beside_us, compute_us, tiles, kernel))
     bounded.sort(key=operator.itemgetter(0))
@@ -133,8 +136,10 @@ def quickest(
         if bound_us > best_us:
             break
         for fixed_us, launch in kernel.launches:
-            if fixed_us + beside_us > best_us or tiles > launch.most_tiles:
+            if tiles > launch.most_tiles:
                 break
+            if fixed_us + beside_us > best_us:
+                continue
             us = total_us(launch.work(m, n, k, tiles, total_bytes))
             is_better = us < best_us or (us == best_us and compute_us < best_compute_us)
             if is_better and launch.config.rules.why_not_sizes(launch.config, problem) is None:
@@ -166,7 +171,7 @@ def two_launches(
     if not kernels:
         return []
     overlap_us = kernels[0].tail_overlap_us
-    tail_us = min(kernel.launches[0][0] for kernel in kernels) - overlap_us
+    tail_us = min(kernel.fixed_us for kernel in kernels) - overlap_us
     column_us = m * k * min(kernel.k_us / (kernel.block_m * kernel.block_n) for kernel in kernels)
     firsts = []
     for kernel in kernels:

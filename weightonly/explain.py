@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from .heuristics.grouped import select_grouped, select_layer
 from .heuristics.launches import estimate_us, is_calibrated, launches
 from .heuristics.legal import has_kernels
 from .heuristics.problem import CODE_FORMATS, CODE_LAYOUTS, layouts_of
+from .heuristics.select import invariant_class
 from .invariance import batch_invariant
 from .kernels import is_compiled, runs_on
 from .layout import CPU, TILED_FP8
@@ -418,9 +419,10 @@ def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Cho
     tuned = None if index is None or kind.activations is not None else table_of(index)
     config = preferred(problem, dtype, tuned)
     is_tuned = tuned is not None and tuned.config(problem, dtype) == config
-    us, bound, parts = _cost(config, problem)
+    order = invariant_class(problem) if problem.invariant else None
+    us, bound, parts = _cost(config, problem, order)
     others = [
-        (estimate_us(c, problem), c.name)
+        (estimate_us(c, problem, order), c.name)
         for c in candidates(problem)
         if c.kernel not in config.kernels() and is_calibrated(c, problem.format) and is_of_class(c, problem)
     ]
@@ -447,15 +449,15 @@ def _of_gemm(kind: Kind, count: int, problem: Problem, index: int | None) -> Cho
     )
 
 
-def _cost(config: KernelConfig, problem: Problem) -> tuple[float | None, str | None, str]:
+def _cost(config: KernelConfig, problem: Problem, order: Hashable) -> tuple[float | None, str | None, str]:
     """(microseconds, what bounds them, their parts) of a configuration; None where it is not calibrated."""
     if not is_calibrated(config, problem.format):
         return None, None, ""
     part, its_problem = launches(config, problem)[0]
-    fixed_us, compute_us, memory_us, _ = part.rules.work(part, its_problem)
+    fixed_us, compute_us, memory_us, _ = part.rules.work(part, its_problem, order)
     parts = {"memory": memory_us, "compute": compute_us, "launch": fixed_us}
     text = ", ".join(f"{name} {us:.1f}" for name, us in parts.items())
-    return estimate_us(config, problem), max(parts, key=parts.__getitem__), f"{text} us"
+    return estimate_us(config, problem, order), max(parts, key=parts.__getitem__), f"{text} us"
 
 
 def _of_experts(kind: Kind, count: int, problem: Problem, config: KernelConfig | None, in_layer: bool) -> Choice:

@@ -87,7 +87,8 @@ class KernelConfig:
 
         For groups of 16 that is the one for all others, for floats the one for the format that they are MEASURED_AS.
         """
-        return replace(self, groups_of_16=False, formats=tuple(MEASURED_AS[format] for format in self.formats))
+        formats = tuple(MEASURED_AS[format] for format in self.formats)
+        return replace(self, groups_of_16=False, formats=formats, stages=self.rules.measured_stages(self))
 
     def kernels(self) -> set[str]:
         """Names of the compiled kernels that it runs."""
@@ -367,7 +368,15 @@ class Family:
         """Whether a launch can compute in a class that is not its own, if it is told which."""
         return False
 
+    def partials(self, config: KernelConfig, problem: Problem, n_padded: int, order: Hashable) -> int:
+        """fp32 numbers of global memory that a launch needs. order: its class in the batch-invariant mode, or None."""
+        return config.split_k * problem.m * n_padded if config.split_k > 1 and not self.shares_cluster else 0
+
     # --- cost ---
+
+    def measured_stages(self, config: KernelConfig) -> int:
+        """Stages of the configuration that lends its constants."""
+        return config.stages
 
     def ctas(self, config: KernelConfig) -> int:
         """CTAs of a kernel of Hopper that share an SM."""
@@ -385,14 +394,14 @@ class Family:
         """The split_k that `select` considers; none: it does not consider the configuration."""
         return range(1, config.max_split_k + 1)
 
-    def launch(self, config: KernelConfig, problem: Problem) -> Launch:
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> Launch:
         """Its launch on the problem's GPU, for its format and kind of scales. M, N and K do not count.
 
-        Raises KeyError where it is not calibrated.
+        order: the class that it computes in, in the batch-invariant mode. Raises KeyError where it is not calibrated.
         """
         raise NotImplementedError
 
-    def work(self, config: KernelConfig, problem: Problem) -> Work:
+    def work(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> Work:
         """What one launch of a legal configuration has to do. Raises KeyError where it is not calibrated."""
         p = problem
-        return self.launch(config, p).work(p.m, p.n, p.k, self.tiles(config, p.m, p.n), problem_bytes(p))
+        return self.launch(config, p, order).work(p.m, p.n, p.k, self.tiles(config, p.m, p.n), problem_bytes(p))

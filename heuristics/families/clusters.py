@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from ..constants import DecodeSm90Constants, GemmSm90Constants, TileTimes
@@ -22,8 +22,12 @@ class ClusterLaunch(Launch):
 
     __slots__ = ("_family", "_times")
 
-    def __init__(self, family: ClusterFamily, config: KernelConfig, problem: Problem) -> None:
-        self._family, self._times = family, family.constants.kernels[measured(config, problem.format)]
+    def __init__(
+        self, family: ClusterFamily, config: KernelConfig, problem: Problem, times: TileTimes | None = None
+    ) -> None:
+        """times: None: as measured."""
+        self._family = family
+        self._times = times or family.constants.kernels[measured(config, problem.format)]
         super().__init__(config, self._times.k_tile_us / (config.block_k * problem.sm_count))
 
     def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
@@ -46,7 +50,7 @@ class ClusterFamily(Family):
         p = problem
         return self.launch(config, p).counts(p.m, p.n, p.k, self.tiles(config, p.m, p.n), problem_bytes(p))
 
-    def launch(self, config: KernelConfig, problem: Problem) -> ClusterLaunch:
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> ClusterLaunch:
         raise NotImplementedError
 
     def counted_work(self, counts: Sequence[Any], constants: Any, times: TileTimes, maximum: Any = max) -> Work:

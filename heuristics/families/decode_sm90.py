@@ -159,5 +159,5 @@ class DecodeSm90(ClusterFamily):
             constants.unhidden,
         )
 
-    def launch(self, config: KernelConfig, problem: Problem) -> DecodeSm90Launch:
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> DecodeSm90Launch:
         return DecodeSm90Launch(self, config, problem)

@@ -7,7 +7,7 @@ as there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from ..constants import UnfusedConstants
@@ -120,7 +120,7 @@ class DequantizeCublas(Family):
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return True
 
-    def launch(self, config: KernelConfig, problem: Problem) -> UnfusedLaunch:
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> UnfusedLaunch:
         return UnfusedLaunch(self, config, problem)
 
 

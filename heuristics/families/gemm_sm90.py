@@ -11,7 +11,7 @@ from ..cost import Work
 from ..h200 import GEMM_SM90
 from ..machine import HOPPER_SMEM_BYTES, MAX_CLUSTER, resident_clusters
 from ..problem import FORMATS, FORMATS_BY_BITS, Problem, padded_k
-from .base import KernelConfig
+from .base import KernelConfig, measured
 from .clusters import ClusterFamily, ClusterLaunch, cluster_us, codebook_bytes
 
 MAX_TOKEN_TILES = 65535
@@ -46,7 +46,7 @@ _SHAPES = (
     (48, 4, 1, 5, 4, 3),
     (64, 1, 2, 5, 4, 4),
     (64, 2, 1, 6, 0, 6),
-    (64, 2, 2, 0, 3, 0),
+    (64, 2, 2, 3, 3, 0),
     (64, 3, 1, 4, 4, 3),
     (64, 4, 1, 4, 3, 3),
     (96, 1, 2, 3, 0, 0),
@@ -58,6 +58,14 @@ _SHAPES = (
     (128, 3, 1, 3, 3, 3),
     (192, 2, 1, 5, 5, 5),
     (256, 2, 1, 5, 5, 5),
+    (
+        192,
+        2,
+        1,
+        4,
+        3,
+        3,
+    ),  # beside fewer stages there is room for a sum of parts of K: in the batch-invariant mode alone
 )
 
 # Tokens, warpgroups along N and K of the tiles that are compiled for groups of 16, too. decode_sm90 has fewer tokens;
@@ -98,11 +106,21 @@ class Order(NamedTuple):
     warpgroups: int
 
 
+# What the order of another kernel costs: bench/measurements/h100_invariant.csv.xz, of an H100.
+_SCALED = (1.36, 1.05)
+"""How much longer a k-tile of up to 64 tokens takes where scales of groups multiply weights: of 64 columns, of more."""
+
+_FOLLOWS = {96: (1.26, 1.36, 0.36), 128: (1.07, 1.23, 0.09), 192: (1.07, 1.07, 1.5)}
+"""Tokens -> how much longer a k-tile takes, of 4 and of 8 bits, and us of each further part of K."""
+
+
 class GemmSm90Launch(ClusterLaunch):
     __slots__ = ("_clusters",)
 
-    def __init__(self, family: GemmSm90, config: KernelConfig, problem: Problem) -> None:
-        super().__init__(family, config, problem)
+    def __init__(
+        self, family: GemmSm90, config: KernelConfig, problem: Problem, times: TileTimes | None = None
+    ) -> None:
+        super().__init__(family, config, problem, times)
         self._clusters = resident_clusters(problem.sm_count, config.split_k)
 
     def counts(self, m: int, n: int, k: int, tiles: int, total_bytes: float) -> tuple[float, ...]:
@@ -149,6 +167,8 @@ class GemmSm90(ClusterFamily):
 
     def max_split_k(self, config: KernelConfig) -> int:
         """1 where a CTA has no room for the accumulators of another one: clusters are not compiled then."""
+        if self.sums_in_smem(config):
+            return 1
         pair = config.with_split_k(2)
         has_room = any(self.cta_smem_bytes(pair, f, True, False) <= HOPPER_SMEM_BYTES for f in config.formats)
         return MAX_CLUSTER if has_room else 1
@@ -174,11 +194,27 @@ class GemmSm90(ClusterFamily):
         return Order(self.name, config.split_k, warpgroups)
 
     def may_follow(self, config: KernelConfig, order: Hashable) -> bool:
-        """Tiles that have registers for a sum of parts beside the accumulators of one: kMayFollow of struct Traits."""
-        has_room = self.warpgroups_k(config) == 1 and config.block_n == 128 and 96 <= config.block_m <= 128
+        """Tiles with room for a sum of parts beside the accumulators of one: kMayFollow of struct Traits."""
+        in_registers = self._has_plain_parts(config) and 96 <= config.block_m <= 128
+        has_room = in_registers or self.sums_in_smem(config)
         if not (has_room and self.takes_order and isinstance(order, Order) and order.family == self.name):
             return False
         return config.split_k in (1, order.split_k)
+
+    def _has_plain_parts(self, config: KernelConfig) -> bool:
+        return self.warpgroups_k(config) == 1 and config.block_n == 128 and not config.groups_of_16
+
+    def sums_in_smem(self, config: KernelConfig) -> bool:
+        """Whether a tile keeps the sum of parts in shared memory: kSumsInSmem of struct Traits."""
+        return self.takes_order and self._has_plain_parts(config) and self.loops(config) and config.stages < 5
+
+    def measured_stages(self, config: KernelConfig) -> int:
+        return 5 if self.sums_in_smem(config) else config.stages
+
+    def partials(self, config: KernelConfig, problem: Problem, n_padded: int, order: Hashable) -> int:
+        """Such tiles keep the sums of several CTAs in memory, each CTA its own."""
+        is_nested = isinstance(order, Order) and min(order.split_k, order.warpgroups) > 1
+        return problem.sm_count * config.block_m * config.block_n if is_nested and self.sums_in_smem(config) else 0
 
     def loops(self, config: KernelConfig) -> bool:
         """They do where tiles are large, if K is not shared."""
@@ -218,6 +254,7 @@ class GemmSm90(ClusterFamily):
             beside_bytes = (c.split_k - 1) * warpgroups_k * -(-reduction_tiles // c.split_k) * REDUCTION_TILE_BYTES
         else:
             beside_bytes = c.block_n // c.warp_n * 2 * 16 * (64 * 2 + 16) if self.stages_y(c) else 0
+            beside_bytes += 4 * c.block_m * c.block_n if self.sums_in_smem(c) else 0
         return BARRIERS_BYTES + max(pipeline_bytes, accumulators_bytes) + beside_bytes
 
     def stage_bytes(self, config: KernelConfig, format: str, per_channel: bool, zeros: bool) -> int:
@@ -242,8 +279,17 @@ class GemmSm90(ClusterFamily):
             constants.unhidden,
         )
 
-    def launch(self, config: KernelConfig, problem: Problem) -> GemmSm90Launch:
-        return GemmSm90Launch(self, config, problem)
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> GemmSm90Launch:
+        k_tile_us, end_us = self.constants.kernels[measured(config, problem.format)]
+        in_order = isinstance(order, Order) and self.takes_order
+        parts = order.split_k * order.warpgroups // (config.split_k * self.warpgroups_k(config)) if in_order else 1
+        if parts > 1 or self.sums_in_smem(config):
+            *factors, part_us = _FOLLOWS[config.block_m]
+            k_tile_us *= factors[FORMATS[problem.format] > 4]
+            end_us += (parts - 1) * part_us
+        elif in_order and config.block_m <= 64 and not problem.per_channel:
+            k_tile_us *= _SCALED[config.block_n > 64]
+        return GemmSm90Launch(self, config, problem, TileTimes(k_tile_us, end_us))
 
 
 def _warpgroup_k(tokens: int) -> int:

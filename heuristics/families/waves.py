@@ -122,5 +122,5 @@ class WaveFamily(Family):
         k_tiles = -(-k_padded // config.k_tile)
         return iterations(k_tiles, config.split_k, config.k_tile, config.block_k)
 
-    def launch(self, config: KernelConfig, problem: Problem) -> WaveLaunch:
+    def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> WaveLaunch:
         return WaveLaunch(self, config, problem)

@@ -76,10 +76,10 @@ def test_of_the_class_it_is_the_quickest(m: int, n: int, k: int, weight: str, ar
     expected, config = invariant_class(p), select(p)
     assert computes_class(config, p, expected)
     one = [c for c in candidates(p) if c in considered(p) and computes_class(c, p, expected)]
-    limits = [c.rules.launch(c, p).most_tiles for c in one]
-    us = min(estimate_us(c, p) for c, most in zip(one, limits, strict=True) if c.rules.tiles(c, m, n) <= most)
-    assert estimate_us(config, p) <= us * (1 + 1e-9)
-    assert (config.tail is None) or estimate_us(config, p) < us
+    limits = [c.rules.launch(c, p, expected).most_tiles for c in one]
+    us = min(estimate_us(c, p, expected) for c, most in zip(one, limits, strict=True) if c.rules.tiles(c, m, n) <= most)
+    assert estimate_us(config, p, expected) <= us * (1 + 1e-9)
+    assert (config.tail is None) or estimate_us(config, p, expected) < us
 
 
 def test_the_class_is_the_quickest_on_average() -> None:
@@ -90,11 +90,12 @@ def test_the_class_is_the_quickest_on_average() -> None:
         for m in MEAN_ROWS:
             of_m = replace(p, m=m)
             legal = [c for c in candidates(of_m) if computes_class(c, p, of) and c in considered(p)]
-            times.append(min((estimate_us(c, of_m) for c in legal), default=math.inf))
+            times.append(min((estimate_us(c, of_m, of) for c in legal), default=math.inf))
         means[of] = math.prod(times)
     chosen = invariant_class(p)
     # Pairs of launches, which the class may have too, make it no slower.
-    assert math.prod(estimate_us(select(replace(p, m=m)), replace(p, m=m)) for m in MEAN_ROWS) <= min(means.values())
+    us = [estimate_us(select(replace(p, m=m)), replace(p, m=m), chosen) for m in MEAN_ROWS]
+    assert math.prod(us) <= min(means.values())
     assert means[chosen] <= 1.3 * min(means.values()) and len(means) > 3
 
 
@@ -135,11 +136,13 @@ def test_what_bits_of_gemm_sm90_depend_on() -> None:
 def test_which_kernels_follow_another_order() -> None:
     p = problem(1)
     tile, large = of("gemm_sm90", (128, 128, 128)), of("gemm_sm90", (256, 128, 64))
+    quick, slow = (c for c in CONFIGS if (c.family, c.block_m) == ("gemm_sm90", 192) and "int4" in c.formats)
     for split_k in range(1, 9):
         order = class_of(of("gemm_sm90", (16, 64, 512), split_k=split_k), p)
         assert computes_class(tile, p, order) and computes_class(tile.with_split_k(split_k), p, order)
         assert not computes_class(tile.with_split_k(9 - split_k), p, order) or split_k == 8
         assert not any(computes_class(large.with_split_k(s), p, order) for s in (1, split_k))
+        assert computes_class(slow, p, order) and not computes_class(quick, p, order)
         assert computes_class(tile.with_tail(tile), p, order) and not computes_class(tile.with_tail(large), p, order)
     x8 = of("gemm_sm90_fp8", (128, 128, 128))
     assert computes_class(x8, p, class_of(x8, p)) and not computes_class(x8, p, class_of(tile, p))

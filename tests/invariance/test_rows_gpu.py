@@ -110,6 +110,39 @@ def test_each_class_has_one_result(
     check_classes(case, own_layout(), multiply, monkeypatch)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(
+    "case", [Case(2176, 8200), Case(2112, 8200, "int8", "bf16", -1), Case(1088, 8200, "code4", group_size=64)]
+)
+def test_tiles_one_after_another(
+    cuda_device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    activation: str | None,
+) -> None:
+    """Tiles that follow an order, of a CTA that has several, beside those of few tokens that have it themselves."""
+    if this_gpu() != 90:
+        pytest.skip("kernels of Hopper")
+    o = make(case, generator, own_layout(), exact=False)
+    x = torch.randn(900, case.k, generator=generator).to(o.scales.dtype).cuda()
+    wo.set_batch_invariant(True)
+    for of, configs in by_class(considered(problem(1, case, own_layout())), case, own_layout()).items():
+        following = [config for config in configs if class_of(config, problem(1, case, own_layout())) != of]
+        if not following:
+            continue
+        own = next(config for config in configs if config not in following and config.block_m <= 64)
+        cache.clear()
+        for module in (choose, kernel):
+            monkeypatch.setattr(module, "invariant_class", lambda problem, of=of: of)
+        given = {"activation": activation, "bias": o.scales[0].contiguous()}
+        expected = wo.gemm(x[-33:], o.qweight, o.scales, config=own, **given)  # type: ignore[arg-type]
+        for config in following:
+            for rows in (x, x[200:], x[-193:]):
+                y = wo.gemm(rows, o.qweight, o.scales, config=config, **given)  # type: ignore[arg-type]
+                assert torch.equal(bits(y[-33:]), bits(expected)), f"{of}: {config}, {own}, {len(rows)} rows"
+
+
 @pytest.mark.parametrize("name", FP8_CASES)
 def test_each_class_of_x_in_8_bits_has_one_result(
     cuda_device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, name: str

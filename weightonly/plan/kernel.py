@@ -50,6 +50,7 @@ class KernelPlan(Plan):
         "scales_in_place",
         "tail",
         "tail_offsets",
+        "tail_partials",
         "x_k",
     )
 
@@ -77,11 +78,11 @@ class KernelPlan(Plan):
             n == self.ld_scales and scales.is_contiguous() and (zeros is None or zeros.is_contiguous())
         )
         self.bias_in_place = bias is None or bias.is_contiguous()
-        splits_in_memory = config.split_k > 1 and not config.shares_cluster
-        self.partials = config.split_k * self.m * n_padded if splits_in_memory else 0  # fp32 elements
-        order = (0, 0)
-        if problem.invariant and isinstance(of := invariant_class(problem), Order) and config.rules.takes_order:
-            order = (of.split_k, of.warpgroups)
+        of = invariant_class(problem) if problem.invariant else None
+        order = (of.split_k, of.warpgroups) if isinstance(of, Order) and config.rules.takes_order else (0, 0)
+        both = (config,) if config.tail is None else (config, config.tail)
+        partials = [c.rules.partials(c, problem, n_padded, of) for c in both]  # fp32 elements of each launch
+        self.partials, self.tail_partials = sum(partials), 4 * partials[0]  # elements, bytes
 
         def launch(config: KernelConfig, begin: int, end: int, columns: int) -> Launch:
             """For columns begin..end, `columns` with the padding; each call gives addresses of column `begin`."""
@@ -162,7 +163,7 @@ class KernelPlan(Plan):
         if self.tail is not None:
             addresses = (x_address, weight_address, scales_address, zeros_address, bias_address, y_address)
             of_tail = map(operator.add, addresses, self.tail_offsets)
-            self.tail(*of_tail, 0, ldx, ldy, stream, scales_in_place)
+            self.tail(*of_tail, partials_address + self.tail_partials, ldx, ldy, stream, scales_in_place)
         return out
 
     def _aligned_copy(self, x: torch.Tensor, k: int) -> torch.Tensor:

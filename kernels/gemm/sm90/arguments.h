@@ -72,6 +72,7 @@ bool has_order(GemmParams const& p) {
   bool const is_own = p.order_split == p.split_k && p.order_warpgroups == Traits::kWarpgroupsK &&
                       (p.split_k == 1 || Traits::kTileK == kOrderStep * Traits::kWarpgroupsK);
   bool const may_follow = Traits::kMayFollow && (p.split_k == 1 || p.split_k == p.order_split);
+  if (Traits::kSumsInSmem && p.order_split > 1 && p.order_warpgroups > 1 && p.partials == nullptr) return false;
   return is_own || (may_follow && p.order_split > 0 && p.order_warpgroups > 0);
 }
 

@@ -19,7 +19,8 @@ struct StagedStore {
   /// Whether a call's y is stored this way. Only then may a CTA compute several tiles: ClusterReduce overwrites the
   /// stages.
   CUTLASS_HOST_DEVICE static bool serves(GemmParams const& p) {
-    return Traits::kMayStageStore && p.split_k == 1 && p.activation == int(Activation::kIdentity);
+    bool const activates = Traits::kSumsInSmem || p.activation == int(Activation::kIdentity);
+    return Traits::kMayStageStore && p.split_k == 1 && activates;
   }
 
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
@@ -64,12 +65,14 @@ struct StagedStore {
       for (int j = 0; j < 2; ++j) {
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < 2; ++e) {
-          ColumnPair<Element> pair;
+          float values[2];
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
             float const sum = accum(4 * (i + j) + 2 * h + e);
-            pair.values[h] = Element(columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum));
+            values[h] = columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum);
           }
+          if constexpr (Traits::kSumsInSmem) activate(values, p.activation);
+          ColumnPair<Element> const pair = {Element(values[0]), Element(values[1])};
           pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }
       }

@@ -59,7 +59,7 @@ struct GroupedTraits : Base_ {
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
   static constexpr bool kMayMulticastX = false;
-  static constexpr bool kMayFollow = false;
+  static constexpr bool kMayFollow = false, kSumsInSmem = false;
   static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the columns
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
   static constexpr int kWidthStep = kWidthStep_;  // tokens

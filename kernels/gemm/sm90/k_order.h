@@ -13,48 +13,69 @@
 
 namespace weightonly::sm90 {
 
+template <class Traits>
 struct KOrder {
-  int k_tiles;  // of K, each of kOrderStep k
+  static constexpr int kKTiles = Traits::kTileK < kOrderStep ? kOrderStep / Traits::kTileK : 1;  // of a block
+
+  int k_tiles;  // of K
+  int blocks;  // of K, each of kOrderStep k
   int warpgroups;
-  int steps;  // k_tiles of a part, at most
+  int part_blocks;  // at most
   int first_part;
   int splits;  // parts are those of so many CTAs
   bool follows;
 
   CUTLASS_DEVICE KOrder(Params const& p, WorkTile const& work)
       : k_tiles(p.k_tiles),
+        blocks(divide_up(k_tiles, kKTiles)),
         warpgroups(max(1, int(p.order_warpgroups))),
-        steps(divide_up(divide_up(k_tiles, warpgroups), max(1, int(p.order_split)))),
+        part_blocks(divide_up(divide_up(blocks, warpgroups), max(1, int(p.order_split)))),
         first_part(work.split_rank * warpgroups),
         splits(max(1, p.order_split / p.split_k)),
         follows(splits * warpgroups > 1) {}
 
   /// Steps of all parts; where K ends within a part some of them have no k_tile.
-  CUTLASS_DEVICE int all_steps() const { return splits * warpgroups * steps; }
+  CUTLASS_DEVICE int all_steps() const { return splits * warpgroups * part_blocks * kKTiles; }
 
   /// The k_tile of a step; from k_tiles on: there is none.
   CUTLASS_DEVICE int k_tile(int step) const {
-    int const part = first_part + step / steps;
-    return (part / warpgroups * steps + step % steps) * warpgroups + part % warpgroups;
+    int const block = step / kKTiles, part = first_part + block / part_blocks;
+    int const of_all = (part / warpgroups * part_blocks + block % part_blocks) * warpgroups + part % warpgroups;
+    return of_all * kKTiles + step % kKTiles;
   }
 
   /// How many k_tiles a part has.
   CUTLASS_DEVICE int k_tiles_of(int part) const {
     part += first_part;
-    int const begin = part / warpgroups * steps;
-    int const end = divide_up(max(0, k_tiles - part % warpgroups), warpgroups);
-    return max(0, min(begin + steps, end) - begin);
+    int const begin = part / warpgroups * part_blocks;
+    int const end = min(begin + part_blocks, divide_up(max(0, blocks - part % warpgroups), warpgroups));
+    int const last = (end - 1) * warpgroups + part % warpgroups;  // of its blocks; of K it may be half a block
+    int const missing = last == blocks - 1 ? blocks * kKTiles - k_tiles : 0;
+    return end > begin ? (end - begin) * kKTiles - missing : 0;
   }
 };
 
-/// The sum of the parts of several CTAs that a thread keeps in shared memory: its accumulators fill the registers.
+/// A sum that a thread keeps in registers.
+template <class Accumulators>
+struct SumInRegisters {
+  Accumulators kept;
+
+  CUTLASS_DEVICE void store(Accumulators const& accum) { cute::copy(accum, kept); }
+
+  CUTLASS_DEVICE void add_to(Accumulators& accum) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum); ++i) accum(i) += kept(i);
+  }
+};
+
+/// The same in shared memory.
 template <class Traits>
-struct SumOfCtas {
+struct SumInSmem {
   static_assert(Traits::smem_bytes(1, Traits::kTileM, true) <= kMaxSmemBytesSm90);
   uint32_t address;
 
-  CUTLASS_DEVICE explicit SumOfCtas(typename Traits::Smem const& smem)
-      : address(cute::cast_smem_ptr_to_uint(smem.sum_of_ctas()) + threadIdx.x * uint32_t(sizeof(float4))) {}
+  CUTLASS_DEVICE explicit SumInSmem(typename Traits::Smem const& smem)
+      : address(cute::cast_smem_ptr_to_uint(smem.sum()) + threadIdx.x * uint32_t(sizeof(float4))) {}
 
   template <class Accumulators>
   CUTLASS_DEVICE void store(Accumulators const& accum) const {
@@ -66,7 +87,6 @@ struct SumOfCtas {
     }
   }
 
-  /// accum = sum + accum
   template <class Accumulators>
   CUTLASS_DEVICE void add_to(Accumulators& accum) const {
     CUTLASS_PRAGMA_UNROLL
@@ -80,6 +100,38 @@ struct SumOfCtas {
 
  private:
   static constexpr uint32_t kStride = Traits::kConsumers * sizeof(float4);
+};
+
+/// The same in global memory, where each CTA of the grid has a place: GemmParams::partials.
+template <class Traits>
+struct SumInGlobal {
+  float4* first;
+
+  CUTLASS_DEVICE explicit SumInGlobal(Params const& p)
+      : first(reinterpret_cast<float4*>(p.partials) +
+              int64_t(cluster_index() * p.multicast_ctas + rank_in_cluster()) * (Traits::kTileM * Traits::kTileN / 4) +
+              threadIdx.x) {}
+
+  template <class Accumulators>
+  CUTLASS_DEVICE void store(Accumulators const& accum) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum) / 4; ++i) {
+      __stcg(first + i * Traits::kConsumers,
+             float4{accum(4 * i), accum(4 * i + 1), accum(4 * i + 2), accum(4 * i + 3)});
+    }
+  }
+
+  template <class Accumulators>
+  CUTLASS_DEVICE void add_to(Accumulators& accum) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accum) / 4; ++i) {
+      float4 const kept = __ldcg(first + i * Traits::kConsumers);
+      accum(4 * i) += kept.x;
+      accum(4 * i + 1) += kept.y;
+      accum(4 * i + 2) += kept.z;
+      accum(4 * i + 3) += kept.w;
+    }
+  }
 };
 
 }  // namespace weightonly::sm90

@@ -77,33 +77,41 @@ struct Consumers {
       Mainloop::run(p, work, reader, x, accum);
     } else {
       using namespace cute;
-      KOrder const order(p, work);
+      KOrder<Traits> const order(p, work);
       // Of single warpgroups the parts are one chain. Else those of a CTA are, and then the CTAs.
       int const chains = order.warpgroups > 1 ? order.splits : 1;
       int const links = order.splits * order.warpgroups / chains;
-      SumOfCtas<Traits> const total(smem);
-      Tensor sum = make_fragment_like(accum);  // (V,1,1)
-      WorkTile part = work;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int chain = 0; chain < chains; ++chain) {
-        fill(sum, -0.f);  // what changes no addend, not even a zero
+      auto const add_parts = [&](auto& sum, auto const& total) {
+        WorkTile part = work;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int link = 0; link < links; ++link) {
-          if (order.follows) {
-            part.k_tile_begin = 0;
-            part.k_tile_end = order.k_tiles_of(chain * links + link);
+        for (int chain = 0; chain < chains; ++chain) {
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (int link = 0; link < links; ++link) {
+            if (order.follows) {
+              part.k_tile_begin = 0;
+              part.k_tile_end = order.k_tiles_of(chain * links + link);
+            }
+            if (part.k_tile_end > part.k_tile_begin) {
+              Mainloop::run(p, part, reader, x, accum);
+            } else {
+              fill(accum, -0.f);  // what changes no sum, not even a zero
+            }
+            if (link > 0) sum.add_to(accum);
+            if (link + 1 < links) sum.store(accum);
           }
-          if (part.k_tile_end == part.k_tile_begin) continue;
-          Mainloop::run(p, part, reader, x, accum);
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < size(sum); ++i) sum(i) += accum(i);
+          if (chain > 0) total.add_to(accum);
+          if (chain + 1 < chains) total.store(accum);
         }
-        if (chain > 0) total.add_to(sum);
-        if (chain + 1 < chains) total.store(sum);
+      };
+      if constexpr (Traits::kSumsInSmem) {
+        SumInSmem<Traits> const sum(smem);
+        add_parts(sum, SumInGlobal<Traits>(p));
+      } else {
+        SumInRegisters<Accumulators> sum;
+        add_parts(sum, SumInSmem<Traits>(smem));
+        // The epilogue uses the same shared memory.
+        if (chains > 1) named_barrier_sync<BarrierId::kConsumers, Traits::kConsumers>();
       }
-      copy(sum, accum);
-      // The epilogue uses the same shared memory.
-      if (chains > 1) named_barrier_sync<BarrierId::kConsumers, Traits::kConsumers>();
     }
   }
 };

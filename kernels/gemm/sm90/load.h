@@ -178,7 +178,7 @@ struct Load {
       int to_fill = Loader::kIsPaced ? kStages - issued : 0;  // stages that were never filled
       uint32_t next_cycle = clock() + (issued > 0 ? kFillCycles : 0);
       TileScheduler::for_each(p, first, [&](auto const& work) {
-        KOrder const order(p, work);
+        KOrder<Traits> const order(p, work);
         bool const follows = Traits::kMayFollow && order.follows;
         int const begin = follows ? 0 : work.k_tile_begin, end = follows ? order.all_steps() : work.k_tile_end;
         CUTLASS_PRAGMA_NO_UNROLL
@@ -226,7 +226,7 @@ struct Load {
   /// barriers. Another order has other first k_tiles.
   template <class Loader>
   CUTLASS_DEVICE static int first_k_tiles(WorkTile const& work, Loader const& loader) {
-    if (Traits::kMayFollow && KOrder(loader.p, work).follows) return 0;
+    if (Traits::kMayFollow && KOrder<Traits>(loader.p, work).follows) return 0;
     return loader.is_multicast ? 0 : min(kFirstKTiles, work.k_tile_end - work.k_tile_begin);
   }
 

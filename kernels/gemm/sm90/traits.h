@@ -81,11 +81,6 @@ struct Traits {
   /// Whether y may be stored by epilogue_store.h. Smaller tiles gain nothing by it, and their main loops become slower.
   static constexpr bool kMayStageStore = kWarpgroupsK == 1 && (kTileM >= 96 || kTileM * kTileN >= 128 * 128);
 
-  /// Whether its tiles may be added in the order of another kernel, whose warpgroups and CTAs share K (k_order.h). They
-  /// have registers for the accumulators of one part of K beside their sum, and shared memory for that of several CTAs.
-  static constexpr bool kMayFollow =
-      kWarpgroupsK == 1 && kWarpgroupsN == 2 && kTileM >= 96 && kTileM <= 128 && Config::kLeastGroup == 32;
-
   // ---- Threads and registers ----
 
   static constexpr int kWarpgroupThreads = 128;
@@ -145,12 +140,22 @@ struct Traits {
   //
   // With split_k > 1 "epilogue" holds the partials of the other CTAs. They may arrive while this CTA still multiplies.
   // With split_k = 1 it holds the buffers of the staged store. They are in use while the stages take the next tile.
+  // A sum of parts (kMayFollow) lies in their place, or behind them where tiles follow each other.
 
   static constexpr int kBarrierBytes = 1024;  // x is aligned to 1024 bytes: its swizzle counts from there
   static constexpr int kStagesBytes = kStages * (kXStageBytes + kWeightStageBytes + kScaleStageBytes) + kCodebookBytes;
-  static constexpr int kSumOfCtasBytes = kMayFollow ? kTileM * kTileN * int(sizeof(float)) : 0;
   static constexpr int kLocalPartialsBytes = kWarpgroups * kReductionTilesM * kReductionTileBytes;
   static constexpr int kEpilogueOffset = cutlass::const_max(kStagesBytes, kLocalPartialsBytes);  // from x
+
+  /// Whether its tiles may be added in the order of another kernel, whose warpgroups and CTAs share K (k_order.h): there
+  /// is room for the sum of parts of K beside the accumulators of one. Tiles of up to 128 tokens keep it in registers,
+  /// and that of several CTAs in shared memory; persistent ones, which have few stages for that, in shared memory and
+  /// in global memory.
+  static constexpr bool kHasPlainParts = kWarpgroupsK == 1 && kWarpgroupsN == 2 && kLeastGroup == 32;
+  static constexpr int kSumBytes = kTileM * kTileN * int(sizeof(float));
+  static constexpr bool kSumsInSmem =
+      kHasPlainParts && kMayPersist && kBarrierBytes + kEpilogueOffset + kStagedBytes + kSumBytes <= kMaxSmemBytesSm90;
+  static constexpr bool kMayFollow = kSumsInSmem || (kHasPlainParts && kTileM >= 96 && kTileM <= 128);
   static_assert(kEpilogueOffset % 16 == 0);
   static_assert(int(sizeof(uint64_t)) * (2 * kStages + 1) <= kBarrierBytes);
 
@@ -165,16 +170,17 @@ struct Traits {
   CUTLASS_HOST_DEVICE static constexpr int remote_partials(int split_k) { return (split_k - 1) * kWarpgroupsK; }
 
   /// Dynamic shared memory of a CTA, bytes. m: rows of x; fewer than kTileM need less. A static_assert in the generated
-  /// units can compare it with the formula of heuristics/, which leaves the sum of CTAs out.
+  /// units can compare it with the formula of heuristics/, which leaves out sums of parts.
   CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int split_k, int m = kTileM, bool sums_ctas = false) {
     int const epilogue_bytes =
         split_k > 1 ? remote_partials(split_k) * reduction_tiles_per_cta(split_k, m) * kReductionTileBytes
-                    : cutlass::const_max(kStagedBytes, sums_ctas ? kSumOfCtasBytes : 0);
+        : kSumsInSmem ? kStagedBytes + kSumBytes
+                      : cutlass::const_max(kStagedBytes, sums_ctas ? kSumBytes : 0);
     return kBarrierBytes + kEpilogueOffset + epilogue_bytes;
   }
 
   /// Whether CTAs of a cluster may share K: there is room for the partials of one other CTA.
-  static constexpr bool kMaySplitK = smem_bytes(2) <= kMaxSmemBytesSm90;
+  static constexpr bool kMaySplitK = !kSumsInSmem && smem_bytes(2) <= kMaxSmemBytesSm90;
   static_assert(kMaySplitK || kWarpgroupsK == 1);
 
   /// Addresses of the parts of shared memory.
@@ -190,7 +196,7 @@ struct Traits {
     CUTLASS_DEVICE char* codebook() const { return scales() + kStages * kScaleStageBytes; }
     CUTLASS_DEVICE char* local_partials() const { return x(); }
     CUTLASS_DEVICE char* remote_partials() const { return x() + kEpilogueOffset; }
-    CUTLASS_DEVICE char* sum_of_ctas() const { return x() + kEpilogueOffset; }
+    CUTLASS_DEVICE char* sum() const { return x() + kEpilogueOffset + (kSumsInSmem ? kStagedBytes : 0); }
     CUTLASS_DEVICE Element* staged_y() const { return reinterpret_cast<Element*>(x() + kEpilogueOffset); }
   };
 };

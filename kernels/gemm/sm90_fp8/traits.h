@@ -76,7 +76,7 @@ struct Traits {
   static_assert(kLeastGroup == 32 || kLeastGroup == 128);
   static constexpr bool kMayPersist = kTileM >= 128 && kWarpgroupsK == 1;
   static constexpr bool kMayMulticastX = kMayPersist;
-  static constexpr bool kMayFollow = false;
+  static constexpr bool kMayFollow = false, kSumsInSmem = false;
   static constexpr bool kMayStageStore = kWarpgroupsK == 1 && kTileM % 32 == 0;
 
   static constexpr int kWarpgroupThreads = 128;
