@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from .families import KernelConfig
 from .problem import Problem
 
-MEAN_ROWS = (1, 16, 64, 256, 1024, 4096)
+MEAN_ROWS = tuple(2**i for i in range(13))
 """Rows of x whose times count alike: the class has the least geometric mean."""
 
 MOST_ROWS = 1 << 20

@@ -106,12 +106,16 @@ class Order(NamedTuple):
     warpgroups: int
 
 
-# What the order of another kernel costs: bench/measurements/h100_invariant.csv.xz, of an H100.
-_SCALED = (1.36, 1.05)
-"""How much longer a k-tile of up to 64 tokens takes where scales of groups multiply weights: of 64 columns, of more."""
+# What an order costs, fitted to bench/measurements/h200_invariant.csv.xz.
+_SCALED = {4: (1.41, 1.06), 8: (1.0, 1.1)}
+"""Bits -> how much longer a k-tile of up to 64 tokens takes where scales multiply weights: of 64 columns, of more."""
 
-_FOLLOWS = {96: (1.26, 1.36, 0.36), 128: (1.07, 1.23, 0.09), 192: (1.07, 1.07, 1.5)}
+_FOLLOWS = {96: (1.04, 1.32, 0.81), 128: (1.02, 1.17, 0.41), 192: (0.92, 1.14, 1.68)}
 """Tokens -> how much longer a k-tile takes, of 4 and of 8 bits, and us of each further part of K."""
+
+
+_FEWER_STAGES = 1.02
+"""How much longer a k-tile takes where stages make room for sums that are not needed."""
 
 
 class GemmSm90Launch(ClusterLaunch):
@@ -283,12 +287,14 @@ class GemmSm90(ClusterFamily):
         k_tile_us, end_us = self.constants.kernels[measured(config, problem.format)]
         in_order = isinstance(order, Order) and self.takes_order
         parts = order.split_k * order.warpgroups // (config.split_k * self.warpgroups_k(config)) if in_order else 1
-        if parts > 1 or self.sums_in_smem(config):
+        if parts > 1:
             *factors, part_us = _FOLLOWS[config.block_m]
-            k_tile_us *= factors[FORMATS[problem.format] > 4]
+            k_tile_us *= factors[problem.bits > 4]
             end_us += (parts - 1) * part_us
-        elif in_order and config.block_m <= 64 and not problem.per_channel:
-            k_tile_us *= _SCALED[config.block_n > 64]
+        elif self.sums_in_smem(config):
+            k_tile_us *= _FEWER_STAGES
+        elif in_order and config.block_m <= 64 and not (problem.bits == 4 and problem.per_channel):
+            k_tile_us *= _SCALED[problem.bits][config.block_n > 64]
         return GemmSm90Launch(self, config, problem, TileTimes(k_tile_us, end_us))
 
 

@@ -131,7 +131,10 @@ def test_tiles_one_after_another(
         following = [config for config in configs if class_of(config, problem(1, case, own_layout())) != of]
         if not following:
             continue
-        own = next(config for config in configs if config not in following and config.block_m <= 64)
+        one = problem(33, case, own_layout())
+        own = next((c for c in configs if c not in following and c.block_m <= 64 and why_not(c, one) is None), None)
+        if own is None:  # parts of K without work
+            continue
         cache.clear()
         for module in (choose, kernel):
             monkeypatch.setattr(module, "invariant_class", lambda problem, of=of: of)
@@ -139,6 +142,8 @@ def test_tiles_one_after_another(
         expected = wo.gemm(x[-33:], o.qweight, o.scales, config=own, **given)  # type: ignore[arg-type]
         for config in following:
             for rows in (x, x[200:], x[-193:]):
+                if why_not(config, problem(len(rows), case, own_layout())) is not None:
+                    continue
                 y = wo.gemm(rows, o.qweight, o.scales, config=config, **given)  # type: ignore[arg-type]
                 assert torch.equal(bits(y[-33:]), bits(expected)), f"{of}: {config}, {own}, {len(rows)} rows"
 

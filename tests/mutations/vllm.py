@@ -29,7 +29,6 @@ MUTATIONS = [
             ("another vLLM stops all", "register", "(ImportError, AttributeError)", "ImportError"),
             ("experts are taken without being asked", "register", "wanted:", "True:"),
             ("results that depend on the batch", "follow_batch_invariance", "    set_batch_invariant(True)\n", ""),
-            ("a mode that failed in the engine", "register", "(is_set(VARIABLE) or not is_invariant)", "True"),
         ],
     ),
     *of(

@@ -163,7 +163,7 @@ if __name__ == "__main__":
     what, provider, *of = sys.argv[1:]
     set_environment(replace(_JOB, provider=provider))
     if what == invariant.__name__:
-        os.environ |= {"VLLM_BATCH_INVARIANT": "1", "WEIGHTONLY_BATCH_INVARIANT": "1"}
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     found = {run.__name__: run for run in (logprobs, folders, features, ranks, invariant)}[what](provider, *of)
     print(RESULT + json.dumps(found), flush=True)
     os._exit(0)  # no teardown, see bench/serve/engine.py

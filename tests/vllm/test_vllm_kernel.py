@@ -287,20 +287,16 @@ def test_register(
         assert ours == ([weight_only[0] - 1] if is_first else [])
 
 
-@pytest.mark.parametrize("is_asked", [False, True], ids=["of vLLM alone", "ours, too"])
-def test_the_batch_invariant_mode(
-    is_asked: bool, cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's variable alone turns ours on, and leaves layers to vLLM."""
+def test_the_batch_invariant_mode(cuda: list[type[MPLinearKernel]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's variable turns ours on."""
     others = list(cuda)
-    monkeypatch.setenv(invariance.VARIABLE, str(int(is_asked)))
     monkeypatch.setattr("weightonly.vllm.built_archs", lambda: ("90a",))
     monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    monkeypatch.setattr(invariance, "_on", is_asked)
+    monkeypatch.setattr(invariance, "_on", False)
     register()
     register()
-    assert wo.batch_invariant() and cuda == ([WeightOnlyLinearKernel] if is_asked else []) + others
+    assert wo.batch_invariant() and cuda == [WeightOnlyLinearKernel, *others]
 
 
 def test_graphs_that_vllm_keeps_know_the_plugin(cuda: object, monkeypatch: pytest.MonkeyPatch) -> None:

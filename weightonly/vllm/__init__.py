@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import __version__
-from ..invariance import VARIABLE, batch_invariant, set_batch_invariant
+from ..invariance import batch_invariant, set_batch_invariant
 from ..kernels import arch_runs_on, built_archs
-from ..require import is_set
 from .support import experts_wanted, is_asked_for
 
 logger = logging.getLogger("vllm.weightonly")
@@ -24,7 +23,7 @@ def register() -> None:
 
     The kernels are for GPUs that ours are built for; on others nothing is put before vLLM's own. There, and unless
     WEIGHTONLY_VLLM_EXPERTS is off, experts are taken, too. VLLM_BATCH_INVARIANT=1 turns our batch-invariant mode
-    on; our kernels are then first only beside WEIGHTONLY_BATCH_INVARIANT=1. Calls after the first one change nothing.
+    on. Calls after the first one change nothing.
 
     A version of vLLM that lacks what one of these needs does without it: a warning says so, and vLLM runs as before.
     """
@@ -34,7 +33,7 @@ def register() -> None:
     is_invariant = follow_batch_invariance(envs)
     wanted = experts_wanted()
     parts: dict[str, Callable[[], None]] = {"compile cache": _register_cache, "quantization method": _register_method}
-    if _runs_here() and (is_set(VARIABLE) or not is_invariant):
+    if _runs_here():
         parts["linear kernel"] = _register_kernel
         if is_invariant:
             parts["layers of the batch-invariant mode"] = _register_invariant_layers

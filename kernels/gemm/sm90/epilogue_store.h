@@ -1,6 +1,6 @@
-// The epilogue of large tiles without split-K and without an activation: y goes through shared memory, 16 tokens at a
-// time, and from there to memory in 16-byte stores. Its buffers lie behind the stages, which take the next tile
-// meanwhile.
+// The epilogue of large tiles without split-K, and but for tiles that follow another order (kSumsInSmem) without an
+// activation: y goes through shared memory, 16 tokens at a time, and from there to memory in 16-byte stores. Its buffers
+// lie behind the stages, which take the next tile meanwhile.
 #pragma once
 
 #include "cutlass_ext/arch/barrier.h"
@@ -19,20 +19,20 @@ struct StagedStore {
   /// Whether a call's y is stored this way. Only then may a CTA compute several tiles: ClusterReduce overwrites the
   /// stages.
   CUTLASS_HOST_DEVICE static bool serves(GemmParams const& p) {
-    bool const activates = Traits::kSumsInSmem || p.activation == int(Activation::kIdentity);
-    return Traits::kMayStageStore && p.split_k == 1 && activates;
+    return Traits::kMayStageStore && p.split_k == 1 &&
+           (Traits::kSumsInSmem || p.activation == int(Activation::kIdentity));
   }
 
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class Work, class Accumulators>
-  CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum) {
+  CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators& accum) {
     int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
     store_panel(p, work, smem, accum, warpgroup, warpgroup % Traits::kWarpgroupsN);
   }
 
   /// The same of a warpgroup that has the accumulators of several column panels, for one of these.
   template <class Work, class Accumulators>
-  CUTLASS_DEVICE static void store_panel(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum,
+  CUTLASS_DEVICE static void store_panel(Params const& p, Work const& work, Smem const& smem, Accumulators& accum,
                                          int warpgroup, int panel) {
     static_assert(Traits::kWarpgroupsK == 1);
     static_assert(Traits::kReductionTilesM % 4 == 0, "every tile begins with the first buffer");
@@ -54,6 +54,15 @@ struct StagedStore {
         }
       }
     }
+    bool is_activated = false;
+    if constexpr (Traits::kSumsInSmem) {
+      is_activated = p.activation != int(Activation::kIdentity);
+      // Of all numbers at once: a choice for each would scatter the path that is taken over the code of all activations.
+      with_activation(p.activation, [&](auto const& f) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < cute::size(accum); ++i) accum(i) = f(columns[i / 2 % 2].affine(accum(i)));
+      });
+    }
     bool const is_vector = vector_stores(p);
     int const store_row = thread / 8, store_column = thread % 8 * 8;  // what this thread stores to memory
     CUTLASS_PRAGMA_UNROLL
@@ -65,14 +74,13 @@ struct StagedStore {
       for (int j = 0; j < 2; ++j) {
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < 2; ++e) {
-          float values[2];
+          ColumnPair<Element> pair;
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
             float const sum = accum(4 * (i + j) + 2 * h + e);
-            values[h] = columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum);
+            float const y = columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum);
+            pair.values[h] = Element(Traits::kSumsInSmem && is_activated ? sum : y);
           }
-          if constexpr (Traits::kSumsInSmem) activate(values, p.activation);
-          ColumnPair<Element> const pair = {Element(values[0]), Element(values[1])};
           pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }
       }

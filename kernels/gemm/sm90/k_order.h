@@ -34,14 +34,19 @@ struct KOrder {
         splits(max(1, p.order_split / p.split_k)),
         follows(splits * warpgroups > 1) {}
 
-  /// Steps of all parts; where K ends within a part some of them have no k_tile.
-  CUTLASS_DEVICE int all_steps() const { return splits * warpgroups * part_blocks * kKTiles; }
+  CUTLASS_DEVICE int parts() const { return splits * warpgroups; }
 
-  /// The k_tile of a step; from k_tiles on: there is none.
-  CUTLASS_DEVICE int k_tile(int step) const {
-    int const block = step / kKTiles, part = first_part + block / part_blocks;
-    int const of_all = (part / warpgroups * part_blocks + block % part_blocks) * warpgroups + part % warpgroups;
-    return of_all * kKTiles + step % kKTiles;
+  /// Calls visit(k_tile) for the k_tiles of a part. Divisions are slow: there are none for each.
+  template <class Visit>
+  CUTLASS_DEVICE void for_each_k_tile(int part, Visit const& visit) const {
+    int const count = k_tiles_of(part);
+    part += first_part;
+    int k_tile = (part / warpgroups * part_blocks * warpgroups + part % warpgroups) * kKTiles;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < count; ++i) {
+      visit(k_tile);
+      k_tile += i % kKTiles == kKTiles - 1 ? (warpgroups - 1) * kKTiles + 1 : 1;
+    }
   }
 
   /// How many k_tiles a part has.

@@ -178,13 +178,7 @@ struct Load {
       int to_fill = Loader::kIsPaced ? kStages - issued : 0;  // stages that were never filled
       uint32_t next_cycle = clock() + (issued > 0 ? kFillCycles : 0);
       TileScheduler::for_each(p, first, [&](auto const& work) {
-        KOrder<Traits> const order(p, work);
-        bool const follows = Traits::kMayFollow && order.follows;
-        int const begin = follows ? 0 : work.k_tile_begin, end = follows ? order.all_steps() : work.k_tile_end;
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int step = begin + issued; step < end; ++step) {
-          int const k_tile = follows ? order.k_tile(step) : step;
-          if (follows && k_tile >= p.k_tiles) continue;
+        auto const load_k_tile = [&](int k_tile) __attribute__((always_inline)) {
           cute::wait_barrier(smem.empty()[stage], phase);
           if (to_fill > 0) {
             --to_fill;
@@ -196,7 +190,17 @@ struct Load {
             stage = 0;
             phase ^= 1;
           }
+        };
+        if constexpr (Traits::kMayFollow) {
+          KOrder<Traits> const order(p, work);
+          if (order.follows) {
+            CUTLASS_PRAGMA_NO_UNROLL
+            for (int part = 0; part < order.parts(); ++part) order.for_each_k_tile(part, load_k_tile);
+            return;
+          }
         }
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int k_tile = work.k_tile_begin + issued; k_tile < work.k_tile_end; ++k_tile) load_k_tile(k_tile);
         issued = 0;
       });
     });
