@@ -24,9 +24,9 @@ from ..plain import are_plain, is_virtual, is_watched
 from ..require import is_set
 from ..weight import QuantizedWeight
 
-LIMITS = {2: 32 << 20, 4: 1 << 20, 8: 256 << 10}
-"""Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, are left to torch.distributed.
-Of two ranks as measured (bench/measurements/h100x2_sums.csv), of others guessed."""
+LIMITS = {2: 32 << 20, 4: 2 << 20}
+"""Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, which no GPUs have tried, are left
+to torch.distributed. As measured: bench/measurements/LOG.md."""
 
 PIECE_BYTES = 4 << 20
 """Of a larger sum that are added at a time."""

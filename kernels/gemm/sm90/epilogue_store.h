@@ -25,14 +25,14 @@ struct StagedStore {
 
   /// accum(4 i + 2 h + e): column h of the lane's two, token 8 i + e of its own.
   template <class Work, class Accumulators>
-  CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators& accum) {
+  CUTLASS_DEVICE static void store(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum) {
     int const warpgroup = __shfl_sync(0xffffffff, int(threadIdx.x / 128), 0);
     store_panel(p, work, smem, accum, warpgroup, warpgroup % Traits::kWarpgroupsN);
   }
 
   /// The same of a warpgroup that has the accumulators of several column panels, for one of these.
   template <class Work, class Accumulators>
-  CUTLASS_DEVICE static void store_panel(Params const& p, Work const& work, Smem const& smem, Accumulators& accum,
+  CUTLASS_DEVICE static void store_panel(Params const& p, Work const& work, Smem const& smem, Accumulators const& accum,
                                          int warpgroup, int panel) {
     static_assert(Traits::kWarpgroupsK == 1);
     static_assert(Traits::kReductionTilesM % 4 == 0, "every tile begins with the first buffer");
@@ -54,15 +54,6 @@ struct StagedStore {
         }
       }
     }
-    bool is_activated = false;
-    if constexpr (Traits::kSumsInSmem) {
-      is_activated = p.activation != int(Activation::kIdentity);
-      // Of all numbers at once: a choice for each would scatter the path that is taken over the code of all activations.
-      with_activation(p.activation, [&](auto const& f) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < cute::size(accum); ++i) accum(i) = f(columns[i / 2 % 2].affine(accum(i)));
-      });
-    }
     bool const is_vector = vector_stores(p);
     int const store_row = thread / 8, store_column = thread % 8 * 8;  // what this thread stores to memory
     CUTLASS_PRAGMA_UNROLL
@@ -70,6 +61,12 @@ struct StagedStore {
       // Two buffers in turn. The barrier of one frees the other: all threads have read it before they come to the
       // barrier.
       Element* const buffer = buffers + i / 2 % 2 * Traits::kStagedElements;
+      [[maybe_unused]] float activated[8];  // as accum: [token / 8][column][token % 2]
+      if constexpr (Traits::kSumsInSmem) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 8; ++v) activated[v] = columns[v / 2 % 2].affine(accum(4 * i + v));
+        activate(activated, p.activation);
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
         CUTLASS_PRAGMA_UNROLL
@@ -78,8 +75,11 @@ struct StagedStore {
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
             float const sum = accum(4 * (i + j) + 2 * h + e);
-            float const y = columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum);
-            pair.values[h] = Element(Traits::kSumsInSmem && is_activated ? sum : y);
+            if constexpr (Traits::kSumsInSmem) {
+              pair.values[h] = Element(activated[4 * j + 2 * h + e]);
+            } else {
+              pair.values[h] = Element(columns[h].affine(Traits::kHasXScales ? sum * x_scales[2 * (i + j) + e] : sum));
+            }
           }
           pair.store(buffer + (8 * j + 2 * t + e) * kRowElements + column);
         }
