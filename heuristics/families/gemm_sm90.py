@@ -108,8 +108,8 @@ class Order(NamedTuple):
 
 # What an order costs, fitted to bench/measurements/h200_invariant.csv.xz.
 _SCALED = {4: (1.41, 1.06, 1.06), 8: (1.0, 1.1, 1.25)}
-"""Bits -> how much longer a k-tile of up to 64 tokens takes where scales multiply weights: of 64 columns, of more, and of
-more with 64 tokens."""
+"""Bits -> how much longer a k-tile of up to 64 tokens takes where scales multiply weights: of 64 columns, of more, and
+of more with 64 tokens."""
 
 _FOLLOWS = {96: (1.04, 1.32, 0.81), 128: (1.02, 1.17, 0.41), 192: (0.92, 1.14, 1.68)}
 """Tokens -> how much longer a k-tile takes, of 4 and of 8 bits, and us of each further part of K."""
@@ -286,16 +286,17 @@ class GemmSm90(ClusterFamily):
 
     def launch(self, config: KernelConfig, problem: Problem, order: Hashable = None) -> GemmSm90Launch:
         k_tile_us, end_us = self.constants.kernels[measured(config, problem.format)]
-        in_order = isinstance(order, Order) and self.takes_order
-        parts = order.split_k * order.warpgroups // (config.split_k * self.warpgroups_k(config)) if in_order else 1
+        given = order if isinstance(order, Order) and self.takes_order else None
+        parts = given.split_k * given.warpgroups // (config.split_k * self.warpgroups_k(config)) if given else 1
         if parts > 1:
             *factors, part_us = _FOLLOWS[config.block_m]
             k_tile_us *= factors[problem.bits > 4]
             end_us += (parts - 1) * part_us
         elif self.sums_in_smem(config):
             k_tile_us *= _FEWER_STAGES
-        elif in_order and config.block_m <= 64 and not (problem.bits == 4 and problem.per_channel):
-            k_tile_us *= _SCALED[problem.bits][(config.block_n > 64) + (config.block_n > 64 and config.block_m == 64)]
+        elif given and config.block_m <= 64 and not (problem.bits == 4 and problem.per_channel):
+            is_wide = config.block_n > 64
+            k_tile_us *= _SCALED[problem.bits][is_wide + (is_wide and config.block_m == 64)]
         return GemmSm90Launch(self, config, problem, TileTimes(k_tile_us, end_us))
 
 

@@ -52,8 +52,8 @@ def gemm(
     bias = None if bias is None else aligned(bias, bias.element_size())
     weight = aligned(qweight.data, 4)
     params = sizes(backend, rows, qweight, scales, zeros, out.stride(0) if out.dim() == 2 else n, activation, invariant)
-    addresses = (None if t is None else t.data_ptr() for t in (rows, weight, scales, zeros, bias, out))
-    run(backend, params, *addresses)
+    of_zeros, of_bias = (None if t is None else t.data_ptr() for t in (zeros, bias))
+    run(backend, params, rows.data_ptr(), weight.data_ptr(), scales.data_ptr(), of_zeros, of_bias, out.data_ptr())
     return out
 
 

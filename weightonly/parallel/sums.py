@@ -25,8 +25,8 @@ from ..require import is_set
 from ..weight import QuantizedWeight
 
 LIMITS = {2: 32 << 20, 4: 2 << 20}
-"""Ranks -> up to how many bytes a sum is ours; larger ones, and other numbers of ranks, which no GPUs have tried, are left
-to torch.distributed. As measured: bench/measurements/LOG.md."""
+"""Ranks -> up to how many bytes a sum is ours, as measured (bench/measurements/LOG.md). Larger ones, and other numbers
+of ranks, which no GPUs have tried, are left to torch.distributed."""
 
 PIECE_BYTES = 4 << 20
 """Of a larger sum that are added at a time."""

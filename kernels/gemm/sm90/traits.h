@@ -173,7 +173,7 @@ struct Traits {
   /// units can compare it with the formula of heuristics/, which leaves out sums of parts.
   CUTLASS_HOST_DEVICE static constexpr int smem_bytes(int split_k, int m = kTileM, bool sums_ctas = false) {
     int const epilogue_bytes =
-        split_k > 1 ? remote_partials(split_k) * reduction_tiles_per_cta(split_k, m) * kReductionTileBytes
+        split_k > 1   ? remote_partials(split_k) * reduction_tiles_per_cta(split_k, m) * kReductionTileBytes
         : kSumsInSmem ? kStagedBytes + kSumBytes
                       : cutlass::const_max(kStagedBytes, sums_ctas ? kSumBytes : 0);
     return kBarrierBytes + kEpilogueOffset + epilogue_bytes;
