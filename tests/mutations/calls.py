@@ -335,7 +335,6 @@ MUTATIONS = [
             ("rows at any address", "KernelPlan.run", " or x_address % 16", ""),
             ("scales at any address", "KernelPlan.run", "(scales_address | zeros_address)", "scales_address"),
             ("a strided bias", "KernelPlan.__init__", "bias is None or bias.is_contiguous()", "True"),
-            ("memory for partials of one part", "KernelPlan.__init__", "1 and", "2 and"),
             ("groups of K without padding", "KernelPlan.__init__.launch", "k_padded if", "k if"),
             ("zeros of the tail", "KernelPlan.__init__", " if zeros is None else row", ""),
             ("columns beyond K are what was there", "KernelPlan._aligned_copy", "copy[:, k:] = 0", "pass"),

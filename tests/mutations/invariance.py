@@ -38,8 +38,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             (
                 "no kernel follows",
                 "invariant_kernels",
-                "computes_class(launch.config, problem, of)",
-                "launch.config.rules.bits_class(launch.config, problem) == of",
+                "computes_class(config, problem, of)",
+                "config.rules.bits_class(config, problem) == of",
             ),
             ("cuBLAS for more rows", "_last_resort", "p.invariant", "False"),
         ],

@@ -203,7 +203,7 @@ MUTATIONS = [
             ),
             ("cuBLAS for few rows", "quickest", "kernel.min_m <= ", ""),
             ("bounds above times", "_ROUNDING", "1 - 1e-6", "1.1"),
-            ("more parts than SMs", "quickest", " or tiles > launch.most_tiles", ""),
+            ("more parts than SMs", "quickest", "tiles > launch.most_tiles", "False"),
             ("two launches for a small gain", "_best", "_LEAST_GAIN * ", ""),
             ("no last resort", "select", "or _last_resort", "if best else candidates"),
         ],

@@ -94,7 +94,7 @@ def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd
         for m in BATCH:
             p = Problem(m, n, k, format, 128, 90, 132, "tiled", False)
             cell = {name: getattr(p, name) for name in ("k", "n", "m", "format", "group_size", "arch", "sm_count")}
-            for config in candidates(p):
+            for config in (c for c in candidates(p) if c.measured.kernel == c.kernel):
                 us = true_us(config, p) * np.exp(generator.normal(0, noise))
                 rows.append(
                     {
