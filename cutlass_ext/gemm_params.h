@@ -60,7 +60,9 @@ struct GemmParams {
   void const* zeros;    // like scales, or null; for code4 the codebook, T [16]
   void const* bias;     // T [n], or null
   void* y;              // T [m, n], rows ldy elements apart
-  float* partials;      // [split_k, m, n_padded], used when split_k > 1 and the CTAs that share K form no cluster
+  // [split_k, m, n_padded], used when split_k > 1 and the CTAs that share K form no cluster; or a tile for each CTA of the
+  // grid, where persistent tiles follow the order of several CTAs of several warpgroups (kSumsInSmem of gemm_sm90)
+  float* partials;
   int64_t ldx;          // elements
   int64_t ldy;          // elements
   int64_t ld_scales;    // elements, at least n_padded: values beyond n are read, and affect no stored column

@@ -58,14 +58,8 @@ _SHAPES = (
     (128, 3, 1, 3, 3, 3),
     (192, 2, 1, 5, 5, 5),
     (256, 2, 1, 5, 5, 5),
-    (
-        192,
-        2,
-        1,
-        4,
-        3,
-        3,
-    ),  # beside fewer stages there is room for a sum of parts of K: in the batch-invariant mode alone
+    # For the batch-invariant mode: fewer stages leave room for a sum of parts of K.
+    (192, 2, 1, 4, 3, 3),
 )
 
 # Tokens, warpgroups along N and K of the tiles that are compiled for groups of 16, too. decode_sm90 has fewer tokens;
@@ -113,7 +107,6 @@ of more with 64 tokens."""
 
 _FOLLOWS = {96: (1.04, 1.32, 0.81), 128: (1.02, 1.17, 0.41), 192: (0.92, 1.14, 1.68)}
 """Tokens -> how much longer a k-tile takes, of 4 and of 8 bits, and us of each further part of K."""
-
 
 _FEWER_STAGES = 1.02
 """How much longer a k-tile takes where stages make room for sums that are not needed."""
