@@ -63,18 +63,18 @@ struct GemmParams {
   // [split_k, m, n_padded], used when split_k > 1 and the CTAs that share K form no cluster; or a tile for each CTA of the
   // grid, where persistent tiles follow the order of several CTAs of several warpgroups (kSumsInSmem of gemm_sm90)
   float* partials;
-  int64_t ldx;          // elements
-  int64_t ldy;          // elements
-  int64_t ld_scales;    // elements, at least n_padded: values beyond n are read, and affect no stored column
+  int64_t ldx;  // elements
+  int64_t ldy;  // elements
+  int64_t ld_scales;  // elements, at least n_padded: values beyond n are read, and affect no stored column
   int32_t m;
   int32_t n;
-  int32_t k;            // columns of x, a multiple of 8; kernels read zeros from here to k_padded
+  int32_t k;  // columns of x, a multiple of 8; kernels read zeros from here to k_padded
   int32_t n_padded;
-  int32_t k_padded;     // a multiple of 64
-  int32_t group_size;   // 16 for the kernels of such groups; for others 32 or a multiple of 64, k_padded: one group
-  GroupIndex group;     // derived from k and group_size by wo_gemm
-  int32_t split_k;      // how many CTAs share the K of one output tile; their partials are summed in a fixed order
-  int32_t activation;   // enum Activation of epilogue/activation.h
+  int32_t k_padded;  // a multiple of 64
+  int32_t group_size;  // 16 for the kernels of such groups; for others 32 or a multiple of 64, k_padded: one group
+  GroupIndex group;  // derived from k and group_size by wo_gemm
+  int32_t split_k;  // how many CTAs share the K of one output tile; their partials are summed in a fixed order
+  int32_t activation;  // enum Activation of epilogue/activation.h
   uint16_t clusters;  // clusters of split_k CTAs that the GPU runs at once: the grid where CTAs compute several tiles
   // For gemm_sm90: its sums over K are added as a kernel does whose K is shared by order_split CTAs of order_warpgroups
   // warpgroups, and scales multiply weights. 0 and 0: as it is quickest; other kernels take no other.
