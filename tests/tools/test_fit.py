@@ -86,6 +86,11 @@ def true_us(config: KernelConfig, problem: Problem) -> float:
     return us_by(config, problem, DECODE, GEMM, DENSE_TRUE)
 
 
+def with_own_times(p: Problem) -> list[KernelConfig]:
+    """The candidates that are measured and fitted themselves."""
+    return [c for c in candidates(p) if c.measured.kernel == c.kernel]
+
+
 def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd.DataFrame:
     """As `tools.regret --layout tiled --csv` has them."""
     generator = np.random.default_rng(seed)
@@ -94,7 +99,7 @@ def measurements(format: str = "int4", noise: float = 0.02, seed: int = 0) -> pd
         for m in BATCH:
             p = Problem(m, n, k, format, 128, 90, 132, "tiled", False)
             cell = {name: getattr(p, name) for name in ("k", "n", "m", "format", "group_size", "arch", "sm_count")}
-            for config in (c for c in candidates(p) if c.measured.kernel == c.kernel):
+            for config in with_own_times(p):
                 us = true_us(config, p) * np.exp(generator.normal(0, noise))
                 rows.append(
                     {
@@ -117,7 +122,7 @@ def measured() -> pd.DataFrame:
 
 
 def cheapest_by(cost: Callable[[KernelConfig, Problem], float]) -> Callable[[Problem], str]:
-    return lambda p: min((c for c in candidates(p) if is_looked_at(c)), key=lambda c: cost(c, p)).name
+    return lambda p: min((c for c in with_own_times(p) if is_looked_at(c)), key=lambda c: cost(c, p)).name
 
 
 def both(model: Model) -> tuple[DecodeSm90Constants, GemmSm90Constants]:
