@@ -102,6 +102,22 @@ def combine(
     stream: int,
     /,
 ) -> None: ...
+def spread(
+    device: int,
+    type: int,
+    tokens: int,
+    top_k: int,
+    columns: int,
+    grad: int,
+    rows: int,
+    weights: int,
+    places: int,
+    rows_end: int,
+    of_rows: int,
+    of_weights: int,
+    stream: int,
+    /,
+) -> None: ...
 def sum_over_ranks(
     device: int,
     type: int,

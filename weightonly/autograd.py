@@ -87,9 +87,10 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = rule.function(grad.float(), kept.float()).to(grad.dtype)
     grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if ctx.needs_input_grad[0]:
-        of_x = operators.grouped_gemm_gradient if offs else operators.gemm_gradient
-        if not offs and are_plain(grad) and not torch.is_grad_enabled():
-            of_x = gradient_of_x  # the rule of the operator is there to refuse a second derivative
+        name = "grouped_gemm_gradient" if offs else "gemm_gradient"
+        of_x = getattr(operators, name)
+        if are_plain(grad) and not torch.is_grad_enabled():
+            of_x = FUNCTIONS[name]  # the rule of the operator is there to refuse a second derivative
         grads[0] = of_x(grad, data, *fields, scales, zeros, perm, *experts, *offs)
     if ctx.needs_input_grad[_BIAS]:
         of_bias = operators.grouped_bias_gradient if offs else _gradient_of_bias
@@ -126,6 +127,9 @@ def gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.T
         result = torch.empty_like(result).index_copy_(1, perm.long(), result)
     return result.view(*grad.shape[:-1], qweight.k)
 
+
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"gemm_gradient": gradient_of_x}
+"""An operator's name -> what it calls; grouped_gradient.py adds its own."""
 
 _gradient_op = torch.library.custom_op("weightonly::gemm_gradient", mutates_args=(), schema=GRADIENT_SCHEMA)(
     gradient_of_x

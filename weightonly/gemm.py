@@ -118,10 +118,7 @@ def _general(args: GemmArgs) -> torch.Tensor:
         return dispatch(args, _gemm_op)
     if not needs_dispatch(args):
         return dispatch(args, _gemm_op) if any(map(is_virtual, args.tensors().values())) else compute(args)
-    if is_watched() or current_transform() is not None or args.out is not None or args.config is not None:
-        return dispatch(args, _gemm_op)
-    is_plain = isinstance(args.weight._packed, PackedWeight) and args.is_plain()
-    return _differentiable(args) if is_plain else dispatch(args, _gemm_op)
+    return differentiable(args, _gemm_op, compute)
 
 
 def needs_dispatch(args: GemmArgs) -> bool:
@@ -180,21 +177,26 @@ def _run(plan: Plan, args: GemmArgs, checks_out: bool = True) -> torch.Tensor:
 # --- autograd without the dispatcher: its operators cost the host some 0.2 ms a call more --------------------
 
 
-def _differentiable(args: GemmArgs) -> torch.Tensor:
-    """The product, which autograd differentiates."""
+def differentiable(
+    args: GemmArgs, operator: Callable[..., torch.Tensor], function: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """The product of a call that `needs_dispatch`: by `function` if for a gradient alone, else by `operator`."""
+    is_seen = is_watched() or current_transform() is not None or args.out is not None or args.config is not None
+    if is_seen or not isinstance(args.weight._packed, PackedWeight) or not args.is_plain():
+        return dispatch(args, operator)
     autograd.check_no_transform(args)
     autograd.check_differentiable(args)
-    y: torch.Tensor = _Product.apply(*args.to_op(), args)
+    y: torch.Tensor = _Product.apply(*args.to_op(), args, function)
     return y
 
 
 class _Product(torch.autograd.Function):
-    """The operator `weightonly::gemm` with its rule; the last argument is the GemmArgs that the others come from."""
+    """An operator with its rule; the last arguments are the GemmArgs that the others come from, and what it calls."""
 
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> torch.Tensor:
-        *inputs, args = operands
-        y = compute(args)
+        *inputs, args, function = operands
+        y: torch.Tensor = function(args)
         autograd.setup_context(ctx, tuple(inputs), y)
         return y
 

@@ -14,7 +14,7 @@ import torch
 from . import autograd
 from .args import OP_SCHEMA, GroupedArgs
 from .fp8_args import Fp8GroupedArgs
-from .gemm import autocast, compute, dispatch, needs_dispatch
+from .gemm import autocast, compute, differentiable, dispatch, needs_dispatch
 from .heuristics import KernelConfig
 from .packed import PackedWeight
 from .plain import PLAIN, are_plain, has_memory
@@ -111,7 +111,7 @@ def rows_of(offs: torch.Tensor, total: int, has_rest: bool = False) -> list[tupl
 
 def grouped(args: GroupedArgs) -> torch.Tensor:
     """`grouped_gemm` of arguments in one object."""
-    return dispatch(args, _grouped_op) if needs_dispatch(args) else _compute(args)
+    return differentiable(args, _grouped_op, _compute) if needs_dispatch(args) else _compute(args)
 
 
 def grouped_fp8(args: Fp8GroupedArgs) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 On a GPU all experts' weights are dequantized together, some rows of each at a time, and PyTorch's grouped_mm multiplies
 by them: the host does not wait for `offs`, and there is one product of a slice, however many experts there are.
-Elsewhere each expert that has rows is a `gemm_gradient`.
+Elsewhere each expert that has rows is a gradient of `gemm`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,26 @@ _COPIED_ELEMS = 1 << 24
 _GRADIENT_SCHEMA = GRADIENT_SCHEMA.replace(") ->", ", int experts, Tensor offs) ->")
 
 
-@torch.library.custom_op("weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA)
-def _gradient_op(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
     """grad_x [T, K] of grad_z [T, N], zeros in rows of no expert."""
     *fields, scales, zeros, perm, experts, offs = rest
     if _multiplies_slices(grad, scales, perm):
         w = LooseWeight(PackedWeight(data, *fields, experts=experts), scales, zeros)
         if blocks_of(w.packed.k_padded, w.packed.n_padded, w.packed.bits, w.packed.layout).column_dim == 0:
-            return by_slices(grad, w, offs, SLICE_BYTES)
+            with torch.autocast(grad.device.type, enabled=False):
+                return by_slices(grad, w, offs, SLICE_BYTES)
     result = grad.new_zeros(grad.shape[0], fields[0])
     for expert, begin, end in rows_of(offs, grad.shape[0], has_rest=True):
         weight = data.view(experts, -1)[expert]
         others = [None if tensor is None else tensor[expert] for tensor in (scales, zeros, perm)]
-        result[begin:end] = torch.ops.weightonly.gemm_gradient(grad[begin:end], weight, *fields, *others)
+        result[begin:end] = autograd.gradient_of_x(grad[begin:end], weight, *fields, *others)
     return result
+
+
+_gradient_op = torch.library.custom_op(
+    "weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA
+)(_gradient_of_x)
+autograd.FUNCTIONS["grouped_gemm_gradient"] = _gradient_of_x
 
 
 def _multiplies_slices(grad: torch.Tensor, scales: torch.Tensor, perm: torch.Tensor | None) -> bool:
@@ -65,7 +71,7 @@ def _multiplies_slices(grad: torch.Tensor, scales: torch.Tensor, perm: torch.Ten
 
 
 def by_slices(grad: torch.Tensor, w: QuantizedWeight, offs: torch.Tensor, limit_bytes: int) -> torch.Tensor:
-    """`_gradient_op` by dequantized slices of all experts.
+    """`_gradient_of_x` by dequantized slices of all experts.
 
     grad: [T, N]; w: of stacked experts, without perm; limit_bytes: the most that a slice takes.
     """

@@ -82,6 +82,8 @@ int wo_struct_bytes(int which) {
       return int(sizeof(QuantizeActivationsParams));
     case 10:
       return int(sizeof(Fp8GroupedGemmParams));
+    case 11:
+      return int(sizeof(SpreadParams));
     default:
       return 0;
   }

@@ -8,12 +8,12 @@
 #define WEIGHTONLY_API extern "C" __attribute__((visibility("default")))
 
 /// Counts up with every change of what crosses this interface: functions, structs, the meaning of a field.
-#define WEIGHTONLY_ABI_VERSION 9
+#define WEIGHTONLY_ABI_VERSION 10
 
 /// WEIGHTONLY_ABI_VERSION of the library, and the size of its structs: 0 GemmParams, 1 AwqDequantizeParams,
 /// 2 Blocks4bitParams, 3 DequantizeParams, 4 GroupedGemmParams, 5 RouteParams, 6 GatherParams, 7 CombineParams,
-/// 8 Fp8GemmParams, 9 QuantizeActivationsParams, 10 Fp8GroupedGemmParams; 0 bytes for other numbers. A caller compares
-/// them with its own before all else.
+/// 8 Fp8GemmParams, 9 QuantizeActivationsParams, 10 Fp8GroupedGemmParams, 11 SpreadParams; 0 bytes for other numbers. A
+/// caller compares them with its own before all else.
 WEIGHTONLY_API int wo_abi_version();
 WEIGHTONLY_API int wo_struct_bytes(int which);
 

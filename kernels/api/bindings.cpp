@@ -302,6 +302,25 @@ void combine(int device, int type, int tokens, int top_k, int columns, uintptr_t
   throw_if(wo_combine(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
 }
 
+void spread(int device, int type, int tokens, int top_k, int columns, uintptr_t grad, uintptr_t rows, uintptr_t weights,
+            uintptr_t places, uintptr_t rows_end, uintptr_t of_rows, uintptr_t of_weights, uintptr_t stream) {
+  weightonly::SpreadParams params = {};
+  params.grad = reinterpret_cast<void const*>(grad);
+  params.rows = reinterpret_cast<void const*>(rows);
+  params.weights = reinterpret_cast<float const*>(weights);
+  params.places = reinterpret_cast<int32_t const*>(places);
+  params.rows_end = reinterpret_cast<int32_t const*>(rows_end);
+  params.of_rows = reinterpret_cast<void*>(of_rows);
+  params.of_weights = reinterpret_cast<float*>(of_weights);
+  params.tokens = tokens;
+  params.top_k = top_k;
+  params.columns = columns;
+  params.type = type;
+  params.pdl_mode = int(PdlMode::kPrefetch);
+  Failure message;
+  throw_if(wo_spread(&params, device, reinterpret_cast<void*>(stream), message, sizeof(message)), message);
+}
+
 void sum_over_ranks(int device, int type, int64_t count, uintptr_t y, std::vector<uintptr_t> const& memory, int rank,
                     int64_t capacity, uintptr_t state, uintptr_t stream) {
   weightonly::SumOverRanksParams params = {};
@@ -341,9 +360,10 @@ void check_library() {
                           int(sizeof(weightonly::CombineParams)),
                           int(sizeof(weightonly::Fp8GemmParams)),
                           int(sizeof(weightonly::QuantizeActivationsParams)),
-                          int(sizeof(weightonly::Fp8GroupedGemmParams))};
+                          int(sizeof(weightonly::Fp8GroupedGemmParams)),
+                          int(sizeof(weightonly::SpreadParams))};
   bool same = wo_abi_version() == WEIGHTONLY_ABI_VERSION;
-  for (int i = 0; same && i < 11; ++i) same = wo_struct_bytes(i) == expected[i];
+  for (int i = 0; same && i < 12; ++i) same = wo_struct_bytes(i) == expected[i];
   if (!same)
     throw pybind11::import_error("weightonly._C and libweightonly_kernels.so are of different builds (interface " +
                                  std::to_string(WEIGHTONLY_ABI_VERSION) + " and " + std::to_string(wo_abi_version()) +
@@ -386,6 +406,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("route", &route, "Enqueues wo_route of kernels/experts/experts.h.");
   module.def("gather", &gather, "Enqueues wo_gather of kernels/experts/experts.h.");
   module.def("combine", &combine, "Enqueues wo_combine of kernels/experts/experts.h.");
+  module.def("spread", &spread, "Enqueues wo_spread of kernels/experts/experts.h.");
   module.def("sum_over_ranks", &sum_over_ranks, "Enqueues wo_sum_over_ranks of kernels/parallel/sum_over_ranks.h.");
   py::class_<Plan>(module, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("kernel"), py::arg("device"), py::arg("is_tail"), py::arg("m"),

@@ -13,6 +13,8 @@ namespace experts_cu {
 
 constexpr int kVector = 8;  // elements of a 16-byte load
 constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 
 template <class Element>
 struct alignas(16) Vector {
@@ -94,6 +96,45 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
 #endif
 }
 
+// ---- The gradients of that sum ----
+
+/// A warp for each choice.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) spread_kernel(__grid_constant__ SpreadParams const p) {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  int const vectors = p.columns / kVector, lane = threadIdx.x % kWarp, choices = p.tokens * p.top_k;
+  int const end = *p.rows_end;
+  for (int choice = blockIdx.x * kWarps + threadIdx.x / kWarp; choice < choices; choice += gridDim.x * kWarps) {
+    int const place = p.places[choice];
+    bool const counts = place < end;
+    float const weight = p.weights[choice];
+    auto const* const grad = static_cast<Vector<Element> const*>(p.grad) + int64_t(choice / p.top_k) * vectors;
+    auto const* const row = static_cast<Vector<Element> const*>(p.rows) + int64_t(place) * vectors;
+    auto* const of_row = static_cast<Vector<Element>*>(p.of_rows) + int64_t(place) * vectors;
+    bool const has_sum = counts && p.of_weights != nullptr;
+    float sum = 0;
+#pragma unroll 4
+    for (int v = lane; v < vectors; v += kWarp) {
+      Vector<Element> const of_token = grad[v];
+      Vector<Element> result = {}, factor = {};
+      if (has_sum) factor = row[v];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        sum += float(of_token.values[i]) * float(factor.values[i]);
+        if (counts) result.values[i] = Element(weight * float(of_token.values[i]));
+      }
+      if (p.of_rows != nullptr) of_row[v] = result;
+    }
+    if (p.of_weights == nullptr) continue;
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    if (lane == 0) p.of_weights[choice] = has_sum ? sum : 0;
+  }
+#endif
+}
+
 /// CTAs for rows of so many columns, a thread for each vector.
 inline dim3 row_grid(int columns, int rows) {
   constexpr int kMaxRows = 65535;
@@ -154,6 +195,16 @@ inline bool check(Check const& c, GatherParams const& p) {
 inline bool check(Check const& c, CombineParams const& p) {
   return c.vectors("rows", p.rows) && c.vectors("y", p.y) && c.words("weights", p.weights) &&
          c.words("places", p.places) && c.words("rows_end", p.rows_end) && c.columns(p.columns) &&
+         c.within("type", p.type, int(FloatType::kF16), int(FloatType::kBf16), "0 (fp16) or 1 (bf16)") &&
+         c.choices(p.tokens, p.top_k);
+}
+
+inline bool check(Check const& c, SpreadParams const& p) {
+  return c.vectors("grad", p.grad) && c.words("weights", p.weights) && c.words("places", p.places) &&
+         c.words("rows_end", p.rows_end) && c.optional_words("of_weights", p.of_weights) &&
+         (p.of_weights == nullptr || c.vectors("rows", p.rows)) &&
+         ((p.of_rows == nullptr && p.of_weights != nullptr) || c.vectors("of_rows", p.of_rows)) &&
+         c.columns(p.columns) &&
          c.within("type", p.type, int(FloatType::kF16), int(FloatType::kBf16), "0 (fp16) or 1 (bf16)") &&
          c.choices(p.tokens, p.top_k);
 }
@@ -219,5 +270,13 @@ int wo_combine(CombineParams const* params, int device, void* stream, char* mess
     bool const is_f16 = p.type == int(FloatType::kF16);
     auto* const kernel = is_f16 ? combine_kernel<cutlass::half_t> : combine_kernel<cutlass::bfloat16_t>;
     return launch(kernel, p, row_grid(p.columns, p.tokens), kThreads, stream);
+  });
+}
+
+int wo_spread(SpreadParams const* params, int device, void* stream, char* message, int message_bytes) {
+  return run("spread", params, device, message, message_bytes, [&](SpreadParams const& p) {
+    bool const is_f16 = p.type == int(FloatType::kF16);
+    auto* const kernel = is_f16 ? spread_kernel<cutlass::half_t> : spread_kernel<cutlass::bfloat16_t>;
+    return launch(kernel, p, dim3((p.tokens * p.top_k + kWarps - 1) / kWarps), kThreads, stream);
   });
 }

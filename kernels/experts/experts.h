@@ -51,6 +51,23 @@ struct CombineParams {
   int32_t pdl_mode;      // enum PdlMode
 };
 
+/// The gradients of Combine: of_rows[places[m, j]] = weights[m, j] * grad[m], rounded once, and of_weights[m, j] =
+/// sum of grad[m] * rows[places[m, j]], in fp32. Both are zeros for choices whose rows are not added.
+struct SpreadParams {
+  void const* grad;         // T [tokens, columns], contiguous, 16-byte aligned
+  void const* rows;         // T [tokens * top_k, columns], contiguous, 16-byte aligned; null if of_weights is
+  float const* weights;     // [tokens, top_k]
+  int32_t const* places;    // [tokens, top_k]
+  int32_t const* rows_end;  // [1]: rows from this one on were not added
+  void* of_rows;            // like rows; or null
+  float* of_weights;        // [tokens, top_k]; or null
+  int32_t tokens;
+  int32_t top_k;
+  int32_t columns;          // a multiple of 8
+  int32_t type;             // enum FloatType of T: kF16 or kBf16
+  int32_t pdl_mode;         // enum PdlMode
+};
+
 }  // namespace weightonly
 
 /// Each enqueues one kernel on a stream of a device, as wo_gemm does: no synchronization, no allocation. Returns 0, or
@@ -61,3 +78,5 @@ WEIGHTONLY_API int wo_gather(weightonly::GatherParams const* params, int device,
                              int message_bytes);
 WEIGHTONLY_API int wo_combine(weightonly::CombineParams const* params, int device, void* stream, char* message,
                               int message_bytes);
+WEIGHTONLY_API int wo_spread(weightonly::SpreadParams const* params, int device, void* stream, char* message,
+                             int message_bytes);

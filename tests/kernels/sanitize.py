@@ -257,8 +257,11 @@ def is_exact_grouped(one: GroupedLaunch, generator: torch.Generator) -> bool:
             return y is not None and bool(expected.isfinite().all()) and torch.equal(y, expected)
         y = layer_plans.layer(x, ids, weights, first, gate, second)
         rows, offs, places = sort_by_expert(x, ids, 5)
-        expected = combine(second(gate(first(rows, offs)), offs), weights, ids, offs, places, dtype)
+        rows = second(gate(first(rows, offs)), offs)
+        expected = combine(rows, weights, ids, offs, places, dtype)
         assert expected.isfinite().all() and expected.any()
+        summed = combine(rows.requires_grad_(), weights.requires_grad_(), ids, offs, places, dtype)
+        torch.autograd.grad(summed, (rows, weights), torch.ones_like(summed))  # which launches a kernel, too
         return y is not None and torch.equal(y, expected)
     k, n, counts = 320, 200, [9, 0, 130, 1, 0]
     product, w = experts_of(k, n, one, generator)

@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 DTYPES = [torch.float16, torch.bfloat16]
+_SPREAD = around_experts._spread
 
 
 def choices(tokens: int, top_k: int, experts: int, g: torch.Generator) -> torch.Tensor:
@@ -60,6 +61,41 @@ def test_combined(dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatc
     wanted = combine(rows, weights, ids, offs, places.long(), dtype)
     torch.testing.assert_close(y, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     assert (y != wanted).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "rows", "weights"])
+@pytest.mark.parametrize("columns", [8, 264, 2104])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_the_sum(
+    dtype: torch.dtype, top_k: int, columns: int, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside PyTorch's, and exact on small integers; rows of no expert hold NaN and have zeros."""
+    g = torch.Generator().manual_seed(columns)
+    ids = choices(50, top_k, 20, g).cuda()
+    _, offs, places = sort_by_expert(torch.randn(50, 8, generator=g).to(dtype).cuda(), ids, 20)
+    for is_exact in (True, False):
+        draw = (lambda *s: torch.randint(-4, 5, s, generator=g)) if is_exact else (lambda *s: torch.randn(s, generator=g))
+        rows, grad = draw(50 * top_k, columns).to(dtype).cuda(), draw(50, columns).to(dtype).cuda()
+        rows[int(offs[-1]) :] = torch.nan
+        weights = draw(50, top_k).float().cuda()
+        rows.requires_grad_(needs[0])
+        weights.requires_grad_(needs[1])
+        of = [t for t in (rows, weights) if t.requires_grad]
+        launches = []
+        with monkeypatch.context() as patch:
+            patch.setattr(around_experts, "_spread", lambda *a: launches.append(_SPREAD(*a)))
+            got = torch.autograd.grad(combine(rows, weights, ids, offs, places, dtype), of, grad)
+            again = torch.autograd.grad(combine(rows, weights, ids, offs, places, dtype), of, grad)
+        assert len(launches) == 2, "by the kernel"
+        with monkeypatch.context() as patch:
+            patch.setattr(around_experts, "runs", lambda *tensors: False)
+            wanted = torch.autograd.grad(combine(rows, weights, ids, offs, places.long(), dtype), of, grad)
+        for ours, ours_again, exact in zip(got, again, wanted, strict=True):
+            assert torch.equal(ours, ours_again)
+            if is_exact or ours.dtype == dtype:
+                assert torch.equal(ours, exact)
+            torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5 * columns**0.5)
 
 
 def test_rows_that_no_kernel_reads_are_left_to_pytorch() -> None:

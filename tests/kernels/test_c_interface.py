@@ -51,6 +51,7 @@ STRUCTS = [
     Fp8GemmParams,
     struct_of("kernels/convert/conversions.h", "QuantizeActivationsParams"),
     Fp8GroupedGemmParams,
+    struct_of("kernels/experts/experts.h", "SpreadParams"),
 ]
 """In the order of wo_struct_bytes."""
 
@@ -461,6 +462,7 @@ def test_a_caller_can_compare_versions_and_sizes(where: str, request: pytest.Fix
         "wo_route",
         "wo_gather",
         "wo_combine",
+        "wo_spread",
         "wo_sum_over_ranks",
     ],
 )
@@ -483,8 +485,10 @@ AROUND_EXPERTS: dict[str, dict[str, int]] = {
     | {"ldx": 72, "tokens": 4, "top_k": 2, "experts": 4, "columns": 64},
     "combine": {"rows": 4096, "weights": 4096, "places": 4096, "rows_end": 4096, "y": 4096}
     | {"tokens": 4, "top_k": 2, "columns": 64},
+    "spread": {"grad": 4096, "rows": 4096, "weights": 4096, "places": 4096, "rows_end": 4096}
+    | {"of_rows": 4096, "of_weights": 4096, "tokens": 4, "top_k": 2, "columns": 64},
 }
-"""What wo_route, wo_gather and wo_combine take."""
+"""What wo_route, wo_gather, wo_combine and wo_spread take."""
 
 
 @pytest.mark.parametrize(
@@ -521,6 +525,18 @@ AROUND_EXPERTS: dict[str, dict[str, int]] = {
         ("combine", {"columns": 4}, "columns must be a multiple of 8, got 4"),
         ("combine", {"type": 2}, "type must be 0 .fp16. or 1 .bf16., got 2"),
         ("combine", {"tokens": 0}, "tokens must be"),
+        ("spread", {"grad": 4104}, "grad must be a 16-byte aligned address"),
+        ("spread", {"rows": 0}, "rows must be a 16-byte aligned address, got 0"),
+        ("spread", {"rows": 4104}, "rows must be a 16-byte aligned address"),
+        ("spread", {"weights": 0}, "weights must be a 4-byte aligned address, got 0"),
+        ("spread", {"places": 4098}, "places must be"),
+        ("spread", {"rows_end": 0}, "rows_end must be a 4-byte aligned address, got 0"),
+        ("spread", {"of_rows": 4104}, "of_rows must be a 16-byte aligned address"),
+        ("spread", {"of_rows": 0, "of_weights": 0}, "of_rows must be a 16-byte aligned address, got 0"),
+        ("spread", {"of_weights": 4098}, "of_weights must be a 4-byte aligned address"),
+        ("spread", {"columns": 4}, "columns must be a multiple of 8, got 4"),
+        ("spread", {"type": 2}, "type must be 0 .fp16. or 1 .bf16., got 2"),
+        ("spread", {"top_k": 0}, "top_k must be"),
     ],
     ids=str,
 )

@@ -245,6 +245,19 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights, ids, offs, places = ctx.saved_tensors
+        grad = grad.contiguous()
+        if (
+            places.dtype == torch.int32
+            and grad.numel()
+            and grad.dtype == ctx.dtype
+            and runs(grad, weights)
+            and is_rows(grad)
+            and (rows is None or (rows.is_contiguous() and is_rows(rows)))
+        ):
+            of_rows = grad.new_empty(len(places), grad.shape[1]) if ctx.needs_input_grad[0] else None
+            of_weights = None if rows is None else torch.empty_like(weights, dtype=torch.float32)
+            _spread(grad, rows, weights.float().contiguous(), places, offs[-1:], of_rows, of_weights)
+            return of_rows, None if of_weights is None else of_weights.to(weights.dtype), None, None, None, None
         tokens, top_k = ids.shape
         is_chosen = _is_chosen(ids, offs)
         of_rows = of_weights = None
@@ -260,6 +273,35 @@ class _Combine(torch.autograd.Function):
                 of_weights[:, j] = (wide * rows[places_of_j]).sum(1)
             of_weights = torch.where(is_chosen, of_weights, 0.0).to(weights.dtype)
         return of_rows, of_weights, None, None, None, None
+
+
+def _spread(
+    grad: torch.Tensor,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor,
+    places: torch.Tensor,
+    rows_end: torch.Tensor,
+    of_rows: torch.Tensor | None,
+    of_weights: torch.Tensor | None,
+) -> None:
+    """One launch: the gradients of `add_choices`, of its rows and weights. rows: there if of_weights is."""
+    tokens, top_k = weights.shape
+    device = grad.get_device()
+    _C.spread(
+        device,
+        FLOAT_TYPES[grad.dtype],
+        tokens,
+        top_k,
+        grad.shape[1],
+        grad.data_ptr(),
+        0 if rows is None else rows.data_ptr(),
+        weights.data_ptr(),
+        places.data_ptr(),
+        rows_end.data_ptr(),
+        0 if of_rows is None else of_rows.data_ptr(),
+        0 if of_weights is None else of_weights.data_ptr(),
+        _current_stream(device),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
