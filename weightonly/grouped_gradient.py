@@ -51,9 +51,9 @@ def _gradient_of_x(grad: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.
     return result
 
 
-_gradient_op = torch.library.custom_op(
-    "weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA
-)(_gradient_of_x)
+_gradient_op = torch.library.custom_op("weightonly::grouped_gemm_gradient", mutates_args=(), schema=_GRADIENT_SCHEMA)(
+    _gradient_of_x
+)
 autograd.FUNCTIONS["grouped_gemm_gradient"] = _gradient_of_x
 
 

@@ -1,4 +1,5 @@
-"""The plug-in for SGLang, entry point group `sglang.srt.plugins`: linear layers of GPTQ, AWQ and compressed-tensors.
+"""The plug-in for SGLang, entry point group `sglang.srt.plugins`: linear layers of GPTQ, AWQ and compressed-tensors, and
+experts (sglang_experts.py).
 
 Layers that SGLang would give to Marlin are ours where our kernels compute them. They are packed when their weights have
 been loaded; others stay with Marlin. Importing this module imports nothing of SGLang.
@@ -18,6 +19,7 @@ from .gemm import gemm
 from .kernels import arch_runs_on, built_archs
 from .nn.linear import Linear
 from .packing import preprocess
+from .sglang_experts import Experts, Stored
 from .vllm.support import why_not
 
 _KERNELS = "sglang.srt.hardware_backend.gpu.quantization"
@@ -25,7 +27,7 @@ _SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed
 
 
 def register() -> None:
-    """Hooks three classes of SGLang, in processes of an installation that has kernels."""
+    """Hooks six classes of SGLang, in processes of an installation that has kernels."""
     if not built_archs():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -41,6 +43,13 @@ def register() -> None:
     ):
         HookRegistry.register(f"{target}.process_weights_after_loading", _packing(read), HookType.AROUND)
         HookRegistry.register(f"{target}.{apply}", _multiply, HookType.AROUND)
+    for target, apply, stored in (
+        (f"{_KERNELS}.gptq_kernels.GPTQMarlinMoEKernel", "apply", Stored.gptq),
+        (f"{_KERNELS}.awq_kernels.AWQMoEKernel", "apply", Stored.awq),
+        (f"{_SCHEMES}_moe.CompressedTensorsWNA16MoE", "apply_weights", Stored.compressed_tensors),
+    ):
+        HookRegistry.register(f"{target}.process_weights_after_loading", _packing_experts(stored), HookType.AROUND)
+        HookRegistry.register(f"{target}.{apply}", _run_experts, HookType.AROUND)
 
 
 def _packing(read: Callable[[Any, Any], IntWeight]) -> Callable[..., None]:
@@ -50,18 +59,56 @@ def _packing(read: Callable[[Any, Any], IntWeight]) -> Callable[..., None]:
         weight = read(kernel, layer)
         (k, n), format, groups = weight.q.shape, f"int{weight.bits}", len(weight.scales)
         reason = why_not(k, n, format, k // groups, weight.zeros is not None, weight.scales.dtype)
-        if weight.q.is_cuda and not any(arch_runs_on(a, device_arch(weight.q.device.index)) for a in built_archs()):
-            reason = "weightonly has no kernels for this GPU"
-        if reason is not None:
-            logging.getLogger(__name__).info("A layer is left to SGLang's kernels: %s", reason)
+        if _is_left(reason, weight.q.device):
             original(kernel, layer)
             return
         packed = Linear.from_quantized(preprocess(weight.q, weight.bits), weight.scales, weight.zeros, perm=weight.perm)
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
-            delattr(layer, name)  # what was loaded: the packed weight takes its place
-        layer.weightonly = packed
+        _put(packed, layer)
 
     return pack
+
+
+def _packing_experts(stored_by: Callable[[Any], Stored]) -> Callable[..., None]:
+    """stored_by: SGLang's kernel -> how a layer of it holds its experts; raises ValueError for what is not ours"""
+
+    def pack(original: Callable[..., None], kernel: Any, layer: Any) -> None:
+        try:
+            stored = stored_by(kernel)
+            reason = stored.why_not(layer)
+        except ValueError as error:
+            reason = str(error)
+        if _is_left(reason, next(layer.parameters()).device):
+            original(kernel, layer)
+        else:
+            _put(Experts(stored, layer), layer)
+
+    return pack
+
+
+def _is_left(reason: str | None, device: torch.device) -> bool:
+    """Whether a layer is left to SGLang, for this reason or as there are no kernels for its GPU. Logs why."""
+    if device.type == "cuda" and not any(arch_runs_on(a, device_arch(device.index)) for a in built_archs()):
+        reason = "weightonly has no kernels for this GPU"
+    if reason is not None:
+        logging.getLogger(__name__).info("A layer is left to SGLang's kernels: %s", reason)
+    return reason is not None
+
+
+def _put(packed: torch.nn.Module, layer: Any) -> None:
+    """The packed weight takes the place of what was loaded."""
+    for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+        delattr(layer, name)
+    layer.weightonly = packed
+
+
+def _run_experts(original: Callable[..., Any], kernel: Any, layer: Any, dispatched: Any) -> Any:
+    """dispatched: rows and their experts, StandardDispatchOutput -> StandardCombineInput"""
+    experts = getattr(layer, "weightonly", None)
+    if experts is None:
+        return original(kernel, layer, dispatched)
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    return StandardCombineInput(hidden_states=experts(dispatched.hidden_states, dispatched.topk_output))
 
 
 def _multiply(

@@ -75,7 +75,9 @@ def test_gradients_of_the_sum(
     ids = choices(50, top_k, 20, g).cuda()
     _, offs, places = sort_by_expert(torch.randn(50, 8, generator=g).to(dtype).cuda(), ids, 20)
     for is_exact in (True, False):
-        draw = (lambda *s: torch.randint(-4, 5, s, generator=g)) if is_exact else (lambda *s: torch.randn(s, generator=g))
+        draw = (
+            (lambda *s: torch.randint(-4, 5, s, generator=g)) if is_exact else (lambda *s: torch.randn(s, generator=g))
+        )
         rows, grad = draw(50 * top_k, columns).to(dtype).cuda(), draw(50, columns).to(dtype).cuda()
         rows[int(offs[-1]) :] = torch.nan
         weights = draw(50, top_k).float().cuda()
