@@ -1,5 +1,5 @@
-"""The plug-in for SGLang, entry point group `sglang.srt.plugins`: linear layers of GPTQ, AWQ and compressed-tensors, and
-experts (sglang_experts.py).
+"""The plug-in for SGLang, entry point group `sglang.srt.plugins`: linear layers and experts of GPTQ, AWQ and
+compressed-tensors.
 
 Layers that SGLang would give to Marlin are ours where our kernels compute them. They are packed when their weights have
 been loaded; others stay with Marlin. Importing this module imports nothing of SGLang.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.tensor_kinds import GONE
@@ -74,6 +76,12 @@ def test_gradients_of_the_sum(
     g = torch.Generator().manual_seed(columns)
     ids = choices(50, top_k, 20, g).cuda()
     _, offs, places = sort_by_expert(torch.randn(50, 8, generator=g).to(dtype).cuda(), ids, 20)
+    launches = []
+
+    def spread(*arguments: Any) -> None:
+        launches.append(arguments)
+        _SPREAD(*arguments)
+
     for is_exact in (True, False):
         draw = (
             (lambda *s: torch.randint(-4, 5, s, generator=g)) if is_exact else (lambda *s: torch.randn(s, generator=g))
@@ -84,9 +92,9 @@ def test_gradients_of_the_sum(
         rows.requires_grad_(needs[0])
         weights.requires_grad_(needs[1])
         of = [t for t in (rows, weights) if t.requires_grad]
-        launches = []
+        launches.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(around_experts, "_spread", lambda *a: launches.append(_SPREAD(*a)))
+            patch.setattr(around_experts, "_spread", spread)
             got = torch.autograd.grad(combine(rows, weights, ids, offs, places, dtype), of, grad)
             again = torch.autograd.grad(combine(rows, weights, ids, offs, places, dtype), of, grad)
         assert len(launches) == 2, "by the kernel"
