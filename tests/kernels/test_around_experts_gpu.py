@@ -88,7 +88,7 @@ def test_gradients_of_the_sum(
         )
         rows, grad = draw(50 * top_k, columns).to(dtype).cuda(), draw(50, columns).to(dtype).cuda()
         rows[int(offs[-1]) :] = torch.nan
-        weights = draw(50, top_k).float().cuda()
+        weights = draw(top_k, 50).float().cuda().t()  # their gradient is written row by row all the same
         rows.requires_grad_(needs[0])
         weights.requires_grad_(needs[1])
         of = [t for t in (rows, weights) if t.requires_grad]

@@ -255,7 +255,7 @@ class _Combine(torch.autograd.Function):
             and (rows is None or (rows.is_contiguous() and is_rows(rows)))
         ):
             of_rows = grad.new_empty(len(places), grad.shape[1]) if ctx.needs_input_grad[0] else None
-            of_weights = None if rows is None else torch.empty_like(weights, dtype=torch.float32)
+            of_weights = None if rows is None else grad.new_empty(weights.shape, dtype=torch.float32)  # contiguous
             _spread(grad, rows, weights.float().contiguous(), places, offs[-1:], of_rows, of_weights)
             return of_rows, None if of_weights is None else of_weights.to(weights.dtype), None, None, None, None
         tokens, top_k = ids.shape
