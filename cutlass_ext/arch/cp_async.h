@@ -1,4 +1,4 @@
-// cp.async: asynchronous copies of 16 bytes a thread from global to shared memory, in program order (sm80 and up).
+// cp.async: asynchronous copies of 16 or 4 bytes a thread from global to shared memory, in program order (sm80 and up).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,10 @@ CUTLASS_DEVICE void copy_async(uint32_t target, void const* source) {
 /// Writes 16 bytes: the first `bytes` from `source`, zeros after them.
 CUTLASS_DEVICE void copy_async_or_zero(uint32_t target, void const* source, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+CUTLASS_DEVICE void copy_float_async(uint32_t target, float const* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
 CUTLASS_DEVICE void commit_copies() {

@@ -69,7 +69,9 @@ class GroupedSm90(GemmSm90):
         c = config
         pipeline_bytes = c.stages * self.stage_bytes(c, format, per_channel, zeros) + codebook_bytes(c, format)
         epilogue_bytes = c.block_n // 64 * min(64, c.block_m) * (64 * 2 + 16)
-        return BARRIERS_BYTES + pipeline_bytes + epilogue_bytes + (c.stages + 2) * _RECORD_BYTES + 2 * 4 * MAX_EXPERTS
+        x_scales_bytes = c.block_n // 64 * c.block_m * 4 if self.x_bytes == 1 else 0
+        rest_bytes = (c.stages + 2) * _RECORD_BYTES + 2 * 4 * MAX_EXPERTS
+        return BARRIERS_BYTES + pipeline_bytes + epilogue_bytes + x_scales_bytes + rest_bytes
 
     def is_calibrated(self, config: KernelConfig, format: str) -> bool:
         return measured(config, format) in GROUPED.kernels

@@ -9,6 +9,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ext/arch/barrier.h"
+#include "cutlass_ext/arch/cluster.h"
 #include "kernels/gemm/launch_cluster.h"
 #include "kernels/gemm/sm90/grouped_load.h"
 #include "kernels/gemm/sm90/grouped_store.h"
@@ -48,7 +49,7 @@ struct GroupedKernel {
     GroupedSchedule const schedule = smem.schedule(p.experts);
     int const producer = int(threadIdx.x) - Traits::kConsumers;  // negative: a consumer
     prefetch_maps(p, producer);
-    if (producer == 0) initialize_barriers(smem);
+    if (producer == 0) initialize_barriers(p, smem);
     Loop::prepare(smem);
     if (!p.is_in_layer) {
       cudaGridDependencySynchronize();
@@ -58,10 +59,12 @@ struct GroupedKernel {
     __syncthreads();
     if (threadIdx.x < 32) schedule.count(Traits::kTileM, threadIdx.x);
     __syncthreads();
+    if (multicasts_x<Traits>(p)) cluster_sync();  // the other CTA has initialized its barriers, too
     if (producer < 0) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
       if (!p.is_in_layer) clear_rest(p, schedule);
       consume(p, schedule, smem);
+      if (multicasts_x<Traits>(p)) cluster_sync();  // the other CTA may still release stages to this one
     } else {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
       if (producer % 32 == 0) GroupedLoad<Traits>::run(p, schedule, smem, producer / 32);
@@ -77,11 +80,12 @@ struct GroupedKernel {
     if (Traits::kHasZeros && producer == 96) cute::prefetch_tma_descriptor(&p.zero_map);
   }
 
-  CUTLASS_DEVICE static void initialize_barriers(Smem const& smem) {
+  CUTLASS_DEVICE static void initialize_barriers(GroupedParams const& p, Smem const& smem) {
+    int const releases = Traits::kConsumerWarps * (Traits::kMayMulticastX ? p.multicast_ctas : 1);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Traits::kStages; ++i) {
       cute::initialize_barrier(smem.full()[i], Traits::kProducerWarps);
-      cute::initialize_barrier(smem.empty()[i], Traits::kConsumerWarps);
+      cute::initialize_barrier(smem.empty()[i], releases);
     }
     mbarrier_init_fence();
   }
@@ -102,9 +106,10 @@ struct GroupedKernel {
     int const tiles = __reduce_or_sync(0xffffffff, Tiles::count(p, schedule));
     int record = 0;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+    for (int number = cluster_index(); number < tiles; number += cluster_count()) {
       loop.reader.wait();  // until the tile's first k_tile, and its record, are there
       GroupedWork const& work = smem.records()[record];
+      GroupedStore<Traits>::copy_x_scales(p, work, smem);
       loop.run(p, __reduce_or_sync(0xffffffff, work.width), tCrX, accum);
       GroupedStore<Traits>::store(p, work, smem, accum);
       record = record + 1 == Traits::kRecords ? 0 : record + 1;
@@ -115,7 +120,9 @@ struct GroupedKernel {
   CUTLASS_DEVICE static void clear_rest(GroupedParams const& p, GroupedSchedule const& schedule) {
     bool const is_vector = vector_stores(p);
     int const step = is_vector ? 8 : 1;  // elements
-    for (int row = schedule.row_ends[p.experts - 1] + int(blockIdx.x); row < p.m; row += gridDim.x) {
+    int const ctas = Traits::kMayMulticastX ? p.multicast_ctas : 1;
+    int const first = cluster_index() * ctas + (ctas > 1 ? rank_in_cluster() : 0);
+    for (int row = schedule.row_ends[p.experts - 1] + first; row < p.m; row += cluster_count() * ctas) {
       Element* const y = static_cast<Element*>(p.y) + int64_t(row) * p.ldy;
       for (int column = step * int(threadIdx.x); column < p.columns; column += step * Traits::kConsumers) {
         if (is_vector) {
@@ -148,13 +155,14 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
   p.gate = call.gate;
   if constexpr (Traits::kHasXScales) p.x_scales = static_cast<Fp8GroupedGemmParams const&>(call).x_scales;
   p.columns = call.is_gated ? p.n / 2 : p.n;
-  p.n_tiles = cutlass::FastDivmod(call.is_gated ? divide_up(p.columns, Traits::kHalfColumns)
-                                                : divide_up(p.n_padded, Traits::kTileN));
+  int const n_tiles =
+      call.is_gated ? divide_up(p.columns, Traits::kHalfColumns) : divide_up(p.n_padded, Traits::kTileN);
+  p.multicast_ctas = Traits::kMayMulticastX && n_tiles % 2 == 0 ? 2 : 1;
+  p.n_tiles = cutlass::FastDivmod(n_tiles / p.multicast_ctas);
   p.k_tiles = divide_up(p.k_padded, Traits::kTileK);
   p.scale_k = scale_k<Traits>(p);
   p.groups = divide_up(p.k, p.group_size);
-  p.multicast_ctas = 1;
-  p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? Traits::kXBlocks : 1;
+  p.x_box_k_blocks = p.k % Traits::kXBlockK == 0 ? max(1, Traits::kXBlocks / p.multicast_ctas) : 1;
   p.scale_rows = Traits::kTileK / p.scale_k;
   p.scale_box_rows = p.scale_k == p.group_size ? p.scale_rows : 1;
   constexpr int kBlockLines = Layout::kBlockBytes / kTensorMapLineBytes;
@@ -162,8 +170,8 @@ cudaError_t make_grouped_params(GroupedGemmParams const& call, GroupedParams& p)
       map_lines(&p.weight_map, p.weight, int64_t(p.experts) * (p.n_padded / Layout::kPanelColumns),
                 p.k_padded / Layout::kBlockK * kBlockLines, Traits::kHalfPanels, Traits::kKBlocks * kBlockLines);
   for (int i = 0; i < Traits::kWidths && error == cudaSuccess; ++i) {
-    error = map_k_blocks<typename Traits::XElement>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, (i + 1) * Traits::kWidthStep,
-                                                    p.x_box_k_blocks);
+    int const rows = (i + 1) * Traits::kWidthStep / (Traits::kXBlocks == 1 ? p.multicast_ctas : 1);
+    error = map_k_blocks<typename Traits::XElement>(&p.x_maps[i], p.x, p.m, p.k, p.ldx, rows, p.x_box_k_blocks);
   }
   auto const map_groups = [&](CUtensorMap* map, void const* rows) {
     return map_matrices<Element>(map, rows, p.experts, p.groups, p.n_padded, p.ld_scales, p.scale_box_rows,
@@ -182,10 +190,10 @@ cudaError_t launch_grouped_kernel(GroupedGemmParams const& call, cudaStream_t st
   if (error != cudaSuccess) return error;
   int64_t const tiles = GroupedSchedule::most_m_tiles(call.gemm.m, call.experts, Traits::kTileM) * p.n_tiles.divisor;
   if (tiles > (1 << 30)) return cudaErrorInvalidValue;
-  dim3 const grid(int(min(tiles, int64_t(p.clusters))));
+  dim3 const grid(int(min(tiles, int64_t(max(1, p.clusters / p.multicast_ctas)))), p.multicast_ctas);
   static std::atomic<uint64_t> devices_done{0};
-  return launch_clusters(grouped_sm90_kernel<Kernel>, devices_done, p, grid, dim3(1), Traits::kThreads,
-                         Traits::smem_bytes(call.experts), stream);
+  return launch_clusters(grouped_sm90_kernel<Kernel>, devices_done, p, grid, dim3(1, p.multicast_ctas),
+                         Traits::kThreads, Traits::smem_bytes(call.experts), stream);
 }
 
 }  // namespace sm90

@@ -40,9 +40,11 @@ struct GroupedLoad {
     }
   };
 
+  /// Where two CTAs share x, each loads one half for both: of the k_blocks, or of a single k_block half of the rows.
   struct XLoader {
     GroupedParams const& p;
     Smem const& smem;
+    int rank = multicasts_x<Traits>(p) ? rank_in_cluster() : 0;
     static constexpr bool kIsX = true;
 
     CUTLASS_DEVICE int rows(Tiles const& tile) const { return (tile.width + 1) * Traits::kWidthStep; }
@@ -51,14 +53,26 @@ struct GroupedLoad {
     }
 
     CUTLASS_DEVICE void load(Tiles const& tile, int k_tile, int stage, uint64_t* full) const {
-      for (int i = 0; i < Traits::kXBlocks; i += p.x_box_k_blocks) {
+      int const ctas = Traits::kMayMulticastX ? p.multicast_ctas : 1;
+      bool const halves_rows = Traits::kXBlocks == 1 && ctas > 1;
+      int const row_begin = halves_rows ? rank * (rows(tile) / 2) : 0;
+      int const blocks = halves_rows ? 1 : Traits::kXBlocks / ctas;
+      int const first = halves_rows ? 0 : rank * blocks;
+      for (int i = first; i < first + blocks; i += p.x_box_k_blocks) {
         // Coordinates as map_k_blocks has them.
         int const k_block = k_tile * Traits::kXBlocks + i;
         int const k = p.x_box_k_blocks == 1 ? k_block * Traits::kXBlockK : 0;
         int const box = p.x_box_k_blocks == 1 ? 0 : k_block;
-        char* const target = smem.x() + stage * Traits::kXStageBytes + i * rows(tile) * Traits::kXRowBytes;
-        cute::SM90_TMA_LOAD_3D::copy(&p.x_maps[tile.width], full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                     target, k, tile.token_begin, box);
+        char* const target =
+            smem.x() + stage * Traits::kXStageBytes + (i * rows(tile) + row_begin) * Traits::kXRowBytes;
+        auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+        int const token = tile.token_begin + row_begin;
+        if (multicasts_x<Traits>(p)) {
+          constexpr uint16_t kBothCtas = 3;
+          cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&p.x_maps[tile.width], full, kBothCtas, hint, target, k, token, box);
+        } else {
+          cute::SM90_TMA_LOAD_3D::copy(&p.x_maps[tile.width], full, hint, target, k, token, box);
+        }
       }
     }
   };

@@ -1,6 +1,7 @@
 // The scheduler of grouped GEMM: the tiles of many experts, one launch for all of them.
 //
-// CTAs are persistent: CTA i computes tiles i, i + gridDim.x, ... of those that there are (cutlass_ext/
+// CTAs are persistent: CTA i computes tiles i, i + gridDim.x, ... of those that there are; two CTAs that share x compute
+// two neighbours along N each time (cutlass_ext/
 // grouped_schedule.h). The grid is as large as the GPU, or as the most tiles that so many rows can make. It does not
 // depend on the rows of each expert, so that a CUDA graph serves all of them.
 #pragma once
@@ -20,11 +21,11 @@ struct GroupedTiles : GroupedWork {
   int record = 0;
 
   CUTLASS_DEVICE GroupedTiles(GroupedParams const& p, GroupedSchedule const& schedule, GroupedWork* records)
-      : GroupedWork{}, p(p), schedule(schedule), records(records), number(blockIdx.x) {
+      : GroupedWork{}, p(p), schedule(schedule), records(records), number(cluster_index()) {
     if (exists()) find();
   }
 
-  /// Output tiles of all experts.
+  /// Output tiles of all experts; two that share x count once.
   CUTLASS_DEVICE static int count(GroupedParams const& p, GroupedSchedule const& schedule) {
     return schedule.m_tiles() * p.n_tiles.divisor;
   }
@@ -32,7 +33,7 @@ struct GroupedTiles : GroupedWork {
   CUTLASS_DEVICE bool exists() const { return number < count(p, schedule); }
 
   CUTLASS_DEVICE void advance() {
-    number += gridDim.x;
+    number += cluster_count();
     if (exists()) find();
   }
 
@@ -47,11 +48,12 @@ struct GroupedTiles : GroupedWork {
     expert = tile.expert;
     row_end = tile.row_end;
     k_tile_end = p.k_tiles;
+    int const n_tile = multicasts_x<Traits>(p) ? 2 * tile.n_tile + rank_in_cluster() : tile.n_tile;
     if (p.is_gated) {
-      y_column = column_begin = tile.n_tile * Traits::kHalfColumns;
+      y_column = column_begin = n_tile * Traits::kHalfColumns;
       second_column = column_begin + p.columns;
     } else {
-      y_column = column_begin = tile.n_tile * Traits::kTileN;
+      y_column = column_begin = n_tile * Traits::kTileN;
       second_column = column_begin + Traits::kHalfColumns;
     }
     width = (tile.row_end - tile.row_begin - 1) / Traits::kWidthStep;

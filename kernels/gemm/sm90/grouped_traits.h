@@ -58,7 +58,7 @@ struct GroupedTraits : Base_ {
   using Base = Base_;
   using Element = typename Base::Element;
   static constexpr bool kMayPersist = true;
-  static constexpr bool kMayMulticastX = false;
+  static constexpr bool kMayMulticastX = Base::kTileM >= 128;
   static constexpr bool kMayFollow = false, kSumsInSmem = false;
   static constexpr int kHalfPanels = Base::kWarpgroupsN / 2;  // of a half of the columns
   static constexpr int kHalfColumns = kHalfPanels * kPanelColumns;
@@ -111,7 +111,9 @@ struct GroupedTraits : Base_ {
   static constexpr int kStoredTokens = cutlass::const_min(64, Base::kTileM);
   static constexpr int kStoredElements = kStoredTokens * Base::kStagedRowElements;
   static constexpr int kEpilogueBytes = Base::kWarpgroups * kStoredElements * int(sizeof(Element));
-  static constexpr int kRecordsOffset = Base::kStagesBytes + kEpilogueBytes;  // from x
+  static constexpr int kXScalesOffset = Base::kStagesBytes + kEpilogueBytes;  // from x, of each warpgroup its own
+  static constexpr int kXScalesBytes = Base::kHasXScales ? Base::kWarpgroups * Base::kTileM * int(sizeof(float)) : 0;
+  static constexpr int kRecordsOffset = kXScalesOffset + kXScalesBytes;
   /// Producers are up to kStages tiles ahead, and write one more, while consumers still read that of their epilogue.
   static constexpr int kRecords = Base::kStages + 2;
   static constexpr int kScheduleOffset = kRecordsOffset + kRecords * int(sizeof(GroupedWork));
@@ -124,6 +126,9 @@ struct GroupedTraits : Base_ {
 
   struct Smem : Base::Smem {
     CUTLASS_DEVICE auto* staged_y() const { return reinterpret_cast<Element*>(this->x() + Base::kStagesBytes); }
+    CUTLASS_DEVICE float* x_scales(int warpgroup) const {
+      return reinterpret_cast<float*>(this->x() + kXScalesOffset) + warpgroup * Base::kTileM;
+    }
     CUTLASS_DEVICE GroupedWork* records() const { return reinterpret_cast<GroupedWork*>(this->x() + kRecordsOffset); }
     CUTLASS_DEVICE GroupedSchedule schedule(int experts) const {
       auto* const ends = reinterpret_cast<int32_t*>(this->x() + kScheduleOffset);
