@@ -32,7 +32,7 @@ from .gemm import gemm
 from .grouped import grouped_gemm
 from .invariance import batch_invariant, set_batch_invariant
 from .kernels import cuda_built, fp8_kernels, grouped_fp8_kernels, grouped_kernels, kernels
-from .launch import launch_overlap, set_launch_overlap
+from .launch import compile_options, launch_overlap, set_launch_overlap
 from .ops.awq_dequantize import awq_dequantize
 from .ops.blocks_4bit import dequantize_4bit, quantize_4bit
 from .ops.quantize_activations import quantize_activations
@@ -64,6 +64,7 @@ __all__ = [
     "QuantizedWeight",
     "awq_dequantize",
     "batch_invariant",
+    "compile_options",
     "cuda_built",
     "dequantize",
     "dequantize_4bit",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import weightonly as wo
+
 from ..shapes import Shape
 from ..timing import Call, captured
 
@@ -30,7 +32,8 @@ _CHECK_LAYERS = 32
 class Decoder:
     """A model, with a static cache of [batch, kv_heads, length, head_dim] for each layer.
 
-    compile: the decode step by torch.compile. backend: of it. kv_heads: of a model of which some are here; None: all.
+    compile: the decode step by torch.compile, whose kernels start early where they can. backend: of it. kv_heads: of a
+    model of which some are here; None: all.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Decoder:
         self._after: Forward = self._choose
         if compile:
             torch.compiler.reset()  # what was compiled for another provider or batch
-            make = functools.partial(torch.compile, dynamic=False, backend=backend)
+            options = wo.compile_options() if backend == "inductor" else None
+            make = functools.partial(torch.compile, dynamic=False, backend=backend, options=options)
             self._before, self._layer, self._after = make(self._embed), make(_run_layer), make(self._choose)
 
     # --- what is timed ---------------------------------------------------------------------------------------------

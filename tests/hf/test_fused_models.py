@@ -10,7 +10,7 @@ import pytest
 import tests.hf_version  # noqa: F401
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import weightonly as wo
 from tools.models_tried import try_one
@@ -229,3 +229,21 @@ def test_heads_that_cannot_be_packed_are_refused_before_any_layer_is() -> None:
 def test_tiny_models_of_the_page_are_right_when_fused(name: str, tmp_path: Path) -> None:
     result = try_one(next(a for a in architectures() if a.class_name == name), tmp_path)
     assert result.fused and "fuse" not in result.failed and not any("other bits" in note for note in result.notes)
+
+
+@pytest.mark.gpu
+def test_generate_with_kernels_that_start_early(cuda_device: torch.device) -> None:
+    """The tokens that torch.compile's own choice of options gives."""
+    dense = llama().bfloat16().to(cuda_device)
+    model: Any = wo.nn.quantize_model(dense, group_size=64, fuse=True, quantize_head="int8")
+    tokens = torch.arange(24, device=cuda_device).view(2, 12)
+
+    def written(config: CompileConfig) -> torch.Tensor:
+        torch.compiler.reset()
+        found: torch.Tensor = model.generate(
+            tokens, max_new_tokens=20, do_sample=False, cache_implementation="static", compile_config=config
+        )
+        return found
+
+    options: Any = {"mode": None, "options": wo.compile_options(cudagraphs=True)}
+    assert torch.equal(written(CompileConfig(**options)), written(CompileConfig()))

@@ -228,3 +228,34 @@ def test_overlap_of_launches_changes_no_bit(
                     results.append(run(x, o, config=split))
                     results.append(wo.gemm(x, o.qweight, o.scales, zeros=o.zeros, config=split))
             assert all(torch.equal(y, results[0]) for y in results), split
+
+
+@pytest.mark.parametrize("m", [1, 16, 40])
+@pytest.mark.parametrize("overlap", [True, "constant_weights"], ids=str)
+def test_between_kernels_of_torch_compile_that_start_early(
+    cuda_device: torch.device, generator: torch.Generator, launch_overlap: None, overlap: LaunchOverlap, m: int
+) -> None:
+    """Rounds of one graph write to the same memory: what is read too early is of the round before it."""
+    first, second = (make(Case(512, 512, "int4", "bf16", 128), generator, own_layout(), exact=True) for _ in range(2))
+    xs = torch.randint(-1, 2, (24, m, 512), generator=generator).bfloat16().cuda()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        between = wo.gemm(x.neg(), first.qweight, first.scales, zeros=first.zeros).sign()
+        return wo.gemm(between * 2 - 1, second.qweight, second.scales, zeros=second.zeros) + 1
+
+    wo.set_launch_overlap(False)
+    expected = torch.stack([step(x) for x in xs])
+    wo.set_launch_overlap(overlap)
+    compiled = torch.compile(step, options=wo.compile_options())
+    x = torch.zeros_like(xs[0])
+    results = list(torch.full_like(expected, float("nan")))
+    compiled(x)
+
+    def calls() -> None:
+        for i, y in enumerate(results):
+            x.copy_(xs[i])
+            y.copy_(compiled(x))
+
+    replay(calls, results)
+    for i, y in enumerate(results):
+        assert torch.equal(y, expected[i]), i
