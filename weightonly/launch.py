@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from .kernels import _C
 
@@ -61,7 +61,7 @@ def launch_overlap() -> LaunchOverlap:
     return _overlap
 
 
-def compile_options(*, cudagraphs: bool = False) -> dict[str, bool]:
+def compile_options(*, cudagraphs: bool = False) -> dict[str, Any]:
     """Options of torch.compile with which its own kernels start early, too: norms, rotations, gates between products.
 
     On Hopper and later each kernel that Triton makes is launched while the one before it still runs, and waits for it
@@ -88,5 +88,5 @@ def compile_options(*, cudagraphs: bool = False) -> dict[str, bool]:
     from torch import _inductor
 
     early = "triton.enable_pdl"
-    options = {early: True} if early in _inductor.list_options() else {}
+    options: dict[str, Any] = {early: True} if early in _inductor.list_options() else {}
     return options | {"triton.cudagraphs": True} if cudagraphs else options
