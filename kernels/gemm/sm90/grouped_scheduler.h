@@ -1,9 +1,9 @@
 // The scheduler of grouped GEMM: the tiles of many experts, one launch for all of them.
 //
-// CTAs are persistent: CTA i computes tiles i, i + gridDim.x, ... of those that there are; two CTAs that share x compute
-// two neighbours along N each time (cutlass_ext/
-// grouped_schedule.h). The grid is as large as the GPU, or as the most tiles that so many rows can make. It does not
-// depend on the rows of each expert, so that a CUDA graph serves all of them.
+// CTAs are persistent: CTA i computes tiles i, i + gridDim.x, ... of those that there are (cutlass_ext/
+// grouped_schedule.h); two CTAs that share x compute two neighbours along N each time. The grid is as large as the GPU,
+// or as the most tiles that so many rows can make. It does not depend on the rows of each expert, so that a CUDA graph
+// serves all of them.
 #pragma once
 
 #include "kernels/gemm/sm90/grouped_traits.h"
