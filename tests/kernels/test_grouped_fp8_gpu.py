@@ -131,6 +131,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.parametrize("inner", [192, 256])  # odd and even numbers of tiles: of the second two CTAs share x
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate.of("swigluoai"), Gate("relu2", has_gate=False)], ids=str)
 @pytest.mark.parametrize(("config", "types", "group_size"), LAYERS)
 def test_layers_of_every_kernel(
@@ -139,12 +140,13 @@ def test_layers_of_every_kernel(
     types: TypeConfig,
     group_size: int,
     gate: Gate,
+    inner: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Six launches beside one product after another; some choices are of none, and a graph holds the layer."""
     need(config, types)
     monkeypatch.setattr(grouped_plans, "select_grouped", lambda *problem: config)
-    experts, hidden, inner = 6, 256, 256
+    experts, hidden = 6, 256
     first, second = (
         weights(experts, k, n, types, group_size, generator, exact=False)[0]
         for k, n in ((hidden, 2 * inner if gate.has_gate else inner), (inner, hidden))
