@@ -28,14 +28,22 @@ _WEIGHT_SCHEMA = (
 )
 """A PackedWeight: PyTorch's dispatcher knows none."""
 
-OP_SCHEMA = (
-    f"(Tensor x, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros, Tensor? bias, str? activation, Tensor? perm, "
-    "bool invariant) -> Tensor"
-)
+WEIGHT_SCHEMA = f"{_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros"
+"""A QuantizedWeight but for its perm and its number of experts: see `weight_to_op`."""
+
+OP_SCHEMA = f"(Tensor x, {WEIGHT_SCHEMA}, Tensor? bias, str? activation, Tensor? perm, bool invariant) -> Tensor"
 """The operator `weightonly::gemm`: see `GemmArgs.to_op`."""
 
-GRADIENT_SCHEMA = f"(Tensor grad, {_WEIGHT_SCHEMA}, Tensor scales, Tensor? zeros, Tensor? perm) -> Tensor"
+GRADIENT_SCHEMA = f"(Tensor grad, {WEIGHT_SCHEMA}, Tensor? perm) -> Tensor"
 """The operator `weightonly::gemm_gradient`: see autograd.py."""
+
+
+def weight_to_op(w: QuantizedWeight) -> tuple[Any, ...]:
+    """The arguments of WEIGHT_SCHEMA."""
+    packed = w._packed
+    code = packed.code if packed.format == "code4" else None  # the format says which codebook others have
+    fields = (packed.k, packed.n, packed.format, packed.layout, code)
+    return packed.data, *fields, packed.group_size, packed.has_zeros, packed.has_perm, w._scales, w._zeros
 
 
 class GemmArgs:
@@ -129,13 +137,7 @@ class GemmArgs:
 
     def to_op(self) -> tuple[Any, ...]:
         """The arguments of OP_SCHEMA: all but `out` and `config`, which the operator does not take."""
-        w = self.weight
-        packed = w._packed
-        code = packed.code if packed.format == "code4" else None  # the format says which codebook others have
-        fields = (packed.k, packed.n, packed.format, packed.layout, code)
-        expected = (packed.group_size, packed.has_zeros, packed.has_perm)
-        weight = (packed.data, *fields, *expected, w._scales, w._zeros)
-        return self.x, *weight, self.bias, self.activation, w._perm, self.invariant
+        return self.x, *weight_to_op(self.weight), self.bias, self.activation, self.weight._perm, self.invariant
 
     @classmethod
     def from_op(cls, x: torch.Tensor, *rest: Any) -> GemmArgs:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from . import invariance
 from .args import CPU_DTYPES, GroupedArgs
 from .fp8_args import Fp8GroupedArgs
 from .fp8_product import RoundingProduct
@@ -78,7 +81,10 @@ def fused_experts(
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [M, H], got {list(x.shape)}")
     first, second = _product("w13", w13), _product("w2", w2)
-    gate = Gate.of(activation, has_gate=first.operand.n != second.operand.k)
+    has_gate = False
+    if first.operand.n != second.operand.k:  # decided when torch.compile traces it, also of sizes that are symbols
+        has_gate = True
+    gate = Gate.of(activation, has_gate)
     if x_scales is not None:
         _check_once(x, first, gate, second, x_scales)
         return _in_fp8(x, x_scales, topk_ids, topk_weights, first, gate, second)
@@ -98,6 +104,8 @@ def _in_fp8(
 ) -> torch.Tensor:
     """`run_experts` of x in E4M3."""
     _check_choice(x, ids, weights)
+    if (y := _by_operator(x, ids, weights, first, between, second, x_scales)) is not None:
+        return y
     experts, top_k = first.operand.experts or 0, ids.shape[1]
     pairs = invariant_rows(in_pairs(x), ids)
     if isinstance(between, Gate) and _runs(pairs, ids, weights, first, second, x_scales):
@@ -135,16 +143,20 @@ def _check_once(
 
 def _runs(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *others: Product | torch.Tensor) -> bool:
     """Whether a plan may compute the layer: `runs`, of all that gradients may be asked of."""
-    tensors = [x, ids, weights]
-    for other in others:
-        of = (other.operand._scales, other.bias) if isinstance(other, Product) else (other,)
-        tensors += [t for t in of if t is not None]
-    return runs(*tensors)
+    return runs(x, ids, *_tensors(weights, *others))
 
 
-def _asks_gradient(x: torch.Tensor, *products: Product) -> bool:
-    tensors = [x, *(t for p in products for t in (p.operand.scales, p.bias) if t is not None)]
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _asks_gradient(*operands: Product | torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(*operands))
+
+
+def _tensors(*operands: Product | torch.Tensor) -> list[torch.Tensor]:
+    """All that gradients may be asked of."""
+    found: list[torch.Tensor] = []
+    for one in operands:
+        of = (one.operand._scales, one.bias) if isinstance(one, Product) else (one,)
+        found += [t for t in of if t is not None]
+    return found
 
 
 def _check_weights(
@@ -185,6 +197,8 @@ def run_experts(
     between: (T, columns of the first product) -> (T, rows of the second).
     """
     _check_choice(x, ids, weights)
+    if (y := _by_operator(x, ids, weights, first, between, second)) is not None:
+        return y
     x = invariant_rows(x, ids)
     if isinstance(first, RoundingProduct) and isinstance(second, RoundingProduct):
         a, b = first.product, second.product
@@ -203,6 +217,58 @@ def run_experts(
     rows, offs, places = sort_by_expert(x, ids, experts)  # (T = M * top_k, H), (E), (T)
     y = second(between(first(rows, offs)), offs)  # (T, H)
     return combine(y, weights, ids, offs, places, x.dtype)
+
+
+def _by_operator(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    first: Multiply,
+    between: Callable[[torch.Tensor], torch.Tensor],
+    second: Multiply,
+    x_scales: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Under torch.compile the layer as one operator, in which a plan may compute it; None where there is none.
+
+    A gradient goes through the operators of the single products. In the batch-invariant mode it is they, too, that keep
+    the mode of the call.
+    """
+    if not is_compiling() or invariance._on:
+        return None
+    if not (isinstance(first, Product) and isinstance(second, Product) and isinstance(between, Gate)):
+        return None
+    if _asks_gradient(x, weights, first, second):
+        return None
+    y: torch.Tensor = _operator(x, ids, weights, *first.to_op(), *second.to_op(), *between.key, x_scales)
+    return y
+
+
+def _of_product(number: str) -> str:
+    return re.sub(r"(\w+)(?=,|$)", rf"\1_{number}", Product.SCHEMA)
+
+
+_FIELDS = Product.SCHEMA.count(",") + 1
+
+
+@torch.library.custom_op(
+    "weightonly::fused_experts",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor ids, Tensor weights, {_of_product('1')}, {_of_product('2')}, str? activation, "
+    "float? limit, float? alpha, float shift, bool has_gate, Tensor? x_scales) -> Tensor",
+)
+def _operator(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *gate, x_scales = rest[2 * _FIELDS :]
+    first, second = Product.from_op(*rest[:_FIELDS]), Product.from_op(*rest[_FIELDS : 2 * _FIELDS])
+    if x_scales is not None:
+        return _in_fp8(x, x_scales, ids, weights, first, Gate(*gate), second)
+    return run_experts(x, ids, weights, first.operand.experts or 0, first, Gate(*gate), second)
+
+
+@_operator.register_fake
+def _result_of_operator(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
+    first, second = Product.from_op(*rest[:_FIELDS]), Product.from_op(*rest[_FIELDS : 2 * _FIELDS])
+    dtype = x.dtype if rest[-1] is None else first.operand._scales.dtype
+    return x.new_empty((x.shape[0], second.operand._packed.n), dtype=dtype)
 
 
 def _product(name: str, weight: QuantizedWeight | tuple[Any, ...]) -> Product:

@@ -7,12 +7,12 @@ each has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from . import autograd
-from .args import OP_SCHEMA, GroupedArgs
+from .args import OP_SCHEMA, WEIGHT_SCHEMA, GroupedArgs, weight_to_op
 from .fp8_args import Fp8GroupedArgs
 from .gemm import autocast, compute, differentiable, dispatch, needs_dispatch
 from .heuristics import KernelConfig
@@ -21,7 +21,7 @@ from .plain import PLAIN, are_plain, has_memory
 from .plan import cache
 from .plan.base import Plan
 from .plan.grouped import make_grouped_plan
-from .weight import QuantizedWeight, weight_of
+from .weight import LooseWeight, QuantizedWeight, weight_of
 
 
 def grouped_gemm(
@@ -145,6 +145,18 @@ class Product:
 
     def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped(GroupedArgs(x, self.operand, offs, self.bias, has_rest=True))
+
+    SCHEMA: ClassVar[str] = f"{WEIGHT_SCHEMA}, Tensor? perm, int experts, Tensor? bias"
+
+    def to_op(self) -> tuple[Any, ...]:
+        """The arguments of SCHEMA."""
+        return *weight_to_op(self.operand), self.operand._perm, self.operand.experts, self.bias
+
+    @classmethod
+    def from_op(cls, *operands: Any) -> Product:
+        """The inverse of `to_op`."""
+        *fields, scales, zeros, perm, experts, bias = operands
+        return cls(LooseWeight(PackedWeight(*fields, experts=experts), scales, zeros, perm), bias)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ and output embeddings stay dense.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ class Built:
     model: Any
     weight_bytes: int
     load_s: float
+
+
+def share_keys(device: torch.device) -> None:
+    """Lets attention of transformers read keys and values once for all heads that share them, in this process, unless
+    the environment says otherwise. Compiled steps copy them for each head by default. Only on Hopper and later PyTorch
+    has a kernel (cuDNN's) that takes a mask, too."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
 def transformers_config(sizes: LlamaSizes, layers: int) -> Any:

@@ -15,7 +15,7 @@ from ..roofline import Ceilings
 from ..shapes import MODELS
 from ..weights import dtype_name
 from . import tables
-from .build import build
+from .build import build, share_keys
 from .providers import MODEL_PROVIDERS, ModelProvider, Ours
 from .rows import ModelRows, method
 from .tables import MEASURES
@@ -130,6 +130,7 @@ class ModelBench(runner.Bench):
     def load(self, cells: Sequence[Cell], process: runner.Process, limits: Ceilings | None) -> runner.Measure:
         first, device = cells[0], process.device
         provider = self.by_label(device)[first.provider]
+        share_keys(device)
         built = build(MODELS[first.model], first.layers, provider, self.dtype, device, progress=self.progress)
         model = ModelRows(built, device, limits, self.budget_ms)
         return lambda cells: [model.rows(cell) for cell in cells]

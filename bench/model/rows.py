@@ -40,7 +40,9 @@ _METHOD = (
     "the longer of bytes (weights that a step reads, keys and values of the context) and operations of linears and "
     "output embeddings at the GPU's rates. load_s: to quantize and pack; weights are made, not read. peak_mb: of "
     "PyTorch's allocator. ready_s: to compile the step and check it. Launches overlap where no row says otherwise, "
-    "those of torch.compile's own kernels (compile_options), too. "
+    "those of torch.compile's own kernels (compile_options), too. On Hopper and later attention does not copy keys and "
+    "values for each head that shares them (TRANSFORMERS_SDPA_FORCE_GQA=1 of transformers, or what the environment "
+    "says). "
 )
 _GRAPHS = "Times are medians of replays of one CUDA graph of the whole step, training apart."
 _CALLS = "Times are medians of single calls."

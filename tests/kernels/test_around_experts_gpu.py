@@ -136,3 +136,40 @@ def test_fused_experts_are_traced_and_read_no_freed_memory() -> None:
         kinds = operands | {name: GONE["freed"](operands[name])}
         with pytest.raises(ValueError, match=r"^(x|w13: scales|topk_ids|topk_weights): expected memory"):
             call(*kinds.values())
+
+
+@pytest.mark.parametrize("layout", ["tiled", "tiled_fp8"])
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_compiled_layers_run_the_kernels_of_the_call(tokens: int, layout: str, launch_overlap: None) -> None:
+    """The same bits, between kernels of torch.compile that start early; no sort of PyTorch."""
+    g = torch.Generator().manual_seed(tokens)
+
+    def stack(k: int, n: int) -> wo.QuantizedWeight:
+        q = torch.randint(-8, 8, (8, k, n), generator=g, dtype=torch.int8).cuda()
+        scales = torch.rand(8, k // 128, n, generator=g).mul(0.02).bfloat16().cuda()
+        return wo.QuantizedWeight(wo.preprocess(q, layout=layout, group_size=128), scales)
+
+    first, second = stack(512, 768), stack(384, 512)
+    logits = torch.randn(tokens, 8, generator=g).cuda()
+    xs = torch.randn(6, tokens, 512, generator=g).bfloat16().cuda()
+
+    def step(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        weights, ids = logits.softmax(-1).topk(2)
+        x = x * 2
+        if layout == "tiled":
+            return wo.fused_experts(x, first, second, ids, weights) * 2
+        x8, x_scales = wo.quantize_activations(x)
+        return wo.fused_experts(x8, first, second, ids, weights, x_scales=x_scales) * 2
+
+    expected = [step(x, logits) for x in xs]
+    compiled = torch.compile(step, fullgraph=True, options=wo.compile_options(cudagraphs=True))
+    with torch.no_grad():
+        for _ in range(2):
+            for x, y in zip(xs, expected, strict=True):
+                torch.compiler.cudagraph_mark_step_begin()
+                assert torch.equal(compiled(x, logits), y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
+        compiled(xs[0], logits)
+        torch.cuda.synchronize()
+    names = [event.key for event in traced.key_averages()]
+    assert names and not any("radixSort" in name or "searchsorted" in name for name in names), names

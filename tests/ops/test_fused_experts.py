@@ -201,16 +201,50 @@ def test_no_rows(good: dict[str, Any]) -> None:
     assert wo.fused_experts(**good | empty).shape == (0, H)
 
 
+def operators(graph: torch.fx.GraphModule) -> list[str]:
+    """Ours of a graph."""
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return [target.split(".")[1] for target in targets if target.startswith("weightonly.")]
+
+
 def test_compiled(good: dict[str, Any]) -> None:
+    """One operator, whose bits are those of the call; in the batch-invariant mode its parts are seen."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph
+
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return wo.fused_experts(x, good["w13"], good["w2"], ids, weights)
+        return wo.fused_experts(x, good["w13"], good["w2"], ids, weights, wo.Gate("silu", 7, 1.702, 1))
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (5, 3):
+        arguments = [good[name][:rows] for name in ("x", "topk_ids", "topk_weights")]
+        assert torch.equal(compiled(*arguments), run(*arguments))
+    assert all(operators(graph) == ["fused_experts"] for graph in graphs)
+    wo.set_batch_invariant(True)
+    try:
+        assert torch.equal(compiled(*arguments), run(*arguments))
+    finally:
+        wo.set_batch_invariant(False)
+    assert operators(graphs[-1]) == ["route", "grouped_gemm", "grouped_gemm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_by_inductor(good: dict[str, Any], dtype: torch.dtype) -> None:
+    cast = {"w13": (good["w13"][0], *(t.to(dtype) for t in good["w13"][1:]))}
+    cast |= {"w2": (good["w2"][0], *(t.to(dtype) for t in good["w2"][1:]))}
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return wo.fused_experts(x, cast["w13"], cast["w2"], ids, weights) + 1
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True)
     for rows in (5, 3):
-        arguments = [good[name][:rows] for name in ("x", "topk_ids", "topk_weights")]
-        assert_near(compiled(*arguments), run(*arguments))
+        arguments = [good["x"][:rows].to(dtype), good["topk_ids"][:rows], good["topk_weights"][:rows]]
+        assert torch.equal(compiled(*arguments), run(*arguments))
     with pytest.raises(ValueError, match=r"topk_ids: expected -1\.\.6 for 6 experts, got numbers in 7\.\.7"):
-        compiled(good["x"], torch.full_like(good["topk_ids"], 7), good["topk_weights"])
+        compiled(good["x"].to(dtype), torch.full_like(good["topk_ids"], 7), good["topk_weights"])
 
 
 def test_autocast(good: dict[str, Any]) -> None:
