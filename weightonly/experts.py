@@ -239,6 +239,7 @@ def _by_operator(
         return None
     if _asks_gradient(x, weights, first, second):
         return None
+    weights = weights.float()  # torch.compile casts them where it makes them; a plan would launch a kernel
     y: torch.Tensor = _operator(x, ids, weights, *first.to_op(), *second.to_op(), *between.key, x_scales)
     return y
 
