@@ -114,7 +114,7 @@ struct Mainloop {
     reader.wait();
     if constexpr (!Traits::kFoldsScales) reader.read_words(pass.words);
     if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32 && !Traits::kFoldsScales) {
-      if (p.scale_k < 128) return mma<4, kActive>(pass, accum);
+      if (Traits::kIsE2m1 || p.scale_k < 128) return mma<4, kActive>(pass, accum);
     }
     mma<1, kActive>(pass, accum);
   }
@@ -165,7 +165,13 @@ struct Mainloop {
         if (left > 0) fold(w);
       } else {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kSteps; ++i) load_fp8_fragment(words_of_step(words, i), step_of(w, i));
+        for (int i = 0; i < kSteps; ++i) {
+          if constexpr (Traits::kIsE2m1) {
+            load_e2m1_fragment(words_of_step(words, i), step_of(w, i));
+          } else {
+            load_fp8_fragment(words_of_step(words, i), step_of(w, i));
+          }
+        }
       }
     }
     CUTLASS_DEVICE void fold(Fragment& w) {

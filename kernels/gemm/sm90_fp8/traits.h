@@ -36,8 +36,10 @@ struct Traits {
   static constexpr bool kHasZeros = kScaleMode == ScaleMode::kGroupZeros;
   static constexpr bool kHasXScales = true;
   static constexpr bool kEndsTurns = false;
-  static constexpr bool kFoldsScales = cutlass::platform::is_same<Weight, Mxfp4>::value;
-  static constexpr float kWeightUnit = kFoldsScales ? kUnitOfE2m1 : kUnitOfInt4;
+  static constexpr bool kIsE2m1 = cutlass::platform::is_same<Weight, Mxfp4>::value;
+  /// Else 32 k are a sum of their own: of few tokens it costs less to multiply sums by scales.
+  static constexpr bool kFoldsScales = kIsE2m1 && Config::kTileM > 32;
+  static constexpr float kWeightUnit = kIsE2m1 ? kUnitOfE2m1 : kUnitOfInt4;
 
   static constexpr int kWarpgroupsN = Config::kWarpgroupsN;
   static constexpr int kWarpgroupsK = Config::kWarpgroupsK;
