@@ -72,7 +72,7 @@ class GemmSm90Fp8(GemmSm90):
 
 
 class GemmSm90Fp8Mx(GemmSm90Fp8):
-    """Scales become part of the operand: one main loop for all groups."""
+    """Scales become part of the operand, or, of few tokens, multiply sums of 32 k: one main loop for all groups."""
 
     name = "gemm_sm90_fp8_mx"
     launcher = GemmSm90Fp8.name

@@ -62,4 +62,9 @@ bool wo_near(uint32_t const (*words)[2], uint32_t const (&pairs)[4], int mantiss
 void wo_integers(uint32_t const (*words)[2], uint32_t (*a)[4]) {
   for (int i = 0; i < 4; ++i) load_fp8_fragment(words[i], a[i]);
 }
+
+/// E2M1 without scales.
+void wo_codes(uint32_t const (*words)[2], uint32_t (*a)[4]) {
+  for (int i = 0; i < 4; ++i) load_e2m1_fragment(words[i], a[i]);
+}
 }

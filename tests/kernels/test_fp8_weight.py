@@ -133,3 +133,14 @@ def test_integers(library: ctypes.CDLL, generator: torch.Generator, lane: int) -
     library.wo_integers(ctypes.c_void_p(words.data_ptr()), ctypes.c_void_p(a.data_ptr()))
     column = 8 * (lane // 4)
     assert torch.equal(columns_of(a) * 256, q[:, column : column + 2].T.double()[:, rows_of_lane(lane)])
+
+
+@pytest.mark.parametrize("lane", range(32))
+def test_codes_without_scales(library: ctypes.CDLL, generator: torch.Generator, lane: int) -> None:
+    codes = random_q(K, 64, 4, generator) + 8
+    packed, a = wo.preprocess(codes, format="mxfp4", layout="tiled_fp8"), torch.zeros(4, 4, dtype=torch.int32)
+    words = words_of(packed, lane)
+    library.wo_codes(ctypes.c_void_p(words.data_ptr()), ctypes.c_void_p(a.data_ptr()))
+    column = 8 * (lane // 4)
+    numbers = wo.codebooks.codebook("mxfp4").double()[codes.long()][:, column : column + 2].T  # [2, K]
+    assert torch.equal(columns_of(a) / 64, numbers[:, rows_of_lane(lane)])
