@@ -55,7 +55,7 @@ def test_regret_of_the_choices_for_experts_with_other_tokens() -> None:
     assert found.worst <= 0.57
 
 
-@pytest.mark.parametrize(("format", "cells", "mean"), [("int4", 108, 0.015), ("mxfp4", 108, 0.012)])
+@pytest.mark.parametrize(("format", "cells", "mean"), [("int4", 108, 0.015), ("mxfp4", 108, 0.016)])
 def test_regret_of_the_choices_for_experts_of_x_in_e4m3(format: str, cells: int, mean: float) -> None:
     """The worst have just as many rows an expert as a tile has: of half of the experts there are two tiles."""
     frame = pd.read_csv(FOLDER / "h200_grouped_fp8.csv.xz")
@@ -64,7 +64,7 @@ def test_regret_of_the_choices_for_experts_of_x_in_e4m3(format: str, cells: int,
 
 
 def test_regret_of_the_choices_for_mxfp4_and_x_in_e4m3() -> None:
-    found = regret(pd.read_csv(FOLDER / "h100_fp8_mx.csv.xz"))
+    found = regret(pd.read_csv(FOLDER / "h200_fp8_mx.csv.xz"))
     assert len(found.cells) == 30 and found.mean <= 0.002 and found.worst <= 0.01
 
 

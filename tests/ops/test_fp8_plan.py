@@ -92,3 +92,12 @@ def test_later_calls_share_the_plan_and_bring_their_x_scales(module: Module) -> 
     assert module.plans == 1
     wo.gemm(**a | {"config": FP8_CONFIGS[2]})
     assert module.plans == 2
+
+
+def test_one_group_of_mxfp4_is_a_group(module: Module) -> None:
+    """Not all rows with the padding, as one group of integers is: kernels would read scales that nothing wrote."""
+    config = next(c for c in FP8_CONFIGS if "mxfp4" in c.formats)
+    w = wo.preprocess(torch.ones(32, 64, dtype=torch.int8), format="mxfp4", layout="tiled_fp8")
+    wo.gemm(torch.ones(3, 32).to(FP8), w, torch.ones(1, 64).half(), x_scales=torch.ones(3), config=config)
+    (launch,) = module.launches
+    assert launch["group_size"] == 32 and launch["k_padded"] == 64

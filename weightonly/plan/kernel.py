@@ -95,7 +95,7 @@ class KernelPlan(Plan):
                 k=self.x_k,
                 n_padded=columns,
                 k_padded=qweight.k_padded,
-                group_size=qweight.k_padded if w.group_size == -1 else w.group_size,
+                group_size=qweight.k_padded if problem.per_channel else problem.group_size,
                 ld_scales=self.ld_scales,
                 split_k=config.split_k,
                 clusters=resident_clusters(problem.sm_count, config.split_k) if config.shares_cluster else 1,
