@@ -10,6 +10,7 @@ import pytest
 import tests.hf_version  # noqa: F401
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import weightonly as wo
@@ -63,10 +64,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_each_way_to_load_fuses_and_saves_the_same_files(folder: Path) -> None:
-    expected = load_model(folder / "packed")
-    config = WeightOnlyConfig(group_size=32, fuse=True)
+    expected = load_model(folder / "packed", fuse=False)
+    config = WeightOnlyConfig(group_size=32)
     models = {
-        "load_model": load_model(folder / "packed", fuse=True),
+        "load_model": load_model(folder / "packed"),
+        "packed": LlamaForCausalLM.from_pretrained(folder / "packed"),
         "config": LlamaForCausalLM.from_pretrained(folder / "dense", quantization_config=config),
         "both": LlamaForCausalLM.from_pretrained(folder / "packed", quantization_config=WeightOnlyConfig(fuse=True)),
         "quantize_model": wo.nn.quantize_model(llama(bias=True), group_size=32, fuse=True),
@@ -74,13 +76,19 @@ def test_each_way_to_load_fuses_and_saves_the_same_files(folder: Path) -> None:
     for name, model in models.items():
         assert fused_names(model) == EXPECTED, name
         assert torch.equal(logits(model), logits(expected)), name
-        model.save_pretrained(folder / name)
-        again = load_model(folder / name)
+        model.save_pretrained(folder / f"again_{name}")
+        again = load_model(folder / f"again_{name}", fuse=False)
         assert fused_names(again) == set(), name
         for key, tensor in expected.state_dict().items():
             assert torch.equal(again.state_dict()[key], tensor), (name, key)
-        assert "fuse" not in (folder / name / "config.json").read_text().replace("fusion_config", ""), name
-    assert fused_names(expected) == set()
+        written = (folder / f"again_{name}" / "config.json").read_text()
+        assert "fuse" not in written.replace("fusion_config", ""), name
+    for beside in ("dense", "packed"):
+        single = WeightOnlyConfig(group_size=32, fuse=False)
+        model = LlamaForCausalLM.from_pretrained(folder / beside, quantization_config=single)
+        assert fused_names(model) == set()
+        save_file(model.state_dict(), folder / "state.safetensors")
+    assert fused_names(wo.nn.quantize_model(llama(bias=True), group_size=32)) == fused_names(expected) == set()
 
 
 def test_a_fused_model_becomes_dense_and_generates(folder: Path) -> None:

@@ -55,7 +55,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         activations: "fp8", as for `quantize_model`: of a folder of GPTQ and the like, too, if its layers are symmetric
             int4 or mxfp4. None: x stays as it is. A packed folder keeps what it has; `load_model` changes it.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
-            Folders do not keep it.
+            Folders do not keep it. False: as for `load_model`.
         quantize_head: the format of the output embeddings, as for `quantize_model`, of a folder that has them dense,
             too. None: they are left.
         **layer_options: the other entries of a folder's config.json (see formats/packed_config.py); nobody else gives
@@ -85,14 +85,18 @@ class WeightOnlyConfig(QuantizationConfigMixin):
         search: SearchFor = True,
         activations: str | None = None,
         *,
-        fuse: bool = False,
+        fuse: bool = True,
         quantize_head: str | None = None,
         **layer_options: Any,
     ) -> None:
         self.quant_method = METHOD
         arguments: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric, "arch": arch}
         arguments |= {"modules_to_not_convert": modules_to_not_convert, "layers": layers or None}
-        arguments |= {"activations": activations, "fuse": fuse or None, "quantize_head": quantize_head}
+        arguments |= {
+            "activations": activations,
+            "fuse": None if fuse is True else fuse,
+            "quantize_head": quantize_head,
+        }
         self.given = {name: value for name, value in arguments.items() if value is not None}
         """The arguments of this call."""
         self.asked: dict[str, Any] = {}

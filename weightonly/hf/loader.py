@@ -40,7 +40,7 @@ def load_model(
     revision: str | None = None,
     activations: str | None = None,
     *,
-    fuse: bool = False,
+    fuse: bool = True,
     quantize_head: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -61,6 +61,7 @@ def load_model(
             `weightonly.nn.Linear`); they have to be symmetric int4 or mxfp4. "16bit": x stays as it is. None: a packed
             folder has what it was written with; others "16bit", whatever their config asks for.
         fuse: whether layers that read the same x compute one product, such as q, k, v: see `weightonly.nn.fuse_model`.
+            False: their tensors share no memory, which `safetensors.torch.save_file` asks for.
         quantize_head: the format of the output embeddings, such as "int8" or "fp8", where the folder has them dense:
             they are quantized in memory, and an embedding that shares their weight stays as it is. None: they are left.
         **kwargs: for `from_pretrained` of transformers, such as attn_implementation, max_memory, offload_folder.
@@ -189,7 +190,7 @@ def entries(config: Any) -> dict[str, Any]:
 def _describe(config: Any, weights: CheckpointWeights, options: dict[str, Any]) -> None:
     """Put this library's quantization config in the place of that of the quantizer."""
     forget_quantizers(config)
-    config.quantization_config = WeightOnlyConfig(**options)
+    config.quantization_config = WeightOnlyConfig(**options, fuse=False)  # `load_model` fuses what it was asked to
     config.quantization_config.weights = weights
 
 

@@ -92,8 +92,11 @@ class WeightOnlyQuantizer(HfQuantizer):
         self._beside: list[Any] = []
         """The conversions of the model while it is loaded."""
         self._is_parallel = False
-        self._is_fused = quantization_config.fuse or bool(quantization_config.asked.get("fuse"))
-        self._head: str | None = quantization_config.quantize_head or quantization_config.asked.get("quantize_head")
+        asked = quantization_config.asked
+        self._is_fused: bool = (
+            quantization_config.fuse and asked.get("fuse", True) and quantization_config.dense is None
+        )
+        self._head: str | None = quantization_config.quantize_head or asked.get("quantize_head")
         self._reads_files = True
         """Whether transformers reads the tensors of a quantized folder; else `CheckpointWeights` gives them."""
 
