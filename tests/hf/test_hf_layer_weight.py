@@ -174,4 +174,5 @@ def test_layers_that_share_a_weight_are_left_and_load_where_only_names_them(tmp_
     dense: Any = wo.nn.quantize_model(tiny_model(zamba), group_size=32, only=["*.shared_transf.*_proj", "*.in_proj"])
     dense.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
-    assert shared in packed_layers(again) and torch.equal(logits(again), logits(dense))
+    assert shared in packed_layers(again)
+    torch.testing.assert_close(logits(again), logits(dense))  # attention adds rows of one product in another order
