@@ -20,8 +20,25 @@ def tell_counters() -> None:
         table = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if table is not None:
             table.update({getattr(torch.ops.weightonly, name): _flops for name in _PRODUCTS})
+            table[torch.ops.weightonly.fused_experts] = _flops_of_layer
 
 
 def _flops(rows: torch.Tensor, data: torch.Tensor, k: int, n: int, *others: Any, **result: Any) -> int:
     """Of a product, or of its gradient. rows: [..., K], or [..., N]."""
     return 2 * math.prod(rows.shape[:-1]) * k * n
+
+
+def _flops_of_layer(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    k: int,
+    n: int,
+    *others: Any,
+    **result: Any,
+) -> int:
+    """Of both products of a layer of experts, the first one from k to n. ids: [M, top_k]."""
+    *_, has_gate, _x_scales = others
+    inner = n // 2 if has_gate else n
+    return 2 * ids.numel() * k * (n + inner)

@@ -140,13 +140,14 @@ def _make_plan(args: GroupedArgs) -> Plan:
 class Product:
     """`grouped_gemm` with these weights, as `Multiply` has it."""
 
+    SCHEMA: ClassVar[str] = f"{WEIGHT_SCHEMA}, Tensor? perm, int experts, Tensor? bias"
+    """What an operator of PyTorch's dispatcher is given of it: see `to_op`."""
+
     operand: QuantizedWeight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped(GroupedArgs(x, self.operand, offs, self.bias, has_rest=True))
-
-    SCHEMA: ClassVar[str] = f"{WEIGHT_SCHEMA}, Tensor? perm, int experts, Tensor? bias"
 
     def to_op(self) -> tuple[Any, ...]:
         """The arguments of SCHEMA."""

@@ -20,8 +20,9 @@ def set_batch_invariant(on: bool) -> None:
     versions of this library, are not the same, nor are those of `grouped_gemm` and of `gemm`.
 
     It holds for calls from now on, of all threads of this process; a call that runs meanwhile may have either mode.
-    What is made of a call keeps the mode that it was made with: a CUDA graph, and an exported graph of torch.compile. A
-    compiled function is compiled again for the other mode. Gradients are not invariant.
+    What is made of a call keeps the mode that it was made with: a CUDA graph, and an exported graph of torch.compile.
+    Layers of experts that were exported without the mode follow it. A compiled function is compiled again for the other
+    mode. Gradients are not invariant.
 
     The environment variable WEIGHTONLY_BATCH_INVARIANT=1 turns it on when weightonly is imported.
 

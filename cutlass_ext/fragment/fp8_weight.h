@@ -4,8 +4,8 @@
 // The bytes 0 to 16 of E4M3 are linear: byte b is b * 2^-9. So twice an integer of 4 bits is a byte and a sign.
 //
 // The scales of E2M1 in groups of 32 are powers of two, and E4M3 has room for twelve of them: those of four groups, 128 k,
-// become part of the operand, and one number multiplies the sum, which pays where there are many tokens. Where the scales of a column differ by more, or by
-// something else, the sum is computed again, with the groups that were left out.
+// become part of the operand, and one number multiplies the sum, which pays where there are many tokens. Where the scales of
+// a column differ by more, or by something else, the sum is computed again, with the groups that were left out.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +38,10 @@ struct E2m1Bytes {
   uint32_t low = 0x14100800u, high = 0x24201c18u;
 };
 
-inline constexpr uint32_t kMostE2m1Exponent = 11;  // 6 * 2^(11 - 5) is 384; E4M3 ends at 448
-
 /// Tables of four groups of a column.
 struct FoldedScales {
   static constexpr int kGroups = 4;
-  static constexpr uint32_t kMostExponent = kMostE2m1Exponent;
+  static constexpr uint32_t kMostExponent = 11;  // 6 * 2^(11 - 5) is 384; E4M3 ends at 448
   E2m1Bytes bytes[kGroups];
   float base;  // what the sum is to be multiplied with, times the unit
 
@@ -116,9 +114,9 @@ CUTLASS_DEVICE void load_e2m1_fragment(uint32_t const (&words)[2], E2m1Bytes byt
   }
 }
 
-/// Both rows, without a scale.
+/// Both rows, without scales, in units of kUnitOfE2m1.
 CUTLASS_DEVICE void load_e2m1_fragment(uint32_t const (&words)[2], uint32_t* a) {
-  constexpr uint32_t kBytes = 0x01010101u, kExponent = kMostE2m1Exponent << 3;
+  constexpr uint32_t kBytes = 0x01010101u, kExponent = FoldedScales::kMostExponent << 3;
   E2m1Bytes const one;
   E2m1Bytes const bytes{one.low + kExponent * (kBytes - 1), one.high + kExponent * kBytes};
   load_e2m1_fragment<0>(words, bytes, a);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from weightonly.bench.__main__ import main
 from weightonly.bench.kept import DoesNotFit
 from weightonly.bench.model import build as build_module
 from weightonly.bench.model import measure as measure_module
-from weightonly.bench.model.build import Built, build
+from weightonly.bench.model.build import Built, build, share_keys
 from weightonly.bench.model.decoder import Decoder
 from weightonly.bench.model.measure import COLUMNS, Cell, ModelBench
 from weightonly.bench.model.providers import MODEL_PROVIDERS, ModelProvider, register
@@ -46,6 +47,22 @@ def providers() -> Iterator[dict[str, ModelProvider]]:
 
 
 # --- models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "expected"), [((9, 0), None, "1"), ((9, 0), "0", "0"), ((8, 0), None, None)]
+)
+def test_attention_shares_keys_where_pytorch_can(
+    capability: tuple[int, int], given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    monkeypatch.setenv(name, "")  # what the test leaves is undone
+    os.environ.pop(name)
+    if given is not None:
+        os.environ[name] = given
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    share_keys(torch.device("cuda", 0))
+    assert os.environ.get(name) == expected
 
 
 def test_the_linears_of_a_model_follow_from_its_sizes() -> None:

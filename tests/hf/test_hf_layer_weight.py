@@ -173,6 +173,6 @@ def test_layers_that_share_a_weight_are_left_and_load_where_only_names_them(tmp_
     assert left[shared] == "its weight is that of 'model.layers.1.shared_transf.self_attn.q_proj', too"
     dense: Any = wo.nn.quantize_model(tiny_model(zamba), group_size=32, only=["*.shared_transf.*_proj", "*.in_proj"])
     dense.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    assert shared in packed_layers(again)
-    torch.testing.assert_close(logits(again), logits(dense))  # attention adds rows of one product in another order
+    # Fused, PyTorch's attention behind them rounds other bits.
+    again = type(model).from_pretrained(tmp_path, quantization_config=WeightOnlyConfig(fuse=False)).eval()
+    assert shared in packed_layers(again) and torch.equal(logits(again), logits(dense))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.expert_cases import exact_stack, kinds, pack, random_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import weightonly as wo
 
@@ -229,6 +230,25 @@ def test_compiled(good: dict[str, Any]) -> None:
     finally:
         wo.set_batch_invariant(False)
     assert operators(graphs[-1]) == ["route", "grouped_gemm", "grouped_gemm"]
+
+
+@pytest.mark.parametrize("has_gate", [True, False], ids=["gate", "no gate"])
+def test_operations_of_an_exported_layer_are_counted(good: dict[str, Any], has_gate: bool) -> None:
+    """As many as those of an eager call, which counts its two products."""
+    w13 = good["w13"] if has_gate else (wo.preprocess(torch.ones(E, H, I, dtype=torch.int8)), torch.ones(E, 1, I))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return wo.fused_experts(x, w13, good["w2"], ids, weights)
+
+    arguments = good["x"], good["topk_ids"], good["topk_weights"]
+    exported = torch.export.export(Layer(), arguments).module()
+    with FlopCounterMode(display=False) as eager:
+        Layer()(*arguments)
+    with FlopCounterMode(display=False) as both:
+        Layer()(*arguments)
+        exported(*arguments)
+    assert both.get_total_flops() == 2 * eager.get_total_flops() == 4 * 10 * H * I * (3 if has_gate else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
