@@ -11,10 +11,11 @@
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
+#include "cutlass_ext/arch/permute.h"
 
 namespace weightonly {
 
-inline constexpr float kUnitOfInt4 = 256.f, kUnitOfE2m1 = 1.f / 64;
+inline constexpr float kUnitOfInt4 = 256.f, kUnitOfFolded = 1.f / 64;
 
 /// Four integers of 4 bits, one in the low half of each byte, as E4M3 of 2q * 2^-9. An integer is stored as 2q, or -2q - 1
 /// if it is negative: then the byte is one more, and the sign.
@@ -36,6 +37,9 @@ CUTLASS_DEVICE void load_fp8_fragment(uint32_t const (&words)[2], uint32_t* a) {
 /// 2^-5 times the number.
 struct E2m1Bytes {
   uint32_t low = 0x14100800u, high = 0x24201c18u;
+
+  /// Those of the numbers themselves.
+  CUTLASS_HOST_DEVICE static constexpr E2m1Bytes of_numbers() { return {0x3c383000u, 0x4c484440u}; }
 };
 
 /// Tables of four groups of a column.
@@ -109,16 +113,15 @@ template <int kRow>
 CUTLASS_DEVICE void load_e2m1_fragment(uint32_t const (&words)[2], E2m1Bytes bytes, uint32_t* a) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 2; ++i) {
-    uint32_t const magnitudes = words[i] >> (16 * kRow) & 0x7777u, signs = words[i] << (4 * kRow) & 0x80808080u;
-    a[2 * i + kRow] = __byte_perm(bytes.low, bytes.high, magnitudes) | signs;
+    uint32_t magnitudes = words[i] & 0x77777777u;
+    asm("" : "+r"(magnitudes));  // else each row has a mask of its own
+    uint32_t const signs = words[i] << (4 * kRow) & 0x80808080u;
+    a[2 * i + kRow] = permute_bytes(bytes.low, bytes.high, magnitudes >> (16 * kRow)) | signs;
   }
 }
 
-/// Both rows, without scales, in units of kUnitOfE2m1.
-CUTLASS_DEVICE void load_e2m1_fragment(uint32_t const (&words)[2], uint32_t* a) {
-  constexpr uint32_t kBytes = 0x01010101u, kExponent = FoldedScales::kMostExponent << 3;
-  E2m1Bytes const one;
-  E2m1Bytes const bytes{one.low + kExponent * (kBytes - 1), one.high + kExponent * kBytes};
+/// Both rows, with the same bytes.
+CUTLASS_DEVICE void load_e2m1_fragment(uint32_t const (&words)[2], E2m1Bytes bytes, uint32_t* a) {
   load_e2m1_fragment<0>(words, bytes, a);
   load_e2m1_fragment<1>(words, bytes, a);
 }

@@ -15,6 +15,7 @@
 #include <numeric>
 
 #if defined(__CUDACC__)
+#include "cutlass_ext/arch/permute.h"
 #include "kernels/convert/blocks_4bit.h"
 #endif
 
@@ -106,17 +107,11 @@ class CodebookSearcher {
     uint32_t halves[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t const bytes = permute(search_.codes[0], search_.codes[1], ranks >> (16 * i)) |
-                             permute(search_.codes[2], search_.codes[3], others >> (16 * i));
+      uint32_t const bytes = permute_bytes(search_.codes[0], search_.codes[1], ranks >> (16 * i)) |
+                             permute_bytes(search_.codes[2], search_.codes[3], others >> (16 * i));
       halves[i] = bytes | bytes >> 4;  // bytes 0 and 2 hold two codes each
     }
-    return permute(halves[0], halves[1], 0x6420);
-  }
-
-  __device__ static uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-    return bytes;
+    return permute_bytes(halves[0], halves[1], 0x6420);
   }
 
   CodebookSearch const& search_;

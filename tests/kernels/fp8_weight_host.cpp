@@ -12,14 +12,6 @@ inline float __uint_as_float(uint32_t bits) {
   return value;
 }
 
-/// PRMT, without its signs.
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
-  uint64_t const bytes = uint64_t(high) << 32 | low;
-  uint32_t picked = 0;
-  for (int i = 0; i < 4; ++i) picked |= uint32_t(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
-  return picked;
-}
-
 inline uint32_t of_halves(uint32_t a, uint32_t b, uint32_t const& (*pick)(uint32_t const&, uint32_t const&)) {
   return pick(a >> 16, b >> 16) << 16 | pick(a & 0xffff, b & 0xffff);
 }
@@ -44,7 +36,7 @@ void wo_fold(uint32_t const (*words)[2], uint32_t (*scales)[4], uint32_t (*a)[4]
     load_e2m1_fragment<0>(words[i], columns[0].bytes[i], a[i]);
     load_e2m1_fragment<1>(words[i], columns[1].bytes[i], a[i]);
   }
-  for (int h = 0; h < 2; ++h) base[h] = columns[h].base * kUnitOfE2m1;
+  for (int h = 0; h < 2; ++h) base[h] = columns[h].base * kUnitOfFolded;
 }
 
 /// Whether all is folded at once by NearScales: then fills a, and most with the largest scales. pairs [4]: of both columns,
@@ -65,6 +57,6 @@ void wo_integers(uint32_t const (*words)[2], uint32_t (*a)[4]) {
 
 /// E2M1 without scales.
 void wo_codes(uint32_t const (*words)[2], uint32_t (*a)[4]) {
-  for (int i = 0; i < 4; ++i) load_e2m1_fragment(words[i], a[i]);
+  for (int i = 0; i < 4; ++i) load_e2m1_fragment(words[i], E2m1Bytes::of_numbers(), a[i]);
 }
 }

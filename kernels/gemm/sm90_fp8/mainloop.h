@@ -44,8 +44,9 @@ struct Mainloop {
 
   struct Reader {
     uint32_t weights, scales, full, empty;  // shared memory addresses, in stage 0
-    bool releases;
+    int releases;
     int first_x;  // to the warpgroup's x, in descriptor units
+    E2m1Bytes bytes = E2m1Bytes::of_numbers();  // where scales are not folded
     int stage = 0, phase = 0;
 
     CUTLASS_DEVICE Reader(Params const& p, Smem const& smem) {
@@ -65,7 +66,9 @@ struct Mainloop {
       if constexpr (Traits::kMayMulticastX) {
         empty = cute::set_block_rank(empty, sm90::rank_in_cluster() ^ (lane & (p.multicast_ctas - 1)));
       }
-      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(full), "+r"(empty));
+      asm volatile("" : "+r"(weights), "+r"(scales), "+r"(full), "+r"(empty), "+r"(releases));
+      // + 0: of a constant the compiler would make a register for each use.
+      if constexpr (Traits::kIsE2m1 && !Traits::kFoldsScales) bytes.low += weights >> 31;
     }
 
     CUTLASS_DEVICE void wait() const { mbarrier_wait(full + 8 * stage, phase); }
@@ -96,11 +99,11 @@ struct Mainloop {
     CUTLASS_DEVICE static float scale_of(uint32_t pair, int column) {
       return float(Element::bitcast(uint16_t(pair >> (16 * column))));
     }
-    /// Of the lane's two columns, times the unit of weights.
-    CUTLASS_DEVICE float2 read_scales(int row) const {
-      if constexpr (!Traits::kHasScales) return {Traits::kWeightUnit, Traits::kWeightUnit};
+    /// Of the lane's two columns, times a unit.
+    CUTLASS_DEVICE float2 read_scales(int row, float unit) const {
+      if constexpr (!Traits::kHasScales) return {unit, unit};
       uint32_t const pair = read_scale_pair(row);
-      return {scale_of(pair, 0) * Traits::kWeightUnit, scale_of(pair, 1) * Traits::kWeightUnit};
+      return {scale_of(pair, 0) * unit, scale_of(pair, 1) * unit};
     }
   };
 
@@ -114,7 +117,8 @@ struct Mainloop {
     reader.wait();
     if constexpr (!Traits::kFoldsScales) reader.read_words(pass.words);
     if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32 && !Traits::kFoldsScales) {
-      if (Traits::kIsE2m1 || p.scale_k < 128) return mma<4, kActive>(pass, accum);
+      if (Traits::kIsE2m1 || p.scale_k == 32) return mma<4, kActive>(pass, accum);
+      if (p.scale_k == 64) return mma<2, kActive>(pass, accum);
     }
     mma<1, kActive>(pass, accum);
   }
@@ -137,7 +141,6 @@ struct Mainloop {
   /// What the loops share of one pass over the k_tiles of a work tile.
   template <class XFragment>
   struct Pass {
-    static constexpr uint32_t kStays = 0x100;
     Params const& p;
     Reader& reader;
     XFragment const& x;
@@ -145,16 +148,16 @@ struct Mainloop {
     Words words;
     cute::GmmaDescriptor x_stage;
     uint32_t folded = 0;  // groups of this k_tile whose scales were folded: bit 4h + i of column h and 32 k
+    bool stays =
+        false;  // whether the next turn has the same k_tile, for groups whose scales could not be folded with the others'
     float2 base;  // what folded sums are to be multiplied with
 
     CUTLASS_DEVICE void begin_k_tile() {
       x_stage = x.data().desc_;
       x_stage.reg32_[0] += reader.x_units();
     }
-    /// Whether the next turn has the same k_tile, for groups whose scales could not be folded with the others'.
-    CUTLASS_DEVICE bool stays() const { return folded & kStays; }
     CUTLASS_DEVICE void read_next() {
-      if (stays()) return;
+      if (stays) return;
       reader.advance();
       if (--left <= 0) return;
       reader.wait();
@@ -167,7 +170,7 @@ struct Mainloop {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSteps; ++i) {
           if constexpr (Traits::kIsE2m1) {
-            load_e2m1_fragment(words_of_step(words, i), step_of(w, i));
+            load_e2m1_fragment(words_of_step(words, i), reader.bytes, step_of(w, i));
           } else {
             load_fp8_fragment(words_of_step(words, i), step_of(w, i));
           }
@@ -175,12 +178,11 @@ struct Mainloop {
       }
     }
     CUTLASS_DEVICE void fold(Fragment& w) {
-      int const vote = BarrierId::kFirstVote + threadIdx.x / 128;
       reader.read_words(words);
       uint32_t pairs[kSteps];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps; ++i) pairs[i] = reader.read_scale_pair(i);
-      if (!stays()) {
+      if (!stays) {
         constexpr int kMantissa = cutlass::platform::is_same<Element, cutlass::half_t>::value ? 10 : 7;
         NearScales const near(pairs, kMantissa);
         CUTLASS_PRAGMA_UNROLL
@@ -190,12 +192,17 @@ struct Mainloop {
         }
         base = {Reader::scale_of(near.most, 0) * Traits::kWeightUnit,
                 Reader::scale_of(near.most, 1) * Traits::kWeightUnit};
-        if (!warpgroup_any(vote, !near.is_all)) return;
+        if (!any_of_warpgroup(!near.is_all)) return;
       }
       base.x = fold_column<0>(pairs, w);
       base.y = fold_column<1>(pairs, w);
-      bool const is_left = warpgroup_any(vote, (folded & 0xff) != 0xff);
-      folded = is_left ? folded | kStays : 0;
+      stays = any_of_warpgroup(folded != 0xff);
+      if (!stays) folded = 0;
+    }
+    /// The same for all threads; that it is for those of a warp, the compiler sees by its own vote, and keeps what depends on
+    /// it in uniform registers.
+    CUTLASS_DEVICE static bool any_of_warpgroup(bool predicate) {
+      return __any_sync(0xffffffff, warpgroup_any(BarrierId::kFirstVote + threadIdx.x / 128, predicate));
     }
     template <int kColumn>
     CUTLASS_DEVICE float fold_column(uint32_t const (&pairs)[kSteps], Fragment& w) {
@@ -231,7 +238,7 @@ struct Mainloop {
     }
   };
 
-  /// kGroups: sums of 128 k, 1 or 4: groups of 64 are two of four.
+  /// kGroups: sums of 128 k, 1, 2 or 4.
   template <int kGroups, int kActive, class XFragment>
   CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
@@ -239,6 +246,8 @@ struct Mainloop {
     // Whether the last sum is added before the turn ends. While scales are folded there are no registers for it.
     constexpr bool kEnds = kBuffers == 2 && (Traits::kFoldsScales || Traits::kEndsTurns);
     static_assert(kEnds || kJobs % kBuffers == 0);
+    // Of many groups the unit of weights costs less at the end.
+    constexpr float kUnit = kGroups == 1 ? Traits::kWeightUnit : 1.f;
     Reader& reader = pass.reader;
     Fragment w;
     Partial partial[kBuffers];
@@ -254,9 +263,7 @@ struct Mainloop {
         constexpr int kBuffer = job % kBuffers, kGroup = job / kActive, kChunk = job % kActive;
         constexpr bool kIsLast = job == kJobs - 1;
         if (kChunk == 0) {
-          group_scales = Traits::kFoldsScales
-                             ? pass.base
-                             : reader.read_scales(kGroups == 4 && pass.p.scale_k == 64 ? kGroup / 2 : kGroup);
+          group_scales = Traits::kFoldsScales ? pass.base : reader.read_scales(kGroup, kUnit);
         }
         if (kIsLast) pass.read_next();
         pass.template issue<kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
@@ -270,7 +277,7 @@ struct Mainloop {
         }
         if (kIsLast || kBuffers == 1) warpgroup_wait<0>();
         if (kIsLast) {
-          if (!pass.stays()) reader.release(stage);
+          if (!pass.stays) reader.release(stage);
           if constexpr (kEnds) add(group_scales, partial[kBuffer], accum, kChunk);
           pass.convert(w);
         }
@@ -278,6 +285,10 @@ struct Mainloop {
       });
     }
     if constexpr (kBuffers == 2 && !kEnds) add(scales, partial[1], accum, kActive - 1);
+    if constexpr (kUnit != Traits::kWeightUnit) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(accum); ++i) accum(i) *= Traits::kWeightUnit;
+    }
   }
 };
 

@@ -38,8 +38,8 @@ struct Traits {
   static constexpr bool kEndsTurns = false;
   static constexpr bool kIsE2m1 = cutlass::platform::is_same<Weight, Mxfp4>::value;
   /// Else 32 k are a sum of their own: of few tokens it costs less to multiply sums by scales.
-  static constexpr bool kFoldsScales = kIsE2m1 && Config::kTileM > 32;
-  static constexpr float kWeightUnit = kIsE2m1 ? kUnitOfE2m1 : kUnitOfInt4;
+  static constexpr bool kFoldsScales = kIsE2m1 && Config::kTileM > 64;
+  static constexpr float kWeightUnit = !kIsE2m1 ? kUnitOfInt4 : kFoldsScales ? kUnitOfFolded : 1.f;
 
   static constexpr int kWarpgroupsN = Config::kWarpgroupsN;
   static constexpr int kWarpgroupsK = Config::kWarpgroupsK;
