@@ -35,9 +35,10 @@ struct Mainloop {
   static constexpr int kStages = Traits::kStages;
   static constexpr int kSteps = Traits::kWarpgroupK / 32;
   static constexpr int kChunks = Traits::kChunks;
-  static constexpr int kBuffers = Traits::kBuffers;
   using Accum = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeC{}));  // (V,1,kChunks)
-  using Partial = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeChunk{}));  // (V,1,1)
+  template <int kTokens>
+  using Partial = decltype(cute::partition_fragment_C(typename Traits::template ChunkMma<kTokens>{},
+                                                      typename Traits::template ChunkShape<kTokens>{}));  // (V,1,1)
   using Fragment = decltype(cute::make_tensor<typename Traits::XElement>(
       cute::partition_shape_A(TiledMma{}, typename Traits::ShapeA{})));  // (V,1,4): MMA, m64, k32
   using Words = uint32_t[Traits::kWarpgroupKBlocks * Layout::kLaneWords];
@@ -107,8 +108,8 @@ struct Mainloop {
     }
   };
 
-  /// accum = w x of all k_tiles of a work tile, in its first kActive chunks. x: the B fragment of stage 0.
-  template <int kActive = kChunks, class XFragment>
+  /// accum = w x of all k_tiles of a work tile, of its first kActive chunks of kTokens. x: the B fragment of stage 0.
+  template <int kActive = kChunks, int kTokens = Traits::kChunkM, class XFragment>
   CUTLASS_DEVICE static void run(Params const& p, sm90::WorkTile const& work, Reader& reader, XFragment const& x,
                                  Accum& accum) {
     cute::clear(accum);
@@ -117,10 +118,10 @@ struct Mainloop {
     reader.wait();
     if constexpr (!Traits::kFoldsScales) reader.read_words(pass.words);
     if constexpr (Traits::kHasScales && Traits::kLeastGroup == 32 && !Traits::kFoldsScales) {
-      if (Traits::kIsE2m1 || p.scale_k == 32) return mma<4, kActive>(pass, accum);
-      if (p.scale_k == 64) return mma<2, kActive>(pass, accum);
+      if (Traits::kIsE2m1 || p.scale_k == 32) return mma<4, kActive, kTokens>(pass, accum);
+      if (p.scale_k == 64) return mma<2, kActive, kTokens>(pass, accum);
     }
-    mma<1, kActive>(pass, accum);
+    mma<1, kActive, kTokens>(pass, accum);
   }
 
  private:
@@ -129,6 +130,7 @@ struct Mainloop {
   }
   CUTLASS_DEVICE static uint32_t* step_of(Fragment& w, int i) { return reinterpret_cast<uint32_t*>(&w(0)) + 4 * i; }
 
+  template <class Partial>
   CUTLASS_DEVICE static void add(float2 scales, Partial& partial, Accum& accum, int chunk) {
     cute::warpgroup_fence_operand(partial);
     constexpr int kSize = decltype(cute::size(partial))::value;
@@ -220,18 +222,18 @@ struct Mainloop {
       }
       return of_column.base * Traits::kWeightUnit;
     }
-    /// Issues partial = w x of k32 steps and a chunk of tokens.
-    template <int kBegin, int kCount>
-    CUTLASS_DEVICE void issue(Fragment& w, int chunk, Partial& partial) const {
+    /// Issues partial = w x of k32 steps and a chunk of kTokens.
+    template <int kTokens, int kBegin, int kCount>
+    CUTLASS_DEVICE void issue(Fragment& w, int chunk, Partial<kTokens>& partial) const {
       using namespace cute;
-      TiledMma tiled_mma;
+      typename Traits::template ChunkMma<kTokens> tiled_mma;
       warpgroup_fence_operand(partial);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int i = kBegin; i < kBegin + kCount; ++i) {
         tiled_mma.accumulate_ = i == kBegin ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
         GmmaDescriptor descriptor = x_stage;
-        descriptor.reg32_[0] += (32 * i + chunk * Traits::kChunkM * Traits::kXRowBytes) / Traits::kDescriptorBytes;
+        descriptor.reg32_[0] += (32 * i + chunk * kTokens * Traits::kXRowBytes) / Traits::kDescriptorBytes;
         gemm(tiled_mma, w(_, _, i), make_tensor(GMMA::DescriptorIterator{descriptor}, x(_, _, 0).layout()), partial);
       }
       warpgroup_commit_batch();
@@ -239,10 +241,11 @@ struct Mainloop {
   };
 
   /// kGroups: sums of 128 k, 1, 2 or 4.
-  template <int kGroups, int kActive, class XFragment>
+  template <int kGroups, int kActive, int kTokens, class XFragment>
   CUTLASS_DEVICE static void mma(Pass<XFragment>& pass, Accum& accum) {
     using namespace cute;
     constexpr int kJobs = kGroups * kActive, kGroupSteps = kSteps / kGroups;
+    constexpr int kBuffers = Traits::buffers(kGroups, kTokens);  // sums under way
     // Whether the last sum is added before the turn ends. While scales are folded there are no registers for it.
     constexpr bool kEnds = kBuffers == 2 && (Traits::kFoldsScales || Traits::kEndsTurns);
     static_assert(kEnds || kJobs % kBuffers == 0);
@@ -250,7 +253,7 @@ struct Mainloop {
     constexpr float kUnit = kGroups == 1 ? Traits::kWeightUnit : 1.f;
     Reader& reader = pass.reader;
     Fragment w;
-    Partial partial[kBuffers];
+    Partial<kTokens> partial[kBuffers];
     float2 scales = {0.f, 0.f};  // of the job before
     pass.convert(w);
     if (!kEnds) clear(partial[kBuffers - 1]);  // the job before the first adds nothing
@@ -266,7 +269,7 @@ struct Mainloop {
           group_scales = Traits::kFoldsScales ? pass.base : reader.read_scales(kGroup, kUnit);
         }
         if (kIsLast) pass.read_next();
-        pass.template issue<kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
+        pass.template issue<kTokens, kGroup * kGroupSteps, kGroupSteps>(w, kChunk, partial[kBuffer]);
         if constexpr (kBuffers == 2) {
           if constexpr (!(kEnds && job == 0)) {
             warpgroup_wait<1>();

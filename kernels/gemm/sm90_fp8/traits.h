@@ -54,22 +54,24 @@ struct Traits {
   static constexpr int kXBlockK = 128, kXBlocks = kTileK / kXBlockK;
   static constexpr int kStages = Config::kStages;
 
-  /// A job of the main loop multiplies one of kChunks chunks of tokens. kBuffers: partial sums and converted weights that
-  /// there are registers for.
+  /// A job of the main loop multiplies one of kChunks chunks of tokens.
   static constexpr int kChunks = Config::kChunks;
-  static constexpr int kBuffers = kWarpgroups == 2 ? 2 : 1;
+  /// Sums of a chunk that are under way, as registers allow.
+  static constexpr int buffers(int groups, int tokens) { return kWarpgroups == 2 ? 2 : 1; }
   static constexpr int kChunkM = kTileM / kChunks;
   static_assert(kChunkM * kChunks == kTileM && kChunkM % 8 == 0);
 
   using MmaM = cute::Int<kWarpgroupN>;
   using MmaN = cute::Int<kChunkM>;
   using MmaK = cute::Int<kWarpgroupK>;
-  using MmaOp =
-      decltype(cute::GMMA::rs_op_selector<XElement, XElement, float, cute::Shape<MmaM, MmaN, cute::Int<32>>>());
-  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
+  template <int kTokens>
+  using ChunkMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<XElement, XElement, float, cute::Shape<MmaM, cute::Int<kTokens>, cute::Int<32>>>()));
+  template <int kTokens>
+  using ChunkShape = cute::Shape<MmaM, cute::Int<kTokens>>;
+  using TiledMma = ChunkMma<kChunkM>;
   using ShapeA = cute::Shape<MmaM, MmaK>;
   using ShapeC = cute::Shape<MmaM, cute::Int<kTileM>>;
-  using ShapeChunk = cute::Shape<MmaM, MmaN>;
   static constexpr int kDescriptorBytes = 16;
   using SmemLayoutX = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<XElement>{},
                                                    cute::Shape<MmaN, cute::Int<kXBlockK>>{}));
