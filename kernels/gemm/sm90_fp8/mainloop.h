@@ -68,7 +68,7 @@ struct Mainloop {
         empty = cute::set_block_rank(empty, sm90::rank_in_cluster() ^ (lane & (p.multicast_ctas - 1)));
       }
       asm volatile("" : "+r"(weights), "+r"(scales), "+r"(full), "+r"(empty), "+r"(releases));
-      // + 0: of a constant the compiler would make a register for each use.
+      // + 0, which ptxas cannot see: it would make a register of the constant for each use.
       if constexpr (Traits::kIsE2m1 && !Traits::kFoldsScales) bytes.low += weights >> 31;
     }
 
@@ -150,8 +150,7 @@ struct Mainloop {
     Words words;
     cute::GmmaDescriptor x_stage;
     uint32_t folded = 0;  // groups of this k_tile whose scales were folded: bit 4h + i of column h and 32 k
-    bool stays =
-        false;  // whether the next turn has the same k_tile, for groups whose scales could not be folded with the others'
+    bool stays = false;  // whether the next turn has the same k_tile, for groups that are left
     float2 base;  // what folded sums are to be multiplied with
 
     CUTLASS_DEVICE void begin_k_tile() {
