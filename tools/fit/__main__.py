@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--log is needed: there are times of kernels before Hopper")
     found = Constants(**{name: getattr(h200, name.upper()) for name in Constants._fields})
     if (is_grouped := grouped.usable(frame)).any():
-        found = found._replace(grouped=grouped.fit(frame[is_grouped], h200.GROUPED))
+        of_grouped = frame[is_grouped]
+        found = found._replace(grouped=grouped.polish(of_grouped, grouped.fit(of_grouped, h200.GROUPED)))
     if is_unfused.any():
         found = found._replace(unfused=unfused.fit(frame[is_unfused]))
     if is_clusters.any():

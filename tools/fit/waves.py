@@ -145,8 +145,7 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
     """Moves the kernels' constants a little, in place, so that the choices among the measurements cost least.
 
     Least squares spreads the model's error evenly; what matters is the order of the configurations near the best. A
-    random search with a fixed seed minimizes mean regret + 3 x mean squared regret, and holds on to the fitted values
-    (each e-fold away costs as much as 2% of mean regret).
+    random search with a fixed seed minimizes `Choices.loss`.
     """
     generator = np.random.default_rng(0)
     searched = {config.kernel for config in FITTED_CONFIGS if any(config.rules.splits(config))}
@@ -160,9 +159,8 @@ def polish(rows: dict[tuple[str, str], Rows], kernels: dict[tuple[str, str], NDA
     choices = Choices(cells, measured, best)
 
     def loss(times: NDArray) -> float:
-        regret = choices.regret(times)
         moved = sum(np.abs(kernels[key] - fitted[key]).sum() for key in keys)
-        return float(regret.mean() + 3 * (regret**2).mean() + 0.02 * moved / len(keys))
+        return choices.loss(times, moved / len(keys))
 
     lowest = loss(predicted)
     for _ in range(60000):
