@@ -37,8 +37,9 @@ struct Mainloop {
   static constexpr int kChunks = Traits::kChunks;
   using Accum = decltype(cute::partition_fragment_C(TiledMma{}, typename Traits::ShapeC{}));  // (V,1,kChunks)
   template <int kTokens>
-  using Partial = decltype(cute::partition_fragment_C(typename Traits::template ChunkMma<kTokens>{},
-                                                      typename Traits::template ChunkShape<kTokens>{}));  // (V,1,1)
+  using Partial =
+      decltype(cute::partition_fragment_C(typename Traits::template ChunkMma<kTokens>{},
+                                          cute::Shape<typename Traits::MmaM, cute::Int<kTokens>>{}));  // (V,1,1)
   using Fragment = decltype(cute::make_tensor<typename Traits::XElement>(
       cute::partition_shape_A(TiledMma{}, typename Traits::ShapeA{})));  // (V,1,4): MMA, m64, k32
   using Words = uint32_t[Traits::kWarpgroupKBlocks * Layout::kLaneWords];
@@ -130,8 +131,8 @@ struct Mainloop {
   }
   CUTLASS_DEVICE static uint32_t* step_of(Fragment& w, int i) { return reinterpret_cast<uint32_t*>(&w(0)) + 4 * i; }
 
-  template <class Partial>
-  CUTLASS_DEVICE static void add(float2 scales, Partial& partial, Accum& accum, int chunk) {
+  template <class Sum>
+  CUTLASS_DEVICE static void add(float2 scales, Sum& partial, Accum& accum, int chunk) {
     cute::warpgroup_fence_operand(partial);
     constexpr int kSize = decltype(cute::size(partial))::value;
     CUTLASS_PRAGMA_UNROLL

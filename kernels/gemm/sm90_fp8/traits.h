@@ -67,8 +67,6 @@ struct Traits {
   template <int kTokens>
   using ChunkMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<XElement, XElement, float, cute::Shape<MmaM, cute::Int<kTokens>, cute::Int<32>>>()));
-  template <int kTokens>
-  using ChunkShape = cute::Shape<MmaM, cute::Int<kTokens>>;
   using TiledMma = ChunkMma<kChunkM>;
   using ShapeA = cute::Shape<MmaM, MmaK>;
   using ShapeC = cute::Shape<MmaM, cute::Int<kTileM>>;
