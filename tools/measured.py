@@ -33,7 +33,8 @@ PEERS = {"Machete": "machete_tuned", "Marlin": "marlin", "FasterTransformer": "f
 SERVED = {
     "h200_serve.csv": "H200",
     "h200_serve_70b.csv": "20 layers, H200",
-    "h200_serve_mixtral.csv": "16 layers, H200",
+    "h200_serve_mixtral.csv": "H200",
+    "h200_serve_qwen3.csv": "H200",
     "h100_serve.csv": "16 layers, H100",
     "h200_serve_gpt_oss.csv": "12 layers, H200",
     "h200_serve_70b_two.csv": "16 layers, 2 H200",
