@@ -56,7 +56,7 @@ def build(
     config = get_quantization_config(CONFIGS[method]).from_config(cases.config(method, bits, group, zeros, act_order))
     sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INNER, "layer_id": 0, "top_k": TOP_K}
     prefix = "model.layers.0.mlp.experts"
-    return FusedMoE(**sizes, params_dtype=dtype, quant_config=config, prefix=prefix, **options)
+    return FusedMoE(**(sizes | options), params_dtype=dtype, quant_config=config, prefix=prefix)
 
 
 def load(layer: FusedMoE, method: str, experts: Stack) -> None:
