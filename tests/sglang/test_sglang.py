@@ -25,21 +25,29 @@ DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, i
 CONFIGS = {"gptq": "gptq_marlin", "awq": "awq_marlin", "compressed-tensors": "compressed-tensors"}
 
 
+def apply_hooks(patch: pytest.MonkeyPatch) -> None:
+    """What SGLang does in each of its processes, on a machine with kernels."""
+    patch.setattr(adapter, "built_archs", lambda: ("90a",))
+    adapter.register()
+    HookRegistry.apply_hooks()
+
+
+def say_hopper(patch: pytest.MonkeyPatch) -> None:
+    """A CPU that says it is a Hopper GPU where SGLang asks."""
+    for module in (marlin_utils, torch.cuda):
+        patch.setattr(module, "get_device_capability", lambda *_: (9, 0))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def hooks() -> Iterator[None]:
-    """What SGLang does in each of its processes, on a machine with kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "built_archs", lambda: ("90a",))
-        adapter.register()
-        HookRegistry.apply_hooks()
+        apply_hooks(patch)
         yield
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that says it is a Hopper GPU where SGLang asks."""
-    for module in (marlin_utils, torch.cuda):
-        monkeypatch.setattr(module, "get_device_capability", lambda *_: (9, 0))
+    say_hopper(monkeypatch)
 
 
 def build(

@@ -10,17 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.token_dispatcher import DeepEPDispatcher, standard
 from sglang.srt.layers.moe.topk import PackedTopKOutput
-from sglang.srt.layers.quantization import get_quantization_config, marlin_utils
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.layers.quantization import get_quantization_config
 from sglang.srt.runtime_context import get_context, get_parallel
 from tests import quantized_cases as cases
 
-from weightonly import sglang as adapter
 from weightonly.sglang_experts import Stored
 
 from . import test_sglang as linear
@@ -114,12 +113,10 @@ def run_linear(cls: type[Any], case: Case, k: int, n: int, seed: int) -> torch.T
 
 
 def main(rank: int, folder: Path, split: str, seed: int) -> None:
-    adapter.built_archs = lambda: ("90a",)
-    for module in (marlin_utils, torch.cuda):
-        module.get_device_capability = lambda *_: (9, 0)
-    standard.get_device = lambda: "cpu"
-    adapter.register()
-    HookRegistry.apply_hooks()
+    patch = pytest.MonkeyPatch()
+    linear.say_hopper(patch)
+    linear.apply_hooks(patch)
+    patch.setattr(standard, "get_device", lambda: "cpu")
     ep = 2 if split == "experts" else 1
     widths = {"tp_size": 2, "moe_ep_size": ep, "moe_tp_size": 2 // ep, "attn_tp_size": 2}
     ranks = {"tp_rank": rank, "attn_tp_rank": rank, "attn_dp_rank": 0}
