@@ -72,9 +72,10 @@ def _packing_experts(stored_by: Callable[[Any], Stored]) -> Callable[..., None]:
     """stored_by: SGLang's kernel -> how a layer of it holds its experts; raises ValueError for what is not ours"""
 
     def pack(original: Callable[..., None], kernel: Any, layer: Any) -> None:
+        reason = None
         try:
             stored = stored_by(kernel)
-            reason = stored.why_not(layer)
+            stored.check(layer)
         except ValueError as error:
             reason = str(error)
         if _is_left(reason, next(layer.parameters()).device):

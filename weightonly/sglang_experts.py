@@ -99,8 +99,8 @@ class Stored:
             raise ValueError(f"{stem}: {k} rows and {held} scales of a column, in groups of {size}")
         return k, k // size
 
-    def why_not(self, layer: Any) -> str | None:
-        """Why the layer is left to SGLang; None: it is ours."""
+    def check(self, layer: Any) -> None:
+        """Raises ValueError for a layer that is left to SGLang, with the reason."""
         config = layer.moe_runner_config
         refused = {
             **_refused_of_ranks(layer),
@@ -111,29 +111,22 @@ class Stored:
         }
         for what, is_asked in refused.items():
             if is_asked:
-                return f"experts with {what}"
-        try:
-            _gate(config)
-        except ValueError as error:
-            return str(error)
+                raise ValueError(f"experts with {what}")
+        _gate(config)
         for stem in _STEMS:
             experts, _, n = getattr(layer, f"{stem}_{self.scales}").shape
-            try:
-                k, groups = self._rows_and_groups(layer, stem)
-            except ValueError as error:
-                return str(error)
+            k, groups = self._rows_and_groups(layer, stem)
             product = k, n, f"int{self.bits}", k // groups, self.zeros is not None, config.params_dtype
             reason = why_not(*product)
             if reason is None and why_many_launches(*product, experts, config.top_k or 1):
                 reason = "no kernel has all experts in one launch"
             if reason is not None:
-                return f"{stem}: {reason}"
-        return None
+                raise ValueError(f"{stem}: {reason}")
 
 
 def _refused_of_ranks(layer: Any) -> dict[str, bool]:
     """What layers of expert parallelism may ask for. Its ids must be those of this rank's experts, -1 of others."""
-    if not _has_experts_elsewhere(layer):
+    if layer.moe_ep_size == 1:
         return {}
     from sglang.srt.layers.moe.token_dispatcher import StandardDispatcher
     from sglang.srt.runtime_context import get_exec
@@ -144,10 +137,6 @@ def _refused_of_ranks(layer: Any) -> dict[str, bool]:
         "ids of all ranks' experts": getattr(dispatcher, "skip_local_expert_mapping", False),
         "load balancing of experts (EPLB)": get_exec().moe.enable_eplb,  # moves what was loaded between ranks
     }
-
-
-def _has_experts_elsewhere(layer: Any) -> bool:
-    return getattr(layer, "moe_ep_size", 1) > 1
 
 
 def _gate(config: Any) -> Gate:
@@ -163,7 +152,7 @@ class Experts(torch.nn.Module):
         self.w13, self.w2 = (stored.product(layer, stem) for stem in _STEMS)
         self.gate = _gate(layer.moe_runner_config)
         self.factor = layer.moe_runner_config.routed_scaling_factor
-        self.has_experts_elsewhere = _has_experts_elsewhere(layer)
+        self.has_experts_elsewhere = layer.moe_ep_size > 1
 
     def forward(self, x: torch.Tensor, topk: Any) -> torch.Tensor:
         """x [M, H] -> [M, H], the sum over this rank's experts. topk: SGLang's TopKOutput."""

@@ -61,7 +61,7 @@ def test_linear_layers(found: dict[Any, Any], cls: type[Any], k: int, n: int, ca
 @pytest.mark.parametrize("found", ["experts"], indirect=True)
 def test_expert_parallelism_that_is_left_to_sglang(found: dict[Any, Any]) -> None:
     assert found["left"] == {
-        "": None,
+        "": "",
         "EPLB": "experts with load balancing of experts (EPLB)",
         "ids": "experts with ids of all ranks' experts",
         "all-to-all": "experts with all-to-all kernels",

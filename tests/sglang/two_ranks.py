@@ -7,6 +7,7 @@ what its layers give to FOLDER/RANK.pt.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,36 +68,41 @@ def run_experts(case: Case, seed: int) -> torch.Tensor:
     return layer(*rows(seed))
 
 
-def left_to_sglang() -> dict[str, str | None]:
-    """What a layer says of kinds of expert parallelism, by what it lacks for each."""
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    """Of a ValueError; "": there was none."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def left_to_sglang() -> dict[str, str]:
+    """Why a layer is, by kinds of expert parallelism; "": the kind that is ours."""
     layer = experts.build("gptq", 4, 64, False, torch.float16, num_experts=EXPERTS)
-    why_not = Stored.gptq(layer.scheme.kernel).why_not
-    found = {"": why_not(layer)}
+    check = Stored.gptq(layer.scheme.kernel).check
+    found = {"": error_of(check, layer)}
     with get_context().override_server_args(enable_eplb=True):
-        found["EPLB"] = why_not(layer)
+        found["EPLB"] = error_of(check, layer)
     layer.dispatcher.skip_local_expert_mapping = True
-    found["ids"] = why_not(layer)
+    found["ids"] = error_of(check, layer)
     layer.dispatcher = DeepEPDispatcher.__new__(DeepEPDispatcher)
-    found["all-to-all"] = why_not(layer)
+    found["all-to-all"] = error_of(check, layer)
     return found
 
 
-def why_not_cut(method: str) -> str | None:
-    """AWQ's SGLang does not give to Marlin."""
+def error_of_cut_groups(method: str) -> str:
+    """Not of AWQ, whose layers SGLang does not give to Marlin then."""
     layer = experts.build(method, 4, CUT, False, torch.float16, num_experts=EXPERTS)
     kernel = layer.scheme if method == "compressed-tensors" else layer.scheme.kernel
-    return getattr(Stored, method.replace("-", "_"))(kernel).why_not(layer)
+    return error_of(getattr(Stored, method.replace("-", "_"))(kernel).check, layer)
 
 
 def error_of_packed_ids(seed: int) -> str:
     x, topk = rows(seed)
     layer = experts.build("gptq", 4, 64, False, torch.float16, num_experts=EXPERTS)
     experts.load(layer, "gptq", stack(CASES[0], seed))
-    try:
-        layer(x, PackedTopKOutput(topk.topk_ids << 16, topk.router_logits))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(layer, x, PackedTopKOutput(topk.topk_ids << 16, topk.router_logits))
 
 
 def run_linear(cls: type[Any], case: Case, k: int, n: int, seed: int) -> torch.Tensor:
@@ -128,7 +134,7 @@ def main(rank: int, folder: Path, split: str, seed: int) -> None:
         if split == "experts":
             found |= {"left": left_to_sglang(), "packed": error_of_packed_ids(seed)}
         else:
-            found["left"] = [why_not_cut(method) for method in ("gptq", "compressed-tensors")]
+            found["left"] = [error_of_cut_groups(method) for method in ("gptq", "compressed-tensors")]
             for cls, k, n in LINEARS:
                 found |= {(cls.__name__, case): run_linear(cls, case, k, n, seed) for case in CASES}
     torch.save(found, folder / f"{rank}.pt")
